@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiocomms import blocking, cuda, errors, functional, ops, serving, testing
-    from aiocomms.communicator import Communicator
+    from aiocomms.communicator.communicator import Communicator
+    from aiocomms.communicator.lane import Lane
+    from aiocomms.communicator.opening import from_process_group, get_comm, new_comm
+    from aiocomms.communicator.portal.portal import Portal
+    from aiocomms.communicator.portal.works import BlockingWork
+    from aiocomms.communicator.rma import Window
+    from aiocomms.communicator.streams import ItemStream, TensorStream
     from aiocomms.diagnosis.on_signal import dump_on_signal
     from aiocomms.endpoints.endpoint import Endpoint, open_endpoint
     from aiocomms.endpoints.peer import Peer
     from aiocomms.endpoints.regions import Region, RemoteRegion
     from aiocomms.errors import CommError
-    from aiocomms.families.rma import Window
-    from aiocomms.families.streams import ItemStream, TensorStream
-    from aiocomms.lanes import Lane
-    from aiocomms.opening import from_process_group, get_comm, new_comm
     from aiocomms.ops import Message, Received, TensorLike
     from aiocomms.ops.checks import COMM_TIMEOUT
     from aiocomms.ops.reductions import ReduceOp
-    from aiocomms.portal.portal import Portal
-    from aiocomms.portal.works import BlockingWork
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
 
@@ -73,30 +73,30 @@ __all__ = [
 
 # Beside the imports above, which type checkers and editors read; a test keeps the two in step.
 _HOME = {
-    "BlockingWork": "portal.works",
+    "BlockingWork": "communicator.portal.works",
     "COMM_TIMEOUT": "ops.checks",
     "Capabilities": "transport",
     "CommError": "errors",
-    "Communicator": "communicator",
+    "Communicator": "communicator.communicator",
     "Endpoint": "endpoints.endpoint",
-    "Lane": "lanes",
+    "Lane": "communicator.lane",
     "Message": "ops",
     "Peer": "endpoints.peer",
-    "Portal": "portal.portal",
+    "Portal": "communicator.portal.portal",
     "Received": "ops",
     "ReduceOp": "ops.reductions",
     "Region": "endpoints.regions",
     "RemoteRegion": "endpoints.regions",
-    "ItemStream": "families.streams",
+    "ItemStream": "communicator.streams",
     "TensorLike": "ops",
-    "TensorStream": "families.streams",
+    "TensorStream": "communicator.streams",
     "Transport": "transport",
-    "Window": "families.rma",
+    "Window": "communicator.rma",
     "Work": "progress.work",
     "dump_on_signal": "diagnosis.on_signal",
-    "from_process_group": "opening",
-    "get_comm": "opening",
-    "new_comm": "opening",
+    "from_process_group": "communicator.opening",
+    "get_comm": "communicator.opening",
+    "new_comm": "communicator.opening",
     "open_endpoint": "endpoints.endpoint",
 }
 _MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "serving", "testing"})

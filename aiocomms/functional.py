@@ -16,12 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.opening import get_comm
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
 from aiocomms.lowlevel.handles import uncompiled
-from aiocomms.opening import get_comm
 from aiocomms.ops import Op, TensorLike, buffers, checks, codec
 from aiocomms.ops.arrays import as_tensor, like
 from aiocomms.ops.checks import Group

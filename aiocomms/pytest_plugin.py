@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 import pytest
 
 if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
+    from aiocomms.communicator.communicator import Communicator
 
 DEFAULT_RANKS = 2
 """The number of ranks for a test without the marker ``ranks``."""

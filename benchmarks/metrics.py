@@ -28,8 +28,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 
 import aiocomms
-from aiocomms import otel, profiler, prometheus
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.integrations import otel, profiler, prometheus
 from benchmarks.processes import in_two_processes
 
 ROUNDS = 100

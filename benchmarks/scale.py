@@ -171,7 +171,7 @@ def _main(transport: str, place: dict[str, str], results: Any) -> None:
 def in_processes(size: int, transport: str) -> dict[str, float]:
     """Form one of processes that have imported everything; in seconds, from when the last one begins."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["aiocomms.opening", registry.entries()[transport].module])
+    context.set_forkserver_preload(["aiocomms.communicator.opening", registry.entries()[transport].module])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{size}"}

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import aiocomms.torch_backend
+import aiocomms.integrations.torch_backend
 from benchmarks.peers.worker import pin
 
-BACKENDS = ("gloo", aiocomms.torch_backend.BACKEND)
+BACKENDS = ("gloo", aiocomms.integrations.torch_backend.BACKEND)
 SIZES = (8, 64 * 2**10, 2**20)
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, 2 processes, {args.rounds} rounds in turn, load before {os.getloadavg()[0]:.2f}")
     print("| operation | backend | median | mean | p99 | times aiocomms' median |\n|---|---|---:|---:|---:|---:|")
     for (what, name), each in found.items():
-        ours = statistics.median(found[what, aiocomms.torch_backend.BACKEND])
+        ours = statistics.median(found[what, aiocomms.integrations.torch_backend.BACKEND])
         median, p99 = statistics.median(each), sorted(each)[int(0.99 * len(each))]
         print(
             f"| {what} | {name} | {median * 1e6:.1f} µs | {statistics.mean(each) * 1e6:.1f} µs | {p99 * 1e6:.1f} µs "

@@ -105,7 +105,7 @@ def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Works that a deadline ends wait for what all ranks say, and for the file, for as long as a busy machine takes."""
-    from aiocomms.diagnosis import postmortem
+    from aiocomms.core import postmortem
 
     for seconds in ("PATIENCE", "LONGER", "WRITING"):
         monkeypatch.setattr(postmortem, seconds, PATIENCE)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from aiocomms.blocking.communicator import Communicator, from_process_group, new_comm
 from aiocomms.blocking.endpoint import Endpoint, open_endpoint
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion, BlockingRemoteRegion
-from aiocomms.portal.operations import BlockingLane
-from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow
-from aiocomms.portal.works import BlockingWork
+from aiocomms.communicator.portal.operations import BlockingLane
+from aiocomms.communicator.portal.views import BlockingBatch, BlockingStream, BlockingWindow
+from aiocomms.communicator.portal.works import BlockingWork
 
 __all__ = [
     "BlockingBatch",

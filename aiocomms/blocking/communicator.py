@@ -7,9 +7,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self
 
-from aiocomms import communicator, opening
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
-from aiocomms.portal.portal import Portal
+from aiocomms.communicator import communicator, opening
+from aiocomms.communicator.portal.portal import Portal
 
 
 class Communicator(Portal):

@@ -11,20 +11,20 @@ import torch
 
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.works import close, run
 from aiocomms.endpoints import endpoint as endpoints
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
-from aiocomms.portal.door import Door
-from aiocomms.portal.works import close, run
 
 _T = TypeVar("_T")
 
 
 class _Inside:
-    """What an endpoint's door leads to; see :class:`aiocomms.portal.door.Inside`."""
+    """What an endpoint's door leads to; see :class:`aiocomms.communicator.portal.door.Inside`."""
 
     rank = None
 

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+from aiocomms.communicator.portal import pending
+from aiocomms.communicator.portal.door import Door
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.ending import at_end
-from aiocomms.portal import pending
-from aiocomms.portal.door import Door
 
 _P = ParamSpec("_P")
 _Opened = TypeVar("_Opened")

@@ -9,17 +9,17 @@ from typing import Any, Final, Self, TypeVar, cast, overload
 
 from torch import Tensor
 
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.portal import Portal
+from aiocomms.communicator.portal.views import BlockingStream, BlockingWindow, started
+from aiocomms.communicator.portal.works import BlockingWork, close
 from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
-from aiocomms.families.hooks import Hook
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
-from aiocomms.portal.door import Door
-from aiocomms.portal.portal import Portal
-from aiocomms.portal.views import BlockingStream, BlockingWindow, started
-from aiocomms.portal.works import BlockingWork, close
+from aiocomms.progress.hooks import Hook
 
 _T = TypeVar("_T")
 Given = TypeVar("Given", bound=TensorLike)

@@ -41,7 +41,7 @@ _LOOKS: Final = 1000
 """Looks per second that all ranks of a communicator together take at most."""
 _LONGEST: Final = 2000
 """Characters of an error that travels."""
-_TORCHS: Final = "aiocomms.torch_backend"
+_TORCHS: Final = "aiocomms.integrations.torch_backend"
 """The module with which a program meets in a store of torch's own."""
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from aiocomms.core.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import instead_of, judge
-from aiocomms.diagnosis.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0

@@ -30,7 +30,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
-from aiocomms.shortcuts import Ring, Shortcuts
+from aiocomms.transport.native import Ring, Shortcuts
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536

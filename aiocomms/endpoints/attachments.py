@@ -50,8 +50,8 @@ from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
 
 if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
-    from aiocomms.families.rma import Window
+    from aiocomms.communicator.communicator import Communicator
+    from aiocomms.communicator.rma import Window
 
 
 class _Question:

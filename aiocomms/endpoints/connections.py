@@ -23,7 +23,7 @@ import torch
 
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
 from aiocomms.endpoints.meeting import CALLER, Answer, Call, Hello, Line, Pair, heard, seal_of
 from aiocomms.endpoints.peer import End, Peer

@@ -13,7 +13,8 @@ import torch
 
 from aiocomms.bootstrap.registry import Plan, advice, choose
 from aiocomms.bootstrap.rendezvous import FORMING
-from aiocomms.diagnosis.leak_guard import LeakGuard
+from aiocomms.communicator.opening import Opening, device_of
+from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
 from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
 from aiocomms.endpoints.peer import Peer
@@ -22,7 +23,6 @@ from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import LOOPBACK
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.opening import Opening, device_of
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.arrays import fitting
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout

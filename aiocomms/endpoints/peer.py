@@ -13,19 +13,19 @@ import anyio
 import torch
 from torch import Tensor
 
-from aiocomms.communicator import Communicator
-from aiocomms.core import CLOSE_GRACE
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.rma import Window
+from aiocomms.communicator.streams import ItemStream, TensorStream
+from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
 from aiocomms.endpoints.regions import Region, RemoteRegion
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
-from aiocomms.families.hooks import Hook
-from aiocomms.families.rma import Window
-from aiocomms.families.streams import ItemStream, TensorStream
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
+from aiocomms.progress.hooks import Hook
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)

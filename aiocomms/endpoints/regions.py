@@ -19,7 +19,7 @@ from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
-    from aiocomms.families.rma import Window
+    from aiocomms.communicator.rma import Window
     from aiocomms.progress.driver import Promise
 
 Given = TypeVar("Given", bound=TensorLike)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from aiocomms import ops
 from aiocomms.lowering.runs import Part
 from aiocomms.progress.inflight import LaneWork, StartedWork
-from aiocomms.shortcuts import Line, Shortcuts
 from aiocomms.transport import OP_RESULT, Transport
+from aiocomms.transport.native import Line, Shortcuts
 
 T = TypeVar("T")
 

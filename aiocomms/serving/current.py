@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from aiocomms.communicator import Communicator
-from aiocomms.families.collectives import Collectives
-from aiocomms.families.objects import Objects
-from aiocomms.families.p2p import PointToPoint
-from aiocomms.lanes import Lane
+from aiocomms.communicator.collectives import Collectives
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.lane import Lane
+from aiocomms.communicator.objects import Objects
+from aiocomms.communicator.p2p import PointToPoint
+from aiocomms.communicator.portal.portal import Portal
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
-from aiocomms.portal.portal import Portal
 from aiocomms.progress.work import Work
 
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 import anyio
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.expected import Expected
 from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
-from aiocomms.families.expected import Expected
 from aiocomms.lowering.lanes import number_of
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task

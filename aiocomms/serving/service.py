@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError, as_reason
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving.current import CurrentComm

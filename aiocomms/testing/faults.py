@@ -14,7 +14,7 @@ from typing import get_args
 import anyio
 
 from aiocomms import ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowering.schedules import SCHEDULES
 from aiocomms.ops import checks

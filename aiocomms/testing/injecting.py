@@ -23,7 +23,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from aiocomms import ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, UnsupportedOperation
 from aiocomms.lowering.runs import Part
 from aiocomms.lowering.windows import TwoSided

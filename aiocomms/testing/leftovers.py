@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.recorder import Item
 from aiocomms.ops import STREAM, STREAM_DATA

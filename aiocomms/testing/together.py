@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import anyio
 
 from aiocomms.bootstrap import directory
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentTypeError
 from aiocomms.progress.guard import ends_task
 

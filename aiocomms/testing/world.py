@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from aiocomms.bootstrap.registry import Plan, choose, in_process, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.ops import checks

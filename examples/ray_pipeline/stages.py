@@ -4,8 +4,8 @@
     embed.remote ───────>  Batcher ── plan ──> stage 1 ─> ...  ──────> stage n-1
         vectors <───────   stage 0 <────────────────────── vectors ───────'
 
-The actors meet by a name, with `aiocomms.ray.rendezvous`. When one dies, Ray starts it anew and calls its `run` again,
-while the others hear of the death and meet by the same name: the pipeline goes on with the new one.
+The actors meet by a name, with `aiocomms.integrations.ray.rendezvous`. When one dies, Ray starts it anew and calls its
+`run` again, while the others hear of the death and meet by the same name: the pipeline goes on with the new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embedding_server.batcher import Batcher, PipelineDownError
 from embedding_server.links import Links, Place
 from embedding_server.pipeline import Pipeline
 
-import aiocomms.ray
+import aiocomms.integrations.ray
 from aiocomms.serving import Service
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Stage:
         :param name: what the stages meet by
         :returns: the rank, when it has ended in good order
         """
-        meet = partial(aiocomms.ray.rendezvous, name, rank=rank, size=size, timeout=MEETING)
+        meet = partial(aiocomms.integrations.ray.rendezvous, name, rank=rank, size=size, timeout=MEETING)
 
         async def recover(lost: Communicator) -> Communicator:
             return await meet()

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import aiocomms
-from aiocomms import Communicator, Endpoint, Peer, ReduceOp, RemoteRegion, prometheus
+from aiocomms import Communicator, Endpoint, Peer, ReduceOp, RemoteRegion
 from aiocomms.errors import CommError
+from aiocomms.integrations import prometheus
 from aiocomms.serving import Service
 
 from .model import Part

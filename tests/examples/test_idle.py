@@ -18,7 +18,7 @@ import pytest
 import torch
 from anyio import CapacityLimiter
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
 from aiocomms.serving import Service
 from aiocomms.testing import local_world

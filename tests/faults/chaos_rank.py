@@ -19,7 +19,7 @@ from torch.distributed import HashStore, Store
 
 import aiocomms
 from aiocomms.bootstrap import registry
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommError
 from aiocomms.transport import Transport
 

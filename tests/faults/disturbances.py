@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from processes import numbers
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import WorkCancelledError
 from aiocomms.testing import local_world
 from aiocomms.transport import Transport

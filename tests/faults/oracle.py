@@ -27,7 +27,7 @@ from processes import LARGE, PATIENCE, Rank, empty, held, numbers
 from torch.distributed import Store
 
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 
 FULL = os.environ.get("AIOCOMMS_FAULTS") == "full"

@@ -20,9 +20,9 @@ import torch
 from oracle import holdings, settled
 from processes import Rank, empty, numbers
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.rma import Window
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, WorkCancelledError
-from aiocomms.families.rma import Window
 
 COUNTS = (1, 7, 400, 5_000, 60_013)
 """Elements of int64: from within a slot to the larger schedules."""

@@ -13,7 +13,7 @@ from cable import Cable, Weather, cable
 from hosts import Enter, address, ip
 from processes import Rank, Run, empty, exchange, numbers
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 
 pytestmark = [pytest.mark.real, pytest.mark.search]
 

@@ -23,11 +23,11 @@ from oracle import FULL, end, forgotten, left_after_meeting, named, oracle
 from processes import KILLED, Rank, Run, empty, free_port, hear, numbers, together
 
 import aiocomms
-from aiocomms import opening
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.communicator import Communicator
+from aiocomms.communicator import opening
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.rma import Window
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
-from aiocomms.families.rma import Window
 
 pytestmark = pytest.mark.real
 

@@ -27,10 +27,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiocomms.bootstrap import launchers, notes
+from aiocomms.communicator import parcels
+from aiocomms.communicator.items import Tensors
 from aiocomms.endpoints import credentials, words
 from aiocomms.errors import ArgumentError, ProtocolError, RegionError
-from aiocomms.families import parcels
-from aiocomms.families.items import Tensors
 from aiocomms.lowering import lane_ends
 from aiocomms.lowlevel import Reason
 from aiocomms.lowlevel.auth import Seal

@@ -37,7 +37,7 @@ import aiocomms
 from aiocomms import ops
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import framed
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, CommTimeoutError, ProtocolError
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec

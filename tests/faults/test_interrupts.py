@@ -17,7 +17,7 @@ import trio
 from concurrency import in_threads, turns
 
 import aiocomms
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
@@ -84,7 +84,7 @@ def watchdog_looks(*comms: Communicator) -> None:
 def test_nobody_waits_for_ever(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, does: Callable[[Communicator, Communicator], None]
 ) -> None:
-    monkeypatch.setattr("aiocomms.core.AGAIN", 0.0)
+    monkeypatch.setattr("aiocomms.core.core.AGAIN", 0.0)
 
     async def main(nth: int) -> bool:
         interrupter, ended = Interrupter(nth), []

@@ -28,7 +28,7 @@ from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
 from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, no_threads, numbers
 
-from aiocomms import core
+from aiocomms.core import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing import local_world
 

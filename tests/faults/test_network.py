@@ -18,7 +18,7 @@ from hosts import Enter, address, hosts
 from oracle import FULL, named
 from processes import LARGE, Rank, Run, empty, hear, numbers
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
 pytestmark = [pytest.mark.real, pytest.mark.search]

@@ -21,7 +21,7 @@ import torch
 from oracle import holdings, settled
 from processes import exchange
 
-from aiocomms import core
+from aiocomms.core import core
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 

@@ -17,9 +17,9 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms import ops
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.communicator import objects
+from aiocomms.communicator.streams import TensorStream
 from aiocomms.errors import CommAbortedError, CommError, ProtocolError
-from aiocomms.families import objects
-from aiocomms.families.streams import TensorStream
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

@@ -24,7 +24,7 @@ from processes import HANGS, KILLED, LARGE, Rank, Run, empty, exchange, numbers,
 import aiocomms
 from aiocomms.bootstrap.recovery import Decision, Recovery
 from aiocomms.bootstrap.stores import connect_store
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, StoreLostError
 
 pytestmark = pytest.mark.real

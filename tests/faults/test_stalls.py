@@ -15,8 +15,8 @@ from oracle import named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, hear, numbers
 
 import aiocomms
-from aiocomms import opening
-from aiocomms.communicator import Communicator
+from aiocomms.communicator import opening
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
 pytestmark = pytest.mark.real

@@ -26,7 +26,7 @@ from processes import Rank, Run
 
 import aiocomms
 from aiocomms import functional
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTimeoutError, UnsupportedOperation
 from benchmarks.gpu.targets import percentile
 from benchmarks.gpu.ticks import ticking

@@ -13,7 +13,7 @@ from gpus import CUDA, busy, on_a_gpu, share
 from processes import Rank, Run
 
 import aiocomms
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CapturedWorkError
 
 pytestmark = [pytest.mark.real, pytest.mark.search, on_a_gpu, pytest.mark.timeout(180)]

@@ -20,7 +20,7 @@ from ray.exceptions import RayTaskError
 from ray.experimental import internal_kv
 
 import aiocomms
-import aiocomms.ray
+import aiocomms.integrations.ray
 from aiocomms.errors import (
     ArgumentError,
     AuthError,
@@ -30,8 +30,8 @@ from aiocomms.errors import (
     PeerDiedError,
     StoreLostError,
 )
+from aiocomms.integrations.ray import meeting
 from aiocomms.lowlevel.jobstore import JobStore
-from aiocomms.ray import meeting
 
 pytestmark = pytest.mark.real
 
@@ -61,7 +61,7 @@ class Actor:
         JobStore.add, meeting.Meeting.run = heard, kept
 
     async def meet(self, name: str, rank: int, size: int, **more: Any) -> str:
-        self.comm = await aiocomms.ray.rendezvous(name, rank=rank, size=size, **more)
+        self.comm = await aiocomms.integrations.ray.rendezvous(name, rank=rank, size=size, **more)
         return repr(self.comm)
 
     async def refused(self, *where: Any, **more: Any) -> tuple[str, str]:
@@ -143,10 +143,10 @@ def test_arguments_and_no_ray():
         ({"rank": 0, "size": 2, "timeout": 0}, "timeout"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            aiocomms.ray.rendezvous("wrong", **wrong)
+            aiocomms.integrations.ray.rendezvous("wrong", **wrong)
 
     async def main() -> None:
-        await aiocomms.ray.rendezvous("nowhere", rank=0, size=2)
+        await aiocomms.integrations.ray.rendezvous("nowhere", rank=0, size=2)
 
     with pytest.raises(CommError, match="Ray is not initialized in this process"):
         asyncio.run(main())
@@ -183,7 +183,7 @@ def test_two_groups_at_once_and_a_driver(crew: list[Any]):
     meetings.append(second[0].meet.remote("second", 0, 2))
 
     async def driver() -> None:
-        async with aiocomms.ray.rendezvous("second", rank=1, size=2) as comm:
+        async with aiocomms.integrations.ray.rendezvous("second", rank=1, size=2) as comm:
             await meetings[-1]
             summed = second[0].sum.remote()
             assert (await comm.all_reduce(torch.ones(1))).item() == await summed == 2.0

@@ -16,9 +16,9 @@ import torch
 from ray.exceptions import GetTimeoutError, RayDirectTransportError, RayTaskError
 from ray.experimental.rdt.util import get_tensor_transport_manager
 
-import aiocomms.ray
+import aiocomms.integrations.ray
 from aiocomms.errors import RegionError
-from aiocomms.ray import transport as under_test
+from aiocomms.integrations.ray import transport as under_test
 
 pytestmark = pytest.mark.real
 
@@ -93,7 +93,7 @@ class Actor:
         return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
 
     async def fetch(self, refs: list[Any]) -> list[float]:
-        """By :func:`aiocomms.ray.get`, while the loop goes on."""
+        """By :func:`aiocomms.integrations.ray.get`, while the loop goes on."""
         beats = 0
 
         async def heart() -> None:
@@ -103,7 +103,7 @@ class Actor:
                 await asyncio.sleep(0)
 
         beating = asyncio.create_task(heart())
-        tensors = await asyncio.gather(*(aiocomms.ray.get(ref) for ref in refs))
+        tensors = await asyncio.gather(*(aiocomms.integrations.ray.get(ref) for ref in refs))
         beating.cancel()
         assert beats > 0
         return [tensor.mean().item() for tensor in tensors]
@@ -191,7 +191,7 @@ def test_awaiting(pair: list[Any]):
     assert ray.get(two.fetch.remote(refs)) == [0.0, 1.0, 2.0]
 
     async def driver() -> list[float]:
-        return [tensor.mean().item() for tensor in await asyncio.gather(*map(aiocomms.ray.get, refs))]
+        return [tensor.mean().item() for tensor in await asyncio.gather(*map(aiocomms.integrations.ray.get, refs))]
 
     assert asyncio.run(driver()) == [0.0, 1.0, 2.0]
 

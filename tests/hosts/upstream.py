@@ -76,19 +76,19 @@ def case(decorated: str, backend: str) -> type[unittest.TestCase]:
 
 def _process(decorated: str, backend: str, target: object, name: str, args: Any, kwargs: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_NAME, "aiocomms.torch_backend", "aiocomms_ucx"])
+    context.set_forkserver_preload([_NAME, "aiocomms.integrations.torch_backend", "aiocomms_ucx"])
     return context.Process(target=_rank, name=name, args=(dict(os.environ), decorated, backend, *args), kwargs=kwargs)
 
 
 def _rank(environ: dict[str, str], decorated: str, backend: str, *args: Any, **kwargs: Any) -> None:
     os.environ.update(environ)
     of = module(decorated)
-    import aiocomms.torch_backend
+    import aiocomms.integrations.torch_backend
 
     of.BACKEND, of.INIT_METHOD = backend, environ["INIT_METHOD"]
     os.environ["BACKEND"] = "mpi"  # or it skips what two ranks do beside others, in a world of less than 8
     for backends in (of.PROFILING_SUPPORTED_BACKENDS, of.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
-        backends.append(aiocomms.torch_backend.BACKEND)
+        backends.append(aiocomms.integrations.torch_backend.BACKEND)
     case(decorated, backend)._run(*args, **kwargs)  # type: ignore[attr-defined]
 
 

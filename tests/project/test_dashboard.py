@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiocomms.errors import CommAbortedError
-from aiocomms.prometheus import instrument
+from aiocomms.integrations.prometheus import instrument
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

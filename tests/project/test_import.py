@@ -48,8 +48,8 @@ ALONE, LIGHT, LAZY = STEPS = [
     "aiocomms.new_comm, aiocomms.functional, aiocomms.testing",
 ]
 NO_RAY, OLD_TORCH = REFUSED = [
-    "sys.modules['ray'] = None; import aiocomms.ray",
-    "sys.modules['torch.distributed._transport'] = None; import aiocomms.torch_transport",
+    "sys.modules['ray'] = None; import aiocomms.integrations.ray",
+    "sys.modules['torch.distributed._transport'] = None; import aiocomms.integrations.torch_transport",
 ]
 SCRIPT = f"""
 import sys
@@ -90,7 +90,7 @@ def test_nothing_is_loaded_before_it_is_used(said):
 
 
 def test_without_ray_it_says_what_to_install(said):
-    assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in said[NO_RAY]
+    assert "aiocomms.integrations.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in said[NO_RAY]
 
 
 def test_what_a_torch_without_one_sided_transports_is_told(said):

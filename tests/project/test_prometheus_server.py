@@ -29,7 +29,7 @@ PROGRAM = """
 import asyncio, sys
 import prometheus_client, torch
 from aiocomms.errors import CommError
-from aiocomms.prometheus import instrument
+from aiocomms.integrations.prometheus import instrument
 from aiocomms.testing import local_world
 
 async def reduce(comms, times):

@@ -40,7 +40,7 @@ async def check(comm: aiocomms.Communicator, portal: aiocomms.Portal, t: torch.T
 """
 
 ARRAY = "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]"
-WORK = "aiocomms.portal.works.BlockingWork[torch._tensor.Tensor]"
+WORK = "aiocomms.communicator.portal.works.BlockingWork[torch._tensor.Tensor]"
 REVEALED = [
     WORK, "torch._tensor.Tensor", "list[Any]", "list[Any]", ARRAY, "int",
     "aiocomms.blocking.communicator.Communicator | None", ARRAY, f"list[{ARRAY}]", "torch._tensor.Tensor",

@@ -9,8 +9,8 @@ from inside import issue
 from torch import Tensor
 
 from aiocomms import Work, ops
-from aiocomms.communicator import Communicator
-from aiocomms.families import parcels
+from aiocomms.communicator import parcels
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.ops import codec
 from aiocomms.ops.codec import MAX_DIMS
 

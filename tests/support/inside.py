@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.ops import Op
 
 

@@ -23,16 +23,16 @@ from aiocomms_local import LocalTransport
 from aiocomms_local.matching import Matcher
 from aiocomms_local.window import Window
 
-import aiocomms.lanes as views
+import aiocomms.communicator.lane as views
+import aiocomms.communicator.portal.works as blocking_works
 import aiocomms.lowering.lanes as lanes
-import aiocomms.portal.works as blocking_works
 from aiocomms import ops
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.operations import BlockingLane
+from aiocomms.communicator.portal.works import BlockingWork
 from aiocomms.errors import CommAbortedError, CommTimeoutError
 from aiocomms.lowlevel import Waker
 from aiocomms.ops import reductions
-from aiocomms.portal.door import Door
-from aiocomms.portal.operations import BlockingLane
-from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import OP_RESULT
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import aiocomms
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.live import PREFIX
 from aiocomms.errors import CommAbortedError, PeerDiedError
 
@@ -49,7 +49,7 @@ _PORTS: list[socket.socket] = []
 _sleep = time.sleep  # which raises in a deterministic test; the kernel tells nobody when a thread has ended
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the ranks still end when one has raised."""
-_PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.opening"]
+_PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.communicator.opening"]
 
 
 class Rank:

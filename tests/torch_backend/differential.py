@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 from processes import Rank, runner  # noqa: E402 - found by the path above
 
-import aiocomms.torch_backend  # noqa: E402
+import aiocomms.integrations.torch_backend  # noqa: E402
 from aiocomms import ReduceOp, blocking  # noqa: E402
 from aiocomms.testing import local_world  # noqa: E402
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from aiocomms.torch_backend import Group
+from aiocomms.integrations.torch_backend import Group
 
 PART, WHOLE, PARTS, ROWS = "a rank's part", "all in one tensor", "all parts", "all parts, each in a list"
 TENSORS = {

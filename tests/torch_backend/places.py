@@ -10,13 +10,15 @@ from typing import Any
 import torch.distributed as dist
 from processes import Rank
 
-import aiocomms.torch_backend
+import aiocomms.integrations.torch_backend
 
 
 @contextlib.contextmanager
-def group(place: Rank, backend: str = aiocomms.torch_backend.BACKEND, **more: Any) -> Iterator[dist.ProcessGroup]:
+def group(
+    place: Rank, backend: str = aiocomms.integrations.torch_backend.BACKEND, **more: Any
+) -> Iterator[dist.ProcessGroup]:
     """The default group, over the transport of the place."""
-    if backend == aiocomms.torch_backend.BACKEND:
+    if backend == aiocomms.integrations.torch_backend.BACKEND:
         more["pg_options"] = place.transport
     where = {"store": place.store(), "rank": place.rank, "world_size": place.size, "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, **{**where, **more})

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.torch_backend import Group
+from aiocomms.integrations.torch_backend import Group
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(134)]

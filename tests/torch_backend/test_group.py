@@ -17,9 +17,9 @@ from processes import HANGS, Rank, Run
 from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile
 
-import aiocomms.torch_backend
+import aiocomms.integrations.torch_backend
 from aiocomms.errors import ArgumentError
-from aiocomms.torch_backend.completer import Completer
+from aiocomms.integrations.torch_backend.completer import Completer
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
@@ -234,7 +234,7 @@ def test_draining_waits_for_what_was_submitted() -> None:
 @pytest.mark.deterministic
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
     """As torch does from 2.14 on, for a name that is not registered."""
-    (found,) = entry_points(group="torch.distributed.backends", name=aiocomms.torch_backend.BACKEND)
+    (found,) = entry_points(group="torch.distributed.backends", name=aiocomms.integrations.torch_backend.BACKEND)
     register = found.load()
     register()
     register()

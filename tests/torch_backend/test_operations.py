@@ -20,7 +20,7 @@ from places import group
 from processes import HANGS, KILLED, Rank, Run
 from torch.testing._internal.two_tensor import TwoTensor
 
-import aiocomms.torch_backend
+import aiocomms.integrations.torch_backend
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
@@ -29,7 +29,7 @@ over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 async def reduces(place: Rank) -> None:
     found = []
-    for backend in ("gloo", aiocomms.torch_backend.BACKEND):
+    for backend in ("gloo", aiocomms.integrations.torch_backend.BACKEND):
         with group(place, backend) as world:
             found.append(outcomes(world, place.rank))
     theirs, ours = found
@@ -143,7 +143,7 @@ async def messages(place: Rank) -> None:
 async def groups(place: Rank) -> None:
     with group(place) as world:
         assert dist.get_backend() == "aiocomms"
-        assert isinstance(world, aiocomms.torch_backend.Group)
+        assert isinstance(world, aiocomms.integrations.torch_backend.Group)
         pair, alone = dist.new_group([0, 2], pg_options=place.transport), dist.new_group([1])
         tensor = torch.ones(1)
         if place.rank == 1:

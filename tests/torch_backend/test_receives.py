@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommClosedError, MessageTruncatedError
-from aiocomms.torch_backend.any_source import Receives
+from aiocomms.integrations.torch_backend.any_source import Receives
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])

@@ -15,7 +15,7 @@ from fake_nccl import FakeNccl, FakeNcclTransport
 from processes import HANGS, Rank, Run
 
 from aiocomms import Lane
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import LaneAbortedError
 from aiocomms.lowering import lanes
 from aiocomms.progress.inflight import LaneWork

@@ -19,9 +19,9 @@ from processes import HANGS, KILLED, LARGE, Rank, Run, death, held, let_go, numb
 from torch import Tensor
 
 from aiocomms import ReduceOp, Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.rma import Window
 from aiocomms.errors import CommAbortedError, CommClosedError, MismatchError, PeerDiedError
-from aiocomms.families.rma import Window
 from aiocomms.ops import checks, reductions
 
 pytestmark = pytest.mark.real

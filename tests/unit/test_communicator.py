@@ -21,8 +21,9 @@ from concurrency import in_threads, ranks, run_on, together, turns
 from processes import all_let_go, held
 
 import aiocomms
-from aiocomms import ReduceOp, core, ops
+from aiocomms import ReduceOp, ops
 from aiocomms.bootstrap import directory, meeting
+from aiocomms.core import core
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import functional
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.testing import local_world
 

@@ -17,15 +17,15 @@ from torch import nn
 
 import aiocomms
 from aiocomms import serving
+from aiocomms.communicator.p2p import Batch
 from aiocomms.errors import ArgumentError
-from aiocomms.families.hooks import Hook
-from aiocomms.families.p2p import Batch
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.progress.hooks import Hook
 from aiocomms.testing import local_world
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(128)]
 
-ROOMS = ["aiocomms", "aiocomms.blocking", "aiocomms.serving", "aiocomms.torch_backend"]
+ROOMS = ["aiocomms", "aiocomms.blocking", "aiocomms.serving", "aiocomms.integrations.torch_backend"]
 DATA = {"Capabilities", "CommError", "ReduceOp", "TensorLike", "Transport", "new_comm", "open_endpoint"}
 """Public classes of which nothing is open: values, what others inherit from, and what is yet to be awaited."""
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Decision, Pa
 from opentelemetry.trace import StatusCode
 
 from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
-from aiocomms.otel import measure_ops, trace_ops
+from aiocomms.integrations.otel import measure_ops, trace_ops
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

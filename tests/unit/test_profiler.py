@@ -11,7 +11,7 @@ from concurrency import ranks, run_on
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from aiocomms.errors import ArgumentTypeError
-from aiocomms.profiler import record_ops
+from aiocomms.integrations.profiler import record_ops
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

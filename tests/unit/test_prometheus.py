@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import aiocomms
 from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
-from aiocomms.metrics import BOUNDS, SIZES
-from aiocomms.prometheus import instrument
+from aiocomms.integrations.metrics import BOUNDS, SIZES
+from aiocomms.integrations.prometheus import instrument
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

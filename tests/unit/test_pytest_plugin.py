@@ -226,7 +226,7 @@ async def test_it(world, n):
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
 def test_a_test_that_fails_says_only_its_own_error_and_ends(suite, mark, monkeypatch):
     """Were its world to be closed and not aborted, its works would be waited for, for ever."""
-    monkeypatch.setattr("aiocomms.core.CLOSE_GRACE", math.inf)
+    monkeypatch.setattr("aiocomms.core.core.CLOSE_GRACE", math.inf)
     source = f"""
 seen = []
 

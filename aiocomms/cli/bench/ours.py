@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from aiocomms.cli.bench.cases import ROOT, Case
-from aiocomms.communicator import Communicator
-from aiocomms.families.rma import Window
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.rma import Window
 
 Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
 """One iteration, to be awaited unless its contender blocks."""

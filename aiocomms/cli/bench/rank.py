@@ -17,7 +17,7 @@ from aiocomms.cli.bench.measure import idle_lateness
 from aiocomms.cli.bench.ours import Contender, Ours
 from aiocomms.cli.bench.report import Reporter
 from aiocomms.cli.bench.turns import Turns, first
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, UnsupportedOperation
 from aiocomms.testing import local_world, run_ranks
 

@@ -11,7 +11,7 @@ from aiocomms.cli.bench.measure import BEATING, lateness, median, percentile, tu
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.ours import Call, Contender, Ours
 from aiocomms.cli.bench.report import Reporter, Row
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from aiocomms.cli.trace import Record, judged
+from aiocomms.core.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import NO_ANSWER
 from aiocomms.diagnosis.live import PATIENCE, SHOWN, Sight, listeners
-from aiocomms.diagnosis.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST
 from aiocomms.lowlevel.gate import same_user
 

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from aiocomms import ReduceOp, Window, new_comm, ops
 from aiocomms.bootstrap.registry import find
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport

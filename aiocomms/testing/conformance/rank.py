@@ -13,7 +13,7 @@ import anyio
 from torch.distributed import Store
 
 from aiocomms import new_comm
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Board, Case, Outcome, Place
 
 TURNS = 100

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

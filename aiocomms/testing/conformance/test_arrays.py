@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import Portal, functional
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError
 from aiocomms.ops.arrays import as_tensor
 from aiocomms.testing.conformance import data

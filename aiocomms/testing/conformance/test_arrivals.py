@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiocomms import Message, Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, MessageTruncatedError
 from aiocomms.testing.conformance.case import Case, ranks
 

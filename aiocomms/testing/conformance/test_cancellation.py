@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import WorkCancelledError
 from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks, wait_for
 from aiocomms.testing.conformance.data import Slot

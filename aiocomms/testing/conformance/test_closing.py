@@ -12,9 +12,10 @@ import anyio.to_thread
 import pytest
 import torch
 
-from aiocomms import Work, core
-from aiocomms.communicator import Communicator
-from aiocomms.core import CLOSE_GRACE
+from aiocomms import Work
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.core import core
+from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError
 from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks
 from aiocomms.testing.conformance.leaks import expect_no_more_than, resources

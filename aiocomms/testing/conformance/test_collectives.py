@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiocomms import ReduceOp, Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks, reductions, refusable

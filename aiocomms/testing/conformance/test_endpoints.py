@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aiocomms import Endpoint, Peer, errors, open_endpoint
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

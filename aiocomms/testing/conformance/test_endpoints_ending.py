@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiocomms import open_endpoint
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,

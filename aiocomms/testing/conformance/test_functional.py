@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp, functional
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks

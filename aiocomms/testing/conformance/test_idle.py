@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, ranks
 
 pytestmark: list[pytest.MarkDecorator] = [pytest.mark.loops, pytest.mark.memory, pytest.mark.clock]

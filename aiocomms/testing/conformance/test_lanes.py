@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp, Work, functional
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import LaneAbortedError
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import number, reduced, shuffled

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aiocomms import ReduceOp, Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,

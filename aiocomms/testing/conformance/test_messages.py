@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, MessageTruncatedError, UnsupportedOperation
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks, refusable

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,

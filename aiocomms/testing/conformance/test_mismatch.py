@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp, Work, ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, MismatchError
 from aiocomms.testing.conformance.case import Case, ranks
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks

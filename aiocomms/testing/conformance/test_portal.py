@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiocomms import Portal, ReduceOp, blocking
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

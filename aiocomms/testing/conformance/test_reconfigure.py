@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError
 from aiocomms.testing.conformance.case import Case, ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import Portal, ReduceOp, ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, MismatchError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, cancel_await, ranks

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommTimeoutError, WorkCancelledError
 from aiocomms.testing.conformance.case import Case, ranks, window
 

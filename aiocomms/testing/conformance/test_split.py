@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiocomms import ReduceOp
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommClosedError, MismatchError
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_collectives import check_all

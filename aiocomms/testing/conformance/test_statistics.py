@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.statistics import Failures
 from aiocomms.errors import CommAbortedError, CommError, WorkCancelledError
 from aiocomms.testing.conformance.case import Case, ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiocomms import ItemStream, TensorStream
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommAbortedError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks

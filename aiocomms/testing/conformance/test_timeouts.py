@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiocomms import COMM_TIMEOUT, Work, ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.transport import Transport

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.testing.conformance.case import Case, all_blocked, ranks
 from aiocomms.testing.conformance.data import Slot

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp, Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case
 

@@ -32,7 +32,7 @@ class Clock:
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have deadlines pass by their length and not by the time, as long as ``monkeypatch`` lasts."""
-    from aiocomms.diagnosis import inquiry
+    from aiocomms.core import inquiry
     from aiocomms.progress import deadlines
 
     clock, wake_by = Clock(), deadlines.Watchdog.wake_by

@@ -25,7 +25,7 @@ from inside import transport_of
 from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, listening, numbers
 
 import aiocomms
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 

@@ -18,7 +18,7 @@ from inside import transport_of
 from processes import KILLED, LARGE, Rank, Run, death, numbers
 
 import aiocomms
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, PeerDiedError
 
 pytestmark = pytest.mark.real

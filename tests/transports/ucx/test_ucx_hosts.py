@@ -25,7 +25,7 @@ from torch import Tensor
 
 import aiocomms
 from aiocomms import ReduceOp
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,

@@ -13,7 +13,7 @@ from inside import transport_of
 from processes import KILLED, Rank, Run, death
 
 from aiocomms import Work
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommTimeoutError, LaneAbortedError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 

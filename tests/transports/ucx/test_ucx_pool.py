@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import KILLED, PATIENCE, Rank, Run, death
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from benchmarks.many import memory
 
 pytestmark = pytest.mark.real

@@ -18,8 +18,8 @@ from processes import HANGS
 
 import aiocomms
 from aiocomms import ops
+from aiocomms.communicator.portal.works import BlockingWork
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, LaneAbortedError
-from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 

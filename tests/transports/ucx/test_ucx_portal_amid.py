@@ -18,8 +18,8 @@ from concurrency import run_on, turns
 from processes import HANGS
 
 import aiocomms
+from aiocomms.communicator.portal import works
 from aiocomms.errors import CommError, WorkCancelledError
-from aiocomms.portal import works
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

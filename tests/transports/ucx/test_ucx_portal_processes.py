@@ -12,9 +12,9 @@ import pytest
 import torch
 from processes import HANGS, Rank, Run
 
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.portal.works import BlockingWork
 from aiocomms.lowlevel import in_use
-from aiocomms.portal.works import BlockingWork
 
 pytestmark = pytest.mark.real
 

@@ -28,7 +28,8 @@ from processes import HANGS
 
 import aiocomms
 from aiocomms import ReduceOp, ops
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.communicator.lane import Lane
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -38,7 +39,6 @@ from aiocomms.errors import (
     LaneAbortedError,
     UnsupportedOperation,
 )
-from aiocomms.lanes import Lane
 from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.testing import local_world
 

@@ -267,8 +267,8 @@ def test_where_a_rank_leaves_it(
         return store
 
     monkeypatch.setattr(casualties, "connect_store", connect)
-    monkeypatch.setitem(sys.modules, "aiocomms.torch_backend", sys) if torchs else monkeypatch.delitem(
-        sys.modules, "aiocomms.torch_backend", raising=False
+    monkeypatch.setitem(sys.modules, "aiocomms.integrations.torch_backend", sys) if torchs else monkeypatch.delitem(
+        sys.modules, "aiocomms.integrations.torch_backend", raising=False
     )
     host.now = STARTED + 1
     casualties._reach(Launch("torchrun", rank, 2, "localhost", 1, agent_store), "ValueError: no")

@@ -23,9 +23,9 @@ from processes import HANGS, PATIENCE, all_let_go, free_port, held
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
-from aiocomms import opening
 from aiocomms.bootstrap import forming, launchers
 from aiocomms.bootstrap.generations import Arrival
+from aiocomms.communicator import opening
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,

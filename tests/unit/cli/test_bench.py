@@ -26,10 +26,10 @@ from aiocomms.cli.bench.cases import Case
 from aiocomms.cli.bench.measure import lateness, percentile
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.report import Missing, Report, Row
+from aiocomms.communicator.collectives import Collectives
+from aiocomms.communicator.reducing import Reducing
+from aiocomms.communicator.rma import OneSided
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.families.collectives import Collectives
-from aiocomms.families.reducing import Reducing
-from aiocomms.families.rma import OneSided
 
 pytestmark = pytest.mark.real
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aiocomms.cli import main
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
 from aiocomms.testing import local_world
 

@@ -16,8 +16,8 @@ from processes import PATIENCE, no_threads
 
 from aiocomms.bootstrap import notes
 from aiocomms.bootstrap.notes import Answer, Late, Notes, Place, Question, Waiting
-from aiocomms.diagnosis import inquiry
-from aiocomms.diagnosis.inquiry import Inquiry, Wait
+from aiocomms.core import inquiry
+from aiocomms.core.inquiry import Inquiry, Wait
 from aiocomms.errors import CommTimeoutError
 from aiocomms.testing import local_world
 from aiocomms.transport import Transport

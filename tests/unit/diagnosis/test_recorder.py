@@ -25,9 +25,10 @@ from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.cli import main as command
 from aiocomms.cli.top import looking
-from aiocomms.diagnosis import dumps, postmortem, recorder
+from aiocomms.core import postmortem
+from aiocomms.core.postmortem import read_brief
+from aiocomms.diagnosis import dumps, recorder
 from aiocomms.diagnosis.hang_report import behind, judge
-from aiocomms.diagnosis.postmortem import read_brief
 from aiocomms.diagnosis.recorder import Brief, Header, Item
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MessageTruncatedError, MismatchError
 from aiocomms.serving import Service

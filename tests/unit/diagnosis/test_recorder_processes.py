@@ -18,7 +18,7 @@ import torch
 from processes import PATIENCE, Rank, Run
 
 from aiocomms.cli import main
-from aiocomms.diagnosis import postmortem
+from aiocomms.core import postmortem
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 
 pytestmark = [pytest.mark.real, pytest.mark.search]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from concurrency import ranks, together, turns
 
-from aiocomms import core, ops
+from aiocomms import ops
+from aiocomms.communicator import parcels
+from aiocomms.core import core
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,7 +26,6 @@ from aiocomms.errors import (
     ProtocolError,
     WorkCancelledError,
 )
-from aiocomms.families import parcels
 from aiocomms.ops import apart, codec
 from aiocomms.testing import local_world
 

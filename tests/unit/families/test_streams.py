@@ -17,9 +17,10 @@ import torch
 from anyio.lowlevel import checkpoint
 from concurrency import run_on, together, turns
 
-from aiocomms import core, ops
+from aiocomms import ops
+from aiocomms.communicator.parcels import Parcel
+from aiocomms.core import core
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError
-from aiocomms.families.parcels import Parcel
 from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 from aiocomms.testing import local_world

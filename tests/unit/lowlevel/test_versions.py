@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 
 from aiocomms.bootstrap import generations
 from aiocomms.bootstrap.records import framed
+from aiocomms.communicator import parcels
 from aiocomms.errors import AuthError, CommTimeoutError, ProtocolError
-from aiocomms.families import parcels
 from aiocomms.lowlevel import Dialect, Gate, gate, handshake
 from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 

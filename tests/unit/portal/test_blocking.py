@@ -19,8 +19,9 @@ from processes import HANGS
 from torch.distributed import HashStore
 
 import aiocomms
-from aiocomms import blocking, core
+from aiocomms import blocking
 from aiocomms.bootstrap.registry import close_transports
+from aiocomms.core import core
 from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError
 
 pytestmark = pytest.mark.deterministic
@@ -169,7 +170,7 @@ HEAD = """
 import os, signal, sys, threading, torch
 from torch.distributed import HashStore
 from aiocomms import blocking
-from aiocomms.portal import pending
+from aiocomms.communicator.portal import pending
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its background jobs ignore it
 store = HashStore()
 def pair():

@@ -328,7 +328,7 @@ def test_warnings_as_errors_see_it(transport: str):
 @pytest.mark.real
 def test_ctrl_c_ends_accept(transport: str):
     program = """
-from aiocomms.portal import pending
+from aiocomms.communicator.portal import pending
 block = pending.Pending._block
 def told(self, patience):
     if threading.current_thread() is threading.main_thread():

@@ -20,8 +20,8 @@ from processes import HANGS
 from torch.distributed import HashStore
 
 import aiocomms
+from aiocomms.communicator.portal import pending
 from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError
-from aiocomms.portal import pending
 from aiocomms.testing import local_world
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.loops]

@@ -211,7 +211,7 @@ def test_an_op_that_is_given_none_of_its_own_has_the_communicators(run):
 
 def test_every_op_takes_it_in_one_way():
     found = []
-    for owner in (aiocomms.Communicator, aiocomms.Window, aiocomms.families.p2p.Batch):
+    for owner in (aiocomms.Communicator, aiocomms.Window, aiocomms.communicator.p2p.Batch):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
             timeout = inspect.signature(method).parameters.get("timeout")
             if timeout is not None and not name.startswith("_") and name not in ("set_timeout", "reconfigure"):

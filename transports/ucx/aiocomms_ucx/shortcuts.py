@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from aiocomms import ops
 from aiocomms.errors import CommError
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
-from aiocomms.shortcuts import Line
 from aiocomms.transport import Completion, Transport
+from aiocomms.transport.native import Line
 from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names
 from aiocomms_ucx.collectives import FORMS
 

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 from torch.distributed import Backend
 
 from aiocomms.cli.bench.ours import Contender
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 
 _BASE = "torch_backend"
 

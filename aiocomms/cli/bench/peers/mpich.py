@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiocomms.cli.bench.cases import ROOT, Case
 from aiocomms.cli.bench.ours import Call
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 
 
 def launcher(ranks: int) -> list[str]:

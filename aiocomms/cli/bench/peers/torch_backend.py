@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from aiocomms.cli.bench.cases import ROOT, Case
 from aiocomms.cli.bench.ours import Call
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 
 _TIMEOUT = timedelta(seconds=60)
 

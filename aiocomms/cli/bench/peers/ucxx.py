@@ -11,7 +11,7 @@ from typing import Any
 
 from aiocomms.cli.bench.cases import ROOT, Case
 from aiocomms.cli.bench.ours import Call
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 
 _NAME = __name__.rpartition(".")[2]
 

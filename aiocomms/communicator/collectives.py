@@ -1,0 +1,243 @@
+"""The methods for collectives, the operations in which every rank of a communicator takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from aiocomms import ops
+from aiocomms.communicator.reducing import Reducing
+from aiocomms.ops import TensorLike
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, sequence
+from aiocomms.progress.work import Work
+
+Given = TypeVar("Given", bound=TensorLike)
+
+
+class Collectives(Reducing):
+    """Every rank calls the same collectives in the same order, with arguments that fit each other.
+
+    The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be under way at
+    once. Each call returns at once. Tensors are contiguous and on the communicator's device, and have any dtype of
+    :data:`aiocomms.ops.checks.DTYPES`. Empty tensors are legal. A tensor that an op writes must not share memory with
+    any other that it reads or writes, except in the in-place forms named below.
+    """
+
+    def broadcast(
+        self,
+        tensor: Given,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Copy the root's tensor to every rank.
+
+        :param tensor: read on the root and written elsewhere; of one shape and dtype on every rank.
+        :param root: the rank whose tensor is copied.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Broadcast(tensor, root), hints, timeout)
+
+    def all_gather(
+        self,
+        outputs: Sequence[Given],
+        tensor: TensorLike,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[list[Given]]:
+        """Gather every rank's tensor on every rank; all tensors have one shape.
+
+        :param outputs: one tensor per rank, written.
+        :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGather(sequence("outputs", outputs), tensor), hints, timeout)
+
+    def all_gather_v(
+        self,
+        outputs: Sequence[Given],
+        tensor: TensorLike,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[list[Given]]:
+        """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
+
+        :param outputs: one tensor per rank, of that rank's shape, written.
+        :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGatherV(sequence("outputs", outputs), tensor), hints, timeout)
+
+    def all_gather_single(
+        self,
+        output: Given,
+        input: TensorLike,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Gather every rank's tensor, in rank order, into one tensor on every rank.
+
+        :param output: ``size`` times the elements of ``input``, written.
+        :param input: this rank's tensor; may be chunk ``rank`` of ``output``.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGatherSingle(output, input), hints, timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Given],
+        inputs: Sequence[TensorLike],
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[list[Given]]:
+        """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
+
+        :param outputs: one tensor per rank, written.
+        :param inputs: one tensor per rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllToAll(sequence("outputs", outputs), sequence("inputs", inputs)), hints, timeout)
+
+    def all_to_all_single(
+        self,
+        output: Given,
+        input: TensorLike,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
+
+        :param output: a tensor of the shape of ``input``, written.
+        :param input: a tensor whose dimension 0 is divisible by ``size``.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllToAllSingle(output, input), hints, timeout)
+
+    def all_to_all_v_single(
+        self,
+        output: Given,
+        input: TensorLike,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """As :meth:`all_to_all_single`, but the number of rows may differ from pair to pair of ranks.
+
+        :param output: the rows received, in rank order, written.
+        :param input: the rows to send, in rank order.
+        :param output_split_sizes: the number of rows from each rank.
+        :param input_split_sizes: the number of rows for each rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        given = integers("output_split_sizes", output_split_sizes), integers("input_split_sizes", input_split_sizes)
+        return self._issue(ops.AllToAllVSingle(output, input, *given), hints, timeout)
+
+    def scatter(
+        self,
+        output: Given,
+        inputs: Sequence[TensorLike] | None,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Give every rank ``r`` the root's ``inputs[r]``.
+
+        :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
+        :param inputs: one tensor per rank on the root; not looked at elsewhere.
+        :param root: the rank that has the inputs.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(
+            ops.Scatter(output, optional("inputs", _of_root(inputs, root, self.rank)), root), hints, timeout
+        )
+
+    def gather(
+        self,
+        outputs: Sequence[Given] | None,
+        input: TensorLike,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[list[Given] | None]:
+        """Gather every rank's tensor on the root; all tensors have one shape.
+
+        :param outputs: one tensor per rank on the root, written; not looked at elsewhere.
+        :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
+        :param root: the rank that gets the tensors.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(
+            ops.Gather(optional("outputs", _of_root(outputs, root, self.rank)), input, root), hints, timeout
+        )
+
+    def gather_single(
+        self,
+        output: Given | None,
+        input: TensorLike,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given | None]:
+        """Gather every rank's tensor, in rank order, into one tensor on the root.
+
+        :param output: ``size`` times the elements of ``input`` on the root, written; not looked at elsewhere.
+        :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
+        :param root: the rank that gets the tensors.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.GatherSingle(_of_root(output, root, self.rank), input, root), hints, timeout)
+
+    def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
+        """Wait until every rank has called ``barrier``.
+
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is None.
+        """
+        return self._issue(ops.Barrier(), hints, timeout)
+
+
+def _of_root(given: Any, root: int, rank: int) -> Any:
+    """Return what is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
+    return None if type(root) is int and root != rank else given

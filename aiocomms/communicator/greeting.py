@@ -1,0 +1,85 @@
+"""What the two ends of a stream tell each other first: where each receives, its capacity, items and name."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any, NamedTuple
+
+from aiocomms.communicator.items import Kind
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.lowlevel.versions import Dialect
+from aiocomms.ops import checks
+
+MAX_CAPACITY = 2**20
+MAX_NAME = 100
+"""The length that a stream's name may have, in bytes of UTF-8."""
+
+MAX_BYTES = 2**62
+_MAX_TEXT = 100
+_STREAMS = Dialect("streams", b"aioS", 3)
+# Head, tag of the messages to this end, capacity in messages and in bytes (0: any), what the items are, to be compared
+# and for people, length of the name, name.
+_GREETING = struct.Struct(f"<6sIIQ8s{_MAX_TEXT}sB{MAX_NAME}s")
+
+GREETING_BYTES = _GREETING.size
+
+
+class Greeting(NamedTuple):
+    """What one end tells the other."""
+
+    tag: int
+    """Of the messages to it."""
+    capacity: int
+    """How many messages it holds."""
+    capacity_bytes: int
+    """How many bytes it holds; 0: any number."""
+
+
+def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
+    """Check what the program has given.
+
+    :raises ArgumentError: one of them is wrong.
+    """
+    _check_count("capacity", capacity, MAX_CAPACITY, "messages")
+    if capacity_bytes is not None:
+        _check_count("capacity_bytes", capacity_bytes, MAX_BYTES, "bytes")
+    if not isinstance(name, str):
+        raise checks.wrong_type("name", name, "a str")
+    if len(name.encode()) > MAX_NAME:
+        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
+
+
+def _check_count(argument: str, value: int, most: int, unit: str) -> None:
+    if type(value) is not int:
+        raise checks.wrong_type(argument, value, f"an int, in {unit}")
+    if not 1 <= value <= most:
+        raise ArgumentError(f"{argument} is {value}, wanted 1 to {most} {unit}")
+
+
+def tag_of(name: str) -> int:
+    """Return the tag under which the ends of a stream of this name find each other."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
+
+
+def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
+    """Return this end's greeting."""
+    encoded = name.encode()
+    return _GREETING.pack(_STREAMS.head, *mine, kind.digest, kind.text.encode()[:_MAX_TEXT], len(encoded), encoded)
+
+
+def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
+    """Return what the other end tells.
+
+    :raises ProtocolError: it opened something else, or is of another version.
+    """
+    _STREAMS.check(greeting, f"rank {peer}", peer)
+    _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)
+    other = Greeting(*told)
+    wrong = other.tag & 3 or not 1 <= other.capacity <= MAX_CAPACITY or other.capacity_bytes > MAX_BYTES
+    if wrong or theirs[:length] != name.encode():
+        raise ProtocolError(f"rank {peer} opened no stream {name!r}")
+    if digest != kind.digest:
+        items = text.rstrip(b"\0").decode(errors="replace")
+        raise ProtocolError(f"rank {peer} opened stream {name!r} for {items}, and this rank for {kind.text}")
+    return other

@@ -1,0 +1,51 @@
+"""The base class of the method families: the method ``_issue``, through which each family starts its ops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from aiocomms.errors import CommError
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.work import Work
+from aiocomms.transport.native import Shortcuts
+
+
+class Inside(checks.Group, Protocol):
+    """The part of a communicator's core that the method families use."""
+
+    worded: Callable[[CommError], CommError]
+    """See :class:`aiocomms.progress.work.Owner`."""
+
+    def caller_stream(self) -> object:
+        """See :meth:`Transport.caller_stream`."""
+
+    def lose(self, error: CommError) -> None:
+        """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
+
+
+class Issuer(Handle, ABC):
+    """The part of a communicator that the method families use."""
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    _core: Inside
+    _shortcuts: Shortcuts | None
+    """Native code that starts plain ops; a subclass of a program's own has none, for it may do so in its own way."""
+
+    @abstractmethod
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
+        """Check an op, post it, and return its work."""
+
+    def _issue_in_order(
+        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Any]:
+        """Issue an op that is matched by the order of the calls, whatever lane is current."""
+        return self._issue(op, hints, timeout)

@@ -1,0 +1,215 @@
+"""What a stream carries: how an item becomes messages, and messages an item.
+
+An item is a header of fixed size and, if need be, more messages. A tensor is described by the header and is a message
+itself; a mapping or a dataclass travels as an object does, see :mod:`aiocomms.communicator.parcels`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from aiocomms.communicator.parcels import HEADER_BYTES, Arrival, Parcel
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.ops import buffers, checks, codec
+from aiocomms.ops.arrays import fitting
+from aiocomms.ops.checks import Group
+
+T = TypeVar("T")
+
+DATA: Final = 0
+_TENSOR_BYTES: Final = 8 + codec.TENSOR_BYTES
+
+Arriving = Generator[list[Tensor] | Callable[[], None], None, tuple[Any, int]]
+"""Yields tensors to receive into, or a call to be made in a thread; is resumed when that is done; and ends with what
+:meth:`Kind.make` takes, and its size in bytes."""
+
+
+class Packed(NamedTuple):
+    """An item as messages."""
+
+    header: Tensor
+    messages: list[Tensor]
+    nbytes: int
+    """What it takes of the other end's room."""
+    prepare: Callable[[], Packed] | None
+    """Makes the messages what they must be, on a thread; None: they are."""
+
+
+class Kind(ABC, Generic[T]):
+    """The type of a stream's items."""
+
+    header_bytes: int
+
+    def __init__(self, items: type[T], text: str) -> None:
+        self.items = items
+        self.text = text
+        """What both ends must agree on, for people."""
+
+    @property
+    def digest(self) -> bytes:
+        """What both ends compare."""
+        return hashlib.blake2b(self.text.encode(), digest_size=8).digest()
+
+    @abstractmethod
+    def pack(self, item: T, group: Group) -> Packed:
+        """Turn an item into messages.
+
+        :raises ArgumentError: it cannot be sent.
+        """
+
+    @abstractmethod
+    def arriving(self, header: bytes, device: torch.device) -> Arriving:
+        """Receive the item that a header announces.
+
+        :raises ProtocolError: raised by a step: the messages make no sense.
+        """
+
+    @abstractmethod
+    def make(self, arrived: Any) -> T:
+        """Make the item of what has arrived, for the program that takes it."""
+
+
+class Tensors(Kind[Tensor]):
+    """Tensors of any shape and dtype."""
+
+    header_bytes = _TENSOR_BYTES
+
+    def __init__(self) -> None:
+        super().__init__(Tensor, "tensors")
+
+    def pack(self, item: Tensor, group: Group) -> Packed:
+        """See :meth:`Kind.pack`."""
+        item = fitting("item", item, group.device, write=False)
+        checks.readable("item", item, group)
+        header = bytes([DATA]).ljust(8, b"\0") + codec.describe_tensor(item, "item")
+        messages = [item] if item.numel() else []
+        return Packed(codec.to_tensor(header, group.device), messages, item.nbytes, None)
+
+    def arriving(self, header: bytes, device: torch.device) -> Arriving:
+        """See :meth:`Kind.arriving`."""
+        if header[0] != DATA:
+            raise ProtocolError(f"a message of kind {header[0]} came")
+        dtype, shape, nbytes = codec.parse_tensor(header[8:])
+        try:
+            tensor = buffers.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            raise ProtocolError(f"a tensor of {nbytes} bytes was announced: {error}") from error
+        if nbytes:
+            yield [tensor]
+        return tensor, nbytes
+
+    def make(self, arrived: Any) -> Tensor:
+        """See :meth:`Kind.make`."""
+        tensor: Tensor = arrived
+        return tensor
+
+
+class Mappings(Kind[T]):
+    """Mappings of tensors and small values; they arrive as dicts."""
+
+    header_bytes = HEADER_BYTES
+
+    def __init__(self, items: type[T], text: str = "mappings") -> None:
+        super().__init__(items, text)
+
+    def pack(self, item: T, group: Group) -> Packed:
+        """See :meth:`Kind.pack`."""
+        try:
+            parcel = Parcel(self.taken_apart(item), group.device, pickle=False)
+        except ArgumentError as error:
+            raise type(error)("item" + error.message.removeprefix("obj")) from None
+
+        def prepare() -> Packed:
+            parcel.prepare()
+            return _packed(parcel)
+
+        return _packed(parcel)._replace(prepare=prepare) if parcel.late else _packed(parcel)
+
+    def taken_apart(self, item: T) -> dict[Any, Any]:
+        """Return the item as a dict.
+
+        :raises ArgumentTypeError: it is no mapping.
+        """
+        if not isinstance(item, Mapping):
+            raise checks.wrong_type("item", item, "a mapping, as the stream was opened for")
+        return dict(item)
+
+    def arriving(self, header: bytes, device: torch.device) -> Arriving:
+        """See :meth:`Kind.arriving`."""
+        arrival = Arrival(header, device)
+        if arrival.body.numel():
+            yield [arrival.body]
+        if messages := arrival.unpack():
+            yield messages
+        if arrival.settle is not None:
+            yield arrival.settle
+        return self.checked(arrival.open(pickle=False)), arrival.nbytes
+
+    def checked(self, arrived: Any) -> Any:
+        """Check what has arrived.
+
+        :raises ProtocolError: it is no item.
+        """
+        if not isinstance(arrived, dict):
+            raise ProtocolError(f"a {type(arrived).__name__} came on a stream of {self.text}")
+        return arrived
+
+    def make(self, arrived: Any) -> T:
+        """See :meth:`Kind.make`."""
+        item: T = arrived
+        return item
+
+
+class Dataclasses(Mappings[T]):
+    """Dataclasses of tensors and small values."""
+
+    def __init__(self, items: type[T]) -> None:
+        self._names = [field.name for field in dataclasses.fields(items) if field.init]  # type: ignore[arg-type]
+        super().__init__(items, f"{items.__name__}({', '.join(self._names)})")
+
+    def taken_apart(self, item: T) -> dict[Any, Any]:
+        """Return the item's fields.
+
+        :raises ArgumentTypeError: it is of another class.
+        """
+        if type(item) is not self.items:
+            raise checks.wrong_type("item", item, f"a {self.items.__name__}, as the stream was opened for")
+        return {name: getattr(item, name) for name in self._names}
+
+    def checked(self, arrived: Any) -> Any:
+        """See :meth:`Mappings.checked`."""
+        if not isinstance(arrived, dict) or list(arrived) != self._names:
+            raise ProtocolError(f"{checks.short(arrived)} came on a stream of {self.text}")
+        return arrived
+
+    def make(self, arrived: Any) -> T:
+        """See :meth:`Kind.make`."""
+        return self.items(**arrived)
+
+
+def kind_of(items: Any) -> Kind[Any]:
+    """Return the kind of a stream's items, by the type that the program gives.
+
+    :raises ArgumentTypeError: no stream carries such items.
+    """
+    origin = typing.get_origin(items) or items
+    if origin is Tensor:
+        return Tensors()
+    if origin in (dict, Mapping):
+        return Mappings(items)
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        return Dataclasses(origin)
+    raise checks.wrong_type("items", items, "torch.Tensor, dict, collections.abc.Mapping or a dataclass")
+
+
+def _packed(parcel: Parcel) -> Packed:
+    messages = [parcel.body, *parcel.messages] if parcel.body.numel() else parcel.messages
+    return Packed(parcel.header, messages, parcel.nbytes, None)

@@ -1,0 +1,233 @@
+"""Lanes: views of a communicator, on each of which operations match those of the same key on the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from math import inf
+from threading import get_ident
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+
+from aiocomms.communicator.collectives import Collectives
+from aiocomms.communicator.objects import Objects
+from aiocomms.communicator.p2p import PointToPoint
+from aiocomms.core.core import Core
+from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
+from aiocomms.lowering.lanes import Key, number_of
+from aiocomms.lowering.runs import Part
+from aiocomms.ops import Op, checks
+from aiocomms.ops.arrays import checked
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops.numbers import as_int
+from aiocomms.progress.inflight import LaneWork
+from aiocomms.progress.work import Work
+
+LONGEST = 60
+"""Characters of a key that errors and records show as it is."""
+
+
+class Viewed(Protocol):
+    """What a lane needs of its communicator."""
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    _core: Core
+    _seconds: float
+    _shortcuts: Any
+    _start_within: Callable[..., LaneWork[Any]]
+
+    def _follow_lanes(self) -> None: ...
+
+
+class _Current(NamedTuple):
+    """The lane that a ``with`` block has made the current one, and what was current before."""
+
+    lane: Lane
+    before: _Current | None
+
+
+CURRENT: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None)
+
+
+def current(core: Core) -> Lane | None:
+    """Return the current lane of a communicator in this task; None: there is none."""
+    found = CURRENT.get()
+    while found is not None and found.lane._core is not core:
+        found = found.before
+    return None if found is None else found.lane
+
+
+class Lane(PointToPoint, Collectives, Objects):
+    """A view of a communicator for one request, say: its operations match those of the same key on the other ranks.
+
+    Made by :meth:`Communicator.lane`. Within a lane all ranks call the same collectives in the same order, and these
+    run one after the other; lanes of different keys wait for each other nowhere, in whatever order they are called. Its
+    messages match those of the lane only. What loses the communicator, as a deadline or ranks that disagree, loses all
+    its lanes.
+
+    ``with comm.lane(key):`` makes it the current lane of the task, and of the tasks and threads that are started
+    within: there ``comm.all_reduce(x)`` goes by it, as do all collectives, messages and objects of the communicator.
+    An exception that leaves the block gives the lane up on all ranks, see :meth:`abort`: the others may be waiting for
+    operations that this rank will never call.
+    """
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+
+    __slots__ = ("_closed", "_known", "_shortcuts")  # which native code reads
+
+    _core: Core
+
+    def __init__(self, comm: Viewed, key: Key) -> None:
+        if type(key) not in (str, bytes, int):
+            key = as_int(key)
+        if type(key) not in (str, bytes, int):
+            raise checks.wrong_type("key", key, "a str, bytes or an int").about(op="lane", rank=comm.rank)
+        self.key = key
+        self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
+        self._comm = comm
+        self._core = comm._core
+        self._shortcuts = comm._shortcuts
+        self._own: float | None = None  # seconds
+        self._closed = False
+        self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
+
+    def __repr__(self) -> str:
+        return f"<Lane {checks.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
+
+    @property
+    def timeout(self) -> float | None:
+        """The deadline of operations that are given none, in seconds: the communicator's, until it is set."""
+        seconds = self._seconds
+        return None if seconds == inf else seconds
+
+    @property
+    def _seconds(self) -> float:
+        return self._comm._seconds if self._own is None else self._own
+
+    def set_timeout(self, timeout: checks.Timeout) -> None:
+        """Set the deadline of operations on this view of the lane that are given none.
+
+        :param timeout: seconds; None: they have no deadline.
+        :raises ArgumentError: it is neither None nor a number of seconds above 0.
+        """
+        self._own = checks.deadline("timeout", timeout)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank; another view of the same key may be open."""
+        return self._closed
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give the lane up, on every rank: what is pending in it there fails with :class:`LaneAbortedError`.
+
+        So does every later operation of the key, on all views of it: use another key. The communicator and its other
+        lanes go on. An operation that is under way ends when the transport uses its tensors no more. It may be called
+        on any thread; the first reason stays. Nothing happens if the communicator is lost or closed.
+
+        :param reason: why; the other ranks are told.
+        """
+        core, why = self._core, as_reason(reason)
+        if get_ident() == core.thread:
+            self._give_up(why)
+        else:
+            core.driver.call_threadsafe(self._give_up, why)
+
+    def _give_up(self, why: str) -> None:
+        if not self._core.refusing:
+            self._core.router.lane_ends.give_up(*self._names(), why)
+
+    async def aclose(self) -> None:
+        """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
+
+        It need not be called: a lane has nothing to release. The other ranks are told nothing. Idempotent.
+
+        :raises RuntimeError: this is not the communicator's thread.
+        """
+        core, (number, _) = self._core, self._names()
+        if get_ident() != core.thread:
+            raise wrong_thread(f"aclose of {self!r}")
+        self._closed = True
+        await core.posted_elsewhere(number)
+        works = [work for work in core.in_flight if isinstance(work, LaneWork) and work.number == number]
+        for work in works:
+            if work.op.withdrawable and core.withdraw(work):
+                work.abandon(CommClosedError("the lane was closed, and the op withdrawn"))
+        for work in works:
+            await work.wait()
+
+    def __enter__(self) -> Self:
+        self._comm._follow_lanes()
+        CURRENT.set(_Current(self, CURRENT.get()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found = CURRENT.get()
+        if found is None or found.lane is not self:
+            raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
+        CURRENT.set(found.before)
+        if error is not None:
+            self.abort(error)  # the other ranks may be waiting for ops that this rank will never call
+
+    def _names(self) -> tuple[int, str]:
+        """Return the lane's number, and its key in words."""
+        if self._known is not None:
+            return self._known
+        plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
+        return number_of(self.key), str(self.key) if plain else checks.short(self.key)
+
+    def _begin(self) -> tuple[int, str]:
+        """Before the first op: hear which lanes other ranks have given up, and keep what the lane is called."""
+        core, names = self._core, self._names()
+        if get_ident() == core.thread and not core.refusing:
+            core.router.lane_ends.listen()
+            self._known = names
+        return names
+
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
+        """As a communicator does, but that its collectives are not counted."""
+        comm, core = self._comm, self._core
+        number, words = self._known or self._begin()
+        try:
+            if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
+                raise self._refused(op)
+            of_tensors = checked(op, core)
+            own = comm._seconds if self._own is None else self._own
+            seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
+            work: LaneWork[Any] = comm._start_within(of_tensors, core.issued, core, hints, number=number, lane=words)
+        except CommError as error:
+            raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
+        if of_tensors is not op:
+            work._value = op.result()  # of arrays
+        return core.start(work, seconds, words)
+
+    def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
+        """Go on as :meth:`Communicator._posted` does; a message was given to :meth:`_adopted` before."""
+        return self._core.follow(work, self._seconds, look_after, index)
+
+    def _adopted(self, work: LaneWork[Any], part: Part) -> None:
+        """Go on with a message that a shortcut has posted."""
+        self._core.router.adopt(work, part)
+
+    def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
+        """Check what is seldom given, and return the deadline in seconds."""
+        if hints is not None:
+            checks.mapping("hints", hints)
+        return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+
+    def _refused(self, op: Op) -> Exception:
+        """Why an op cannot be called now, or not here."""
+        core = self._core
+        if core.refusing or get_ident() != core.thread:
+            return core.life.refusal() or core.refused(op)
+        given_up = core.given_up.get(self._names()[0])
+        return CommClosedError("the lane was closed on this rank") if given_up is None else given_up.about()

@@ -1,0 +1,69 @@
+"""The method that opens streams."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+from torch import Tensor
+
+from aiocomms.communicator import greeting
+from aiocomms.communicator.greeting import Greeting
+from aiocomms.communicator.issuer import Issuer
+from aiocomms.communicator.items import kind_of
+from aiocomms.communicator.streams import ItemStream, TensorStream
+from aiocomms.errors import ArgumentError
+from aiocomms.ops import checks
+from aiocomms.ops.numbers import as_int
+
+T = TypeVar("T")
+
+
+class Streams(Issuer):
+    """The method that opens streams of tensors."""
+
+    _streams = 0
+
+    @overload
+    async def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, capacity_bytes: int | None = None
+    ) -> TensorStream: ...
+
+    @overload
+    async def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: type[T], capacity_bytes: int | None = None
+    ) -> ItemStream[T]: ...
+
+    async def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None
+    ) -> ItemStream[Any]:
+        """Open a stream to another rank, which opens one to this rank with the same name and items.
+
+        :param peer: the other rank.
+        :param capacity: the number of items that this end holds before its program takes them: 1 to 2**20.
+        :param name: distinguishes streams between the same two ranks. Streams of one name are paired in the order
+            opened. At most 100 bytes of UTF-8.
+        :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; ``dict``, such as
+            ``dict[str, Tensor]``; or a dataclass. The values of the latter two are what objects may hold.
+        :param capacity_bytes: the number of bytes that this end holds, at least 1; an item that is larger comes alone.
+            None: any number.
+        :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; a :class:`TensorStream` of tensors.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: the other rank opened something else.
+        :raises CommError: the communicator is lost.
+        """
+        peer, capacity, capacity_bytes = map(as_int, (peer, capacity, capacity_bytes))
+        try:
+            checks.other("peer", peer, self._core)
+            greeting.check(capacity, name, capacity_bytes)
+            kind = kind_of(items)
+        except ArgumentError as error:
+            raise error.about(op="open_stream", rank=self.rank) from None
+        self._streams += 1
+        end = Greeting((self._streams << 2) & 0x7FFFFFFC, capacity, capacity_bytes or 0)
+        stream: ItemStream[Any] = (TensorStream if items is Tensor else ItemStream)(self, peer, end, name, kind)
+        try:
+            await stream._opened()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream

@@ -1,0 +1,200 @@
+"""The point-to-point methods: ``send`` and ``recv``, those that name no source or several, and ``batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.communicator.issuer import Issuer
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops import Message, Received, TensorLike
+from aiocomms.ops._arrivals import Source, sources_of
+from aiocomms.ops.arrays import checked
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.work import Work
+
+Given = TypeVar("Given", bound=TensorLike)
+
+
+class PointToPoint(Issuer):
+    """The methods ``send``, ``recv``, ``recv_any``, ``recv_message``, ``probe`` and ``batch``.
+
+    Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order in
+    which they were sent. A send may complete before or after its receive is posted; programs must not rely on either.
+    One to this rank itself never does before.
+
+    A receive that names one source comes before one that names none, or several, whichever was called first. Those that
+    name none or several take messages in the order of the calls, and from each source in turn.
+    """
+
+    def send(
+        self,
+        tensor: Given,
+        dst: int,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Send a tensor to a rank: another one or, if tensors are on the CPU, this one.
+
+        :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
+        :param dst: the receiving rank.
+        :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Send(tensor, dst, tag), hints, timeout)
+
+    def recv(
+        self,
+        tensor: Given,
+        src: int,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Receive a tensor from a rank: another one or, if tensors are on the CPU, this one.
+
+        :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
+        :param src: the sending rank.
+        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+            A receive that nothing has matched by then fails alone, and the communicator stays usable.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Recv(tensor, src, tag), hints, timeout)
+
+    def recv_any(
+        self,
+        tensor: TensorLike,
+        src: Source = None,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[int]:
+        """Receive a tensor from any rank, or from any of several.
+
+        A rank that has closed is waited for no more. The work fails when all others that ``src`` names have closed.
+
+        :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
+        :param src: the ranks of which one sends, or one rank; None: any rank, this one included if tensors are on the
+            CPU.
+        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: as of :meth:`recv`.
+        :returns: the work; its result is the rank that has sent the message.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the transport cannot probe.
+        """
+        return self._issue(ops.RecvAny(tensor, sources_of(src, self, self.device), tag), hints, timeout)
+
+    def recv_message(
+        self,
+        src: Source = None,
+        tag: int = 0,
+        *,
+        into: Callable[[Message], Tensor] | None = None,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Received]:
+        """Receive a message of whatever size and dtype, from any rank or from some.
+
+        :param src: as of :meth:`recv_any`.
+        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
+        :param into: returns the tensor to receive a message into; it is called on the loop when the message is there,
+            and no other receive of this loop can take that meanwhile. None: a new tensor, flat, on the communicator's
+            device.
+        :param hints: advice to the transport.
+        :param timeout: as of :meth:`recv`.
+        :returns: the work; its result is the rank that has sent the message, and the tensor. If ``into`` raises or
+            returns no fitting tensor, the work fails, and the message is left for the next receive.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the transport cannot probe.
+        """
+        return self._issue(ops.RecvMessage(sources_of(src, self, self.device), tag, into), hints, timeout)
+
+    def probe(
+        self,
+        src: Source = None,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Message]:
+        """Wait until a message is there that a receive would take, and leave it there.
+
+        Another receive may take it before its program goes on. :meth:`recv_message` leaves no such gap.
+
+        :param src: as of :meth:`recv_any`.
+        :param tag: the tag of the messages that the probe matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: as of :meth:`recv`.
+        :returns: the work, which is done at once if a message has come; its result says who has sent it, and how large
+            it is.
+        :raises ArgumentError: an argument is wrong.
+        :raises UnsupportedOperation: the transport cannot probe.
+        """
+        return self._issue(ops.ProbeAny(sources_of(src, self, self.device), tag), hints, timeout)
+
+    def batch(self) -> Batch:
+        """Make a group of sends and receives that start together, and so cannot deadlock by their order.
+
+        :returns: an empty batch.
+        """
+        return Batch(self)
+
+
+class Batch(Handle):
+    """A group of sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
+
+    def __init__(self, comm: PointToPoint) -> None:
+        self._comm = comm
+        self._parts: list[ops.Send | ops.Recv] = []
+
+    def send(self, tensor: TensorLike, dst: int, tag: int = 0) -> Self:
+        """Add a send, with the arguments of :meth:`Communicator.send`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
+        return self._add(ops.Send(tensor, dst, tag))
+
+    def recv(self, tensor: TensorLike, src: int, tag: int = 0) -> Self:
+        """Add a receive, with the arguments of :meth:`Communicator.recv`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
+        return self._add(ops.Recv(tensor, src, tag))
+
+    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
+        """Start all sends and receives of the batch, which is empty afterwards.
+
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
+            fails, receives that nothing has matched are withdrawn, and the work fails when all other parts have ended.
+        :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
+        """
+        if not self._parts:
+            raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")
+        work = self._comm._issue(ops.Batch(tuple(self._parts)), hints, timeout)
+        self._parts = []
+        return work
+
+    def _add(self, part: ops.Send | ops.Recv) -> Self:
+        try:
+            checked(part, self._comm._core)
+        except CommError as error:
+            raise error.about(op="batch", rank=self._comm.rank) from None
+        self._parts.append(part)
+        return self

@@ -1,0 +1,141 @@
+"""What threads wait for, and who rings for them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from _thread import LockType, allocate_lock
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol
+
+from aiocomms.communicator.portal.door import Door
+from aiocomms.errors import CommError
+from aiocomms.lowlevel.handles import Handle
+
+LOOK = 1.0
+"""Seconds after which a waiting thread looks again whether anybody is left to ring."""
+
+_still: list[bool] = []
+"""Not empty when the interpreter ends."""
+
+
+def stand_still() -> None:
+    """Silence the threads that wait as the interpreter ends: they are daemons, and hear no more."""
+    _still.append(True)
+
+
+class Bell(Protocol):
+    """What tells somebody that something has ended."""
+
+    def release(self) -> object:
+        """Tell; once."""
+
+
+class _Callback:
+    """Rings by a call."""
+
+    __slots__ = ("_call", "waits")
+
+    def __init__(self, call: Callable[[], object], waits: bool) -> None:
+        self._call, self.waits = call, waits
+
+    def release(self) -> object:
+        """See :class:`Bell`."""
+        return self._call()
+
+
+class Pending(Handle):
+    """Something that threads wait for, and that ends on the loop's thread."""
+
+    __slots__ = ("_bells", "_door", "_over")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._over = False
+        self._bells: list[Bell] = []  # one for each waiting thread, and for each callback
+
+    def _block(self, patience: float | None) -> bool:
+        """Block this thread until it has ended, and return whether it has.
+
+        :param patience: seconds; None: as long as it takes.
+        """
+        ends = None if patience is None else monotonic() + patience
+        bell = allocate_lock()
+        bell.acquire()
+        try:
+            self._bells.append(bell)  # a signal handler may raise as soon as it is there
+            if self._door.core.refusing:
+                self._look()
+            while not self._over:
+                left = LOOK if ends is None else min(LOOK, ends - monotonic())
+                if left <= 0:
+                    break
+                if not bell.acquire(timeout=left):
+                    self._look()
+        finally:
+            if bell in self._bells:  # it has not rung
+                self._drop(bell)
+        while _still:
+            threading.Event().wait()
+        return self._over
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called once when it has ended: on the thread that ends it, the loop's, or here and now.
+
+        Any thread. It must neither block nor raise. Who has it called waits, as a thread does that blocks.
+        """
+        self._call_when_over(_Callback(call, waits=True))
+
+    def add_step(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called as :meth:`add_done_callback` does, on behalf of nobody who waits."""
+        self._call_when_over(_Callback(call, waits=False))
+
+    def _call_when_over(self, bell: _Callback) -> None:
+        self._bells.append(bell)
+        if self._over:
+            with contextlib.suppress(ValueError):  # whoever ends it calls it just now
+                self._bells.remove(bell)
+                bell.release()
+
+    def _leave_alone(self) -> None:
+        """Withdraw what can be withdrawn, unless another thread waits for it: this one has stopped waiting."""
+        settled = allocate_lock()
+        settled.acquire()
+        self._door.put(self._left_alone, settled)
+        settled.acquire(timeout=LOOK)  # what the other rank sends from now on is the next receive's
+
+    def _left_alone(self, settled: LockType) -> None:
+        if all(isinstance(bell, _Callback) and not bell.waits for bell in self._bells):
+            self._withdraw()
+        settled.release()
+
+    def _withdraw(self) -> None:
+        """Withdraw it, on the loop's thread, if that is possible."""
+        raise NotImplementedError
+
+    def _drop(self, bell: Bell) -> None:
+        with contextlib.suppress(ValueError):  # it rings just now
+            self._bells.remove(bell)
+
+    def _ring(self) -> None:
+        """Let every waiting thread go on: it has ended."""
+        self._over = True
+        while self._bells:
+            try:
+                self._bells.pop().release()
+            except IndexError:  # a thread has taken its own away
+                break
+
+    def _look(self) -> None:
+        """End it here if nobody else will."""
+        error = self._door.nobody() or self._overdue()
+        if error is not None:
+            self._fail(error)
+
+    def _overdue(self) -> CommError | None:
+        """Return the error with which it ends while the loop stands still; None: it goes on."""
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        raise NotImplementedError

@@ -1,0 +1,202 @@
+"""The class ``Portal``: the methods of a communicator, as they are on other threads than its loop's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.operations import BlockingLane, Operations
+from aiocomms.communicator.portal.views import BlockingStream, BlockingWindow
+from aiocomms.communicator.portal.works import close, run
+from aiocomms.communicator.streams import ItemStream
+from aiocomms.core.core import Core
+from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.errors import CommError
+from aiocomms.lowering.lanes import Key
+from aiocomms.ops import TensorLike
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.progress.hooks import Hooked
+
+_T = TypeVar("_T")
+
+
+class Portal(Operations, Hooked):
+    """A communicator's operations for all threads but its loop's, where they block; see :meth:`Communicator.portal`.
+
+    Each method has the arguments and the result of the communicator's of the same name. What returns a
+    :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here; what is awaited there blocks here until it is
+    done. Calls of one thread start in their order, and those of several threads one after the other. Each sees the
+    context variables of its thread.
+
+    If Ctrl-C ends what blocks, it is cancelled, and its end is awaited; a second Ctrl-C waits for nothing.
+    """
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
+
+    _core: Core
+
+    def __init__(self, comm: Any) -> None:
+        self.rank, self.size, self.name, self.device = comm.rank, comm.size, comm.name, comm.device
+        self._comm, self._core = comm, comm._core
+        self._target, self._where = comm, comm.name
+        self._pre_hooks, self._post_hooks, self._abort_hooks = comm._pre_hooks, comm._post_hooks, comm._abort_hooks
+        self._door = Door(self._core)
+        comm._doors.append(self._door)
+
+    def __repr__(self) -> str:
+        return f"<Portal of {self._comm!r}>"
+
+    @property
+    def timeout(self) -> float | None:
+        """The deadline of ops that are given none, in seconds; None: they have none."""
+        timeout: float | None = self._comm.timeout
+        return timeout
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        transports: dict[str, str] = self._comm.transports
+        return transports
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator was closed on this rank."""
+        return self._core.closed
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the communicator is poisoned: aborted, a peer died, a deadline passed, or ranks disagreed."""
+        return self._core.lost
+
+    # --------------------------------------------------------------------------------------------- operations
+
+    def lane(self, key: Key) -> BlockingLane:
+        """Look at the communicator through a lane, whose operations match those of the same key on the other ranks.
+
+        See :meth:`Communicator.lane`.
+
+        :raises ArgumentTypeError: the key is no str, bytes or int.
+        """
+        return BlockingLane(self._door, self._comm.lane(key))
+
+    def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
+        """Open a tensor to the other ranks; see :meth:`Communicator.new_window`."""
+        window = self._run("new_window", lambda: self._comm.new_window(tensor, timeout=timeout))
+        return BlockingWindow(self, window)
+
+    @overload
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[Tensor]: ...  # fmt: skip
+
+    @overload
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: type[_T], capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[_T]: ...  # fmt: skip
+
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[Any]:  # fmt: skip
+        """Open a stream to another rank; see :meth:`Communicator.open_stream`.
+
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: the other rank did not open its end in time.
+        """
+
+        def opened() -> Awaitable[ItemStream[Any]]:
+            stream: Awaitable[ItemStream[Any]] = self._comm.open_stream(
+                peer, capacity, name, items=items, capacity_bytes=capacity_bytes
+            )
+            return stream
+
+        return BlockingStream(self._door, self._run("open_stream", opened, timeout))
+
+    # --------------------------------------------------------------------------------------------------- life
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give up, on every rank; any thread. See :meth:`Communicator.abort`."""
+        self._comm.abort(reason)
+
+    def lost(self, *, timeout: Timeout = None) -> CommError:
+        """Wait until the communicator is lost, for whatever reason; see :meth:`Communicator.lost`.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :returns: why.
+        :raises TimeoutError: it was not lost in time.
+        :raises CommClosedError: it was closed on this rank, and had not been lost by then.
+        """
+        try:
+            error: CommError = self._run("lost", self._comm.lost, timeout)
+        except CommError:
+            failure = self._core.life.failure
+            if failure is None:
+                raise
+            error = failure.error  # it is closed, too, and so nothing runs any more
+        return error
+
+    def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Write the flight recorder to a file; any thread. See :meth:`Communicator.dump`."""
+        path: Path = self._comm.dump(folder)
+        return path
+
+    def statistics(self) -> Statistics:
+        """Say what the communicator is doing and has done; any thread. See :meth:`Communicator.statistics`."""
+        found: Statistics = self._comm.statistics()
+        return found
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the deadline of ops that name none, of the communicator, too; any thread."""
+        self._comm.set_timeout(timeout)
+
+    def split(
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        *,
+        timeout: OpTimeout = COMM_TIMEOUT,
+        hints: Mapping[str, Any] | None = None,
+    ) -> Self | None:
+        """Form communicators of some of the ranks, with a portal each; see :meth:`Communicator.split`."""
+        child = self._run("split", lambda: self._comm.split(ranks, name, timeout=timeout, hints=hints))
+        return None if child is None else self._of(child)
+
+    def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Self:
+        """Form a communicator of some of the ranks, with a portal; see :meth:`Communicator.create_group`."""
+        return self._of(self._run("create_group", lambda: self._comm.create_group(ranks, name, timeout=timeout)))
+
+    def reconfigure(
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
+    ) -> Self:
+        """Form a communicator of the ranks that are left, with a portal; see :meth:`Communicator.reconfigure`."""
+        return self._of(self._run("reconfigure", lambda: self._comm.reconfigure(ranks, size=size, timeout=timeout)))
+
+    def close(self) -> None:
+        """Close the communicator itself, with all its portals. Idempotent. See :meth:`Communicator.aclose`.
+
+        :raises RuntimeError: this is the loop's own thread.
+        :raises CommError: a transport broke while it closed; everything else is released.
+        """
+        if not self._door.closed:
+            close(self._door, "close", self._comm.aclose)
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
+        return run(self._door, what, call, timeout)
+
+    def _of(self, comm: Any) -> Self:
+        """Return that of another communicator."""
+        return type(self)(comm)

@@ -1,0 +1,133 @@
+"""What is opened on a communicator, as it is on other threads than its loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
+
+import anyio
+
+from aiocomms.communicator.p2p import Batch
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.works import BlockingWork, close, run
+from aiocomms.communicator.rma import Window
+from aiocomms.communicator.streams import ItemStream
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.progress.work import Work
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
+    """Return the same method, in a class whose ``_issue`` returns a :class:`BlockingWork`."""
+    return cast("Any", method)  # type: ignore[no-any-return]
+
+
+class BlockingBatch(Batch):
+    """A :class:`~aiocomms.communicator.p2p.Batch` that a thread can wait for."""
+
+    issue: Final = started(Batch.issue)  # type: ignore[assignment]
+
+
+class BlockingWindow(Handle):
+    """A :class:`~aiocomms.Window` whose operations a thread can wait for."""
+
+    def __init__(self, portal: Any, window: Window) -> None:
+        self._comm, self._window, self._info = portal, window, window._info
+        self._door: Door = portal._door
+
+    @property
+    def tensor(self) -> Any:
+        """This rank's part: the tensor or array that it was opened with."""
+        return self._window.tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Each rank's number of elements, in rank order."""
+        return self._window.sizes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the window was closed on this rank."""
+        return self._window.closed
+
+    put: Final = started(Window.put)
+    put_signal: Final = started(Window.put_signal)
+    get: Final = started(Window.get)
+    fetch_add: Final = started(Window.fetch_add)
+    compare_swap: Final = started(Window.compare_swap)
+    signal: Final = started(Window.signal)
+    wait_signal: Final = started(Window.wait_signal)
+    flush: Final = started(Window.flush)
+    map_remote_tensor: Final = started(Window.map_remote_tensor)
+
+    def mapped(self, rank: int) -> bool:
+        """Whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
+        return self._window.mapped(rank)
+
+    def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Close the window after all ranks' operations on it. Collective. Idempotent."""
+        run(self._door, "close", lambda: self._window.aclose(timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
+
+
+class BlockingStream(Handle, Generic[_T]):
+    """An :class:`~aiocomms.ItemStream` whose methods block. Iterating over it receives until the other end's last."""
+
+    peer: int
+    name: str
+
+    def __init__(self, door: Door, stream: ItemStream[_T]) -> None:
+        self._door, self._stream = door, stream
+        self.peer, self.name = stream.peer, stream.name
+
+    def send(self, item: _T, *, timeout: Timeout = None) -> None:
+        """Send an item; see :meth:`ItemStream.send`.
+
+        :param item: of the stream's type.
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: the other end had no room, or did not take it in time.
+        """
+        run(self._door, "send", lambda: self._stream.send(item), timeout)
+
+    def receive(self, *, timeout: Timeout = None) -> _T:
+        """Receive the next item; see :meth:`ItemStream.receive`.
+
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: nothing came in time; the next call gets what comes later.
+        :raises anyio.EndOfStream: the other end has sent its last item, and all of them have been received.
+        """
+        return run(self._door, "receive", self._stream.receive, timeout)
+
+    def send_eof(self) -> None:
+        """Tell the other end that this end sends nothing more; see :meth:`ItemStream.send_eof`."""
+        run(self._door, "send_eof", self._stream.send_eof)
+
+    def close(self) -> None:
+        """Close both directions, and drop what was not received. Idempotent."""
+        close(self._door, "close", self._stream.aclose)
+
+    def __iter__(self) -> Iterator[_T]:
+        while True:
+            try:
+                yield self.receive()
+            except anyio.EndOfStream:
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

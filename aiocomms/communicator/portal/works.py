@@ -1,0 +1,351 @@
+"""What a thread waits for: an op, or a coroutine function, that the loop runs for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context, copy_context
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+import anyio
+import torch
+
+from aiocomms.communicator.portal import pending
+from aiocomms.communicator.portal.door import Door
+from aiocomms.communicator.portal.pending import Pending
+from aiocomms.core.core import Core
+from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.work import UnseenError
+
+_T = TypeVar("_T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Call(Pending, Generic[_T]):
+    """A coroutine function that the loop runs for a thread."""
+
+    refused: bool
+
+    __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values", "refused")
+
+    def __init__(self, door: Door, call: Callable[[], Awaitable[_T]]) -> None:
+        super().__init__(door)
+        self._call = call
+        self._context = copy_context()
+        self._scope: anyio.CancelScope | None = None
+        self._cancelled = False
+        self._values: list[_T] = []  # what it has returned
+        self._error: BaseException | None = None
+        self.refused = False
+        """Whether its error says no more than that it came too late: the door was closed, or the loop has ended."""
+
+    def run(self, patience: float | None) -> _T:
+        """Have it run, and block this thread until it has ended; cancel it when time is up, or where Ctrl-C ends this.
+
+        :param patience: seconds; None: as long as it takes.
+        :raises TimeoutError: it was cancelled.
+        """
+        self._door.put(self._begin)
+        try:
+            if not self._block(patience):
+                self._door.put(self._cancel)
+                self._block(None)
+        except BaseException:
+            self._door.put(self._cancel)
+            self._block(None)
+            raise
+        if self._error is not None:
+            raise self._error
+        if not self._values:
+            raise TimeoutError(f"it was not done within {patience} s, and was cancelled")
+        return self._values[0]
+
+    def _begin(self) -> None:
+        if self._door.closed:
+            self._fail(self._door.refusal())
+        elif not self._over:  # given up before
+            self._door.core.driver.spawn(self._main, self._context)
+
+    async def _main(self) -> None:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancelled:
+                    self._scope.cancel()
+                self._values.append(await self._call())
+        except Exception as error:
+            self._error = error
+        except BaseException:
+            self._error, self.refused = self._door.refusal(), True
+            raise
+        finally:
+            self._ring()
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error, self.refused = error, True
+        self._ring()
+
+
+def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
+    """Run a coroutine function on the loop that closes something; if it comes too late, nothing is left to close.
+
+    :param what: the method that was called, for the error on the loop's own thread.
+    """
+    door.elsewhere(what)
+    closing = Call(door, call)
+    try:
+        closing.run(None)
+    except CommError:
+        if not closing.refused:
+            raise
+
+
+def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
+    """Run a coroutine function on the loop, and return what it returns.
+
+    :param what: the method that was called, for the error on the loop's own thread.
+    :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
+    """
+    door.elsewhere(what)
+    return Call(door, call).run(None if timeout is None else checks.seconds("timeout", timeout))
+
+
+class BlockingWork(Pending, Generic[T_co]):
+    """One operation that a thread has called: wait for it, on any thread but the loop's, or leave it alone.
+
+    It completes all the same. If it fails by itself and nobody waits for it, the event loop is told.
+    """
+
+    __slots__ = (
+        "__weakref__", "_asked", "_comm", "_core", "_error", "_given", "_posted_as", "_seconds", "_stream", "_unseen",
+        "_until", "_where", "_work", "op",
+    )  # fmt: skip
+
+    def __init__(
+        self, comm: Any, where: str, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout
+    ) -> None:
+        """Note what was called.
+
+        :param comm: the communicator or lane that it was called on.
+        :param where: the same in words.
+        """
+        super().__init__(door)
+        self._comm, self._where = comm, where
+        self._core: Core = comm._core
+        self.op: Op = op
+        """The record of what was asked."""
+        self._given: Op | None = None
+        """The same of the arrays that it was called with in the place of tensors."""
+        self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        self._until = monotonic() + self._seconds
+        self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
+        # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
+        self._stream = torch.cuda.current_stream(comm.device) if comm.device.type == "cuda" else None
+        self._work: StartedWork[Any] | None = None
+        self._posted_as: tuple[Any, StartedWork[Any], Callable[[int], object], int] | None = None
+        self._error: BaseException | None = None
+        self._unseen: UnseenError | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._over else "done" if (error := self._outcome()) is None else f"failed {error!r}"
+        return f"<BlockingWork {self.op.name} on '{self._where}' (rank {self._comm.rank}) {state}>"
+
+    def done(self) -> bool:
+        """Whether the op has completed or failed on this rank; any thread."""
+        return self._over
+
+    def wait(self, timeout: Timeout = None) -> T_co:
+        """Block this thread until the op is done, and return its result; any thread but the loop's, any number.
+
+        If the exception of a signal handler, such as ``KeyboardInterrupt``, ends the wait, a receive that nothing has
+        matched is withdrawn, as where the last awaiter of a work is cancelled.
+
+        :param timeout: the caller's patience in seconds, which 0 has none of; None: as long as it takes.
+        :returns: what awaiting the communicator's own work returns.
+        :raises TimeoutError: the op took longer; it goes on.
+        :raises CommError: the op failed; or it could not be started, or the event loop has ended.
+        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        """
+        if not self._over:
+            self._door.elsewhere(f"wait for {self.op.name}")
+            patience = None if timeout is None else checks.seconds("timeout", timeout) if timeout else 0.0
+            try:
+                ended = self._block(patience)
+            except BaseException:
+                self._leave_alone()
+                raise
+            if not ended:
+                raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
+        if self._unseen is not None:
+            self._unseen.error = None
+        if self._error is not None:
+            raise self._error.about() if isinstance(self._error, CommError) else self._error
+        assert self._work is not None
+        return self._work.result() if self._given is None else self._given.result()  # type: ignore[no-any-return]
+
+    def cancel(self) -> bool:
+        """Withdraw the op if that is still possible, else wait for its end.
+
+        :returns: True: the op did not happen, and the buffer is untouched. False: it ran to its end.
+        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        """
+        if not self._over:
+            self._door.elsewhere(f"wait for {self.op.name}")
+            self._door.put(self._withdraw)
+            self._block(None)
+        return isinstance(self._outcome(), WorkCancelledError)
+
+    # ------------------------------------------------------------------------------------ on the thread that calls it
+
+    def _posted(self) -> bool:
+        """Post it here, if shortcuts do so, and nothing that was called before waits for the loop."""
+        shortcuts, door = self._comm._shortcuts, self._door
+        if shortcuts is None or not door.idle:
+            return False
+        try:
+            work = shortcuts.post(self._comm, self.op, self)
+        except BaseException as error:
+            if self._posted_as is not None:  # a signal handler's, while it was being noted that the op is under way
+                self._taken()
+                door.put(self._kept)
+                self._leave_alone()
+                raise
+            if not isinstance(error, Exception):
+                raise
+            raise self._core.not_posted(self.op, error, self._where) from error
+        if work is None:
+            return False
+        self._taken()
+        if self._work is None:  # it is not kept, for it has ended: nobody else hears of that
+            self._work = work
+            if work.fault is None and not self._core.post_hooks:
+                self._over = True
+            else:  # another thread has just registered a hook; or the loop has found that the op cannot be done
+                door.put(self._ended_at_once)
+        return True
+
+    def _kept(self) -> None:
+        """See :meth:`aiocomms.transport.native.Shortcuts.post`. To do it twice does no harm."""
+        assert self._posted_as is not None
+        on, work, look_after, index = self._posted_as
+        self._work, core = work, self._core
+        self._seconds = on._seconds
+        self._until = monotonic() + self._seconds
+        work.wake(_Listener(self))
+        core.keep_elsewhere(work, self._seconds)
+        # And not by the door, for the next call need not wait for that.
+        core.driver.call_threadsafe(core.look_after, look_after, index)
+        self._posted_as = None
+
+    # --------------------------------------------------------------------------------------- on the loop's thread
+
+    def _ended_at_once(self) -> None:
+        core = self._core
+        assert self._work is not None
+        if threading.get_ident() != core.thread:  # the door is closed: the loop has called the last hook
+            return self._ring()
+        core.ended_at_once(self._work)
+        self._ended()
+        return None
+
+    def _begin(self) -> None:
+        asked = self._taken()
+        if asked is None:  # it was given up before
+            return
+        hints, timeout, context = asked
+        try:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                work = self._work = context.run(self._comm._issue, self.op, hints, timeout)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise  # it is a signal handler's
+            return
+        if work._state:
+            self._ended()
+        else:
+            self._until = monotonic() + self._seconds
+            work.forget()  # it is this one that is asked
+            work._waiting().waiting.append(_Listener(self))
+
+    def _ended(self) -> None:
+        """Let the waiting threads go on, after the hooks: the op has ended."""
+        work, driver = self._work, self._core.driver
+        assert work is not None
+        error = work.error
+        if error is not None and not self._bells and work._unseen is None and _by_itself(work):
+            self._unseen = UnseenError(driver, error)
+        if error is not None or self._core.post_hooks:
+            driver.call_soon(self._ring)
+        else:
+            self._ring()
+
+    def _withdraw(self) -> None:
+        if self._work is not None and not self._over:
+            self._work._withdraw()
+
+    # ---------------------------------------------------------------------------------------------- on any thread
+
+    def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
+        """Return what was asked to the first who takes it: to start it, or to make sure that it never starts."""
+        try:
+            return self._asked.pop()
+        except IndexError:
+            return None
+
+    def _outcome(self) -> BaseException | None:
+        return self._error if self._work is None or self._error is not None else self._work.error
+
+    def _overdue(self) -> CommError | None:
+        core, now = self._core, monotonic()
+        if (failure := core.life.failure) is not None and now - failure.since >= pending.LOOK:
+            return failure.error_of(self._work) if self._work is not None else self._door.refusal()
+        if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):
+            return None
+        error = CommTimeoutError(
+            "its deadline passed, and its event loop, which something blocks, has not come round",
+            late=[core.rank],
+        )  # fmt: skip
+        if self._taken() is not None and not self.op.withdrawable:
+            core.lose(error.about(op=self.op.name, rank=core.rank))  # the other ranks wait for it
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        self._taken()
+        if isinstance(error, CommError):
+            seq = None if self._work is None else self._work.seq
+            error = error.about(comm=self._where, op=self.op.name, seq=seq, rank=self._comm.rank)
+        if not self._over:
+            self._error = error
+            self._ring()
+
+
+def _by_itself(work: StartedWork[Any]) -> bool:
+    """Whether a work has failed by itself, and not with its communicator."""
+    return work.fault is not None and not isinstance(work.fault, CapturedWorkError)
+
+
+class _Listener:
+    """What a work wakes in place of a task."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: BlockingWork[Any]) -> None:
+        self._of = of
+
+    def done(self) -> bool:
+        """See :class:`aiocomms.progress.loops.Waiter`."""
+        return self._of._over
+
+    def set_result(self, _: None) -> None:
+        """See :class:`aiocomms.progress.loops.Waiter`."""
+        self._of._ended()

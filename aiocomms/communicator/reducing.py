@@ -1,0 +1,196 @@
+"""The methods for collectives that reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from aiocomms import ops
+from aiocomms.communicator.issuer import Issuer
+from aiocomms.errors import ArgumentError
+from aiocomms.ops import TensorLike
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, sequence
+from aiocomms.ops.reductions import ReduceOp
+from aiocomms.progress.work import Work
+
+Given = TypeVar("Given", bound=TensorLike)
+
+
+class Reducing(Issuer):
+    """The part of :class:`aiocomms.communicator.collectives.Collectives` that combines values."""
+
+    def all_reduce(
+        self,
+        tensor: Given,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce every rank's tensor in place, and give all ranks the result.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "all_reduce", op)
+        return self._issue(ops.AllReduce(tensor, op), hints, timeout)
+
+    def reduce(
+        self,
+        tensor: Given,
+        root: int,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
+
+        :param tensor: of one shape and dtype on every rank; written on the root only.
+        :param root: the rank that gets the result.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "reduce", op)
+        return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
+
+    def scan(
+        self,
+        tensor: Given,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce in place, on each rank, the tensors of the ranks up to it, its own among them; MPI's ``Scan``.
+
+        A rank need not wait for those behind it, though on some transports it does.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "scan", op)
+        return self._issue(ops.Scan(tensor, op), hints, timeout)
+
+    def exscan(
+        self,
+        tensor: Given,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce in place, on each rank, the tensors of the ranks before it; MPI's ``Exscan``.
+
+        Rank 0 gets the reduction of no tensors, which changes no others, where MPI leaves it open: zeros for SUM,
+        PREMUL_SUM, BOR and BXOR, ones for PRODUCT, every bit for BAND, and for MIN and MAX the largest and the smallest
+        value of the dtype, which of floating point are the infinities. AVG has none: rank 0 gets NaN.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "exscan", op)
+        return self._issue(ops.Exscan(tensor, op), hints, timeout)
+
+    def reduce_scatter(
+        self,
+        output: Given,
+        inputs: Sequence[TensorLike],
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
+
+        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param inputs: one tensor per rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "reduce_scatter", op)
+        return self._issue(ops.ReduceScatter(output, sequence("inputs", inputs), op), hints, timeout)
+
+    def reduce_scatter_v(
+        self,
+        output: Given,
+        inputs: Sequence[TensorLike],
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
+
+        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param inputs: one tensor per rank, of the shape of that rank's output.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "reduce_scatter_v", op)
+        return self._issue(ops.ReduceScatterV(output, sequence("inputs", inputs), op), hints, timeout)
+
+    def reduce_scatter_single(
+        self,
+        output: Given,
+        input: TensorLike,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
+
+        :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
+        :param input: ``size`` times the elements of ``output``.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "reduce_scatter_single", op)
+        return self._issue(ops.ReduceScatterSingle(output, input, op), hints, timeout)
+
+
+def _operator(comm: Issuer, name: str, op: object) -> ReduceOp:
+    """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
+    try:
+        return ReduceOp.parse(op)
+    except ArgumentError as error:
+        raise error.about(comm=comm.name, op=name, rank=comm.rank) from None

@@ -1,0 +1,323 @@
+"""The one-sided operations (RMA): ``new_window`` and ``Window``, through which ranks access each other's memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.communicator.issuer import Issuer
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowering.shortcuts import with_shortcuts
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops import TensorLike, buffers, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops.numbers import as_int
+from aiocomms.progress.work import Work
+
+Given = TypeVar("Given", bound=TensorLike)
+
+
+class OneSided(Issuer):
+    """The method that opens windows."""
+
+    async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
+        """Open a tensor to the other ranks. Collective.
+
+        :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the window, once every rank's part is open.
+        :raises ArgumentError: the tensor cannot be opened; nothing was sent.
+        :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
+        :raises UnsupportedOperation: no transport of this communicator has RMA.
+        """
+        return await self._begin_window(tensor, timeout)
+
+    def _begin_window(self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
+        """Call the collectives that open a window; what is returned waits for their ends."""
+        works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
+        memory = cast("ops.WindowOpen", works[0].op).tensor  # which is the array's, where it is opened with one
+        mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
+        table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
+        with self._all_or_none(works):
+            works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
+        return self._opened_window(tensor, memory, works, timeout)
+
+    async def _opened_window(
+        self, given: TensorLike, memory: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout
+    ) -> Window:
+        with self._all_or_none(works):
+            handle = await works[0]
+            sizes, dtypes = map(list, zip(*(await works[1]).tolist(), strict=True))
+        window = Window(self, ops.WindowInfo(handle, memory, sizes), given)
+        if len(set(dtypes)) > 1:
+            with contextlib.suppress(CommError):  # then it is lost, which the next operation says
+                await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
+            names = sorted(map(str, checks.DTYPES))
+            dtypes_of = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
+            raise MismatchError(
+                f"a window has one dtype on all ranks, and here {dtypes_of}; it was closed",
+                comm=self.name, op="new_window", seq=works[0].seq, rank=self.rank,
+            )  # fmt: skip
+        return window
+
+    @contextlib.contextmanager
+    def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
+        """If a part of opening a window fails, the communicator is lost: the others may have the window, and wait."""
+        try:
+            yield
+        except CommError as error:
+            for work in works:
+                if work.done():
+                    work.exception()  # it counts as asked for: this call's error says all
+            failure = error.within("new_window", works[0].seq)
+            self._core.lose(failure)
+            raise failure from failure.__cause__
+
+
+class Window(Handle):
+    """Memory that all ranks may read and write: a tensor on each rank. Offsets and sizes are in elements.
+
+    Operations of one rank on one other rank's part take effect in the order of the calls. A ``put`` is done when its
+    source may be reused. It has arrived when a later ``flush`` is done, or when the peer gets a later ``signal``.
+
+    ``async with`` closes the window. If its body raises, the closing is started but not awaited, and the error goes on
+    at once: the peers close the window only when their bodies end, and these may wait for ops that this rank will never
+    call. The window is closed once every rank has closed it.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_shortcuts")
+
+    def __init__(self, comm: Issuer, info: ops.WindowInfo, given: Any) -> None:
+        self._comm = comm
+        self._info, self._given = info, given
+        shortcuts = comm._shortcuts
+        self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
+        if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
+            self.__class__ = with_shortcuts(Window, shortcuts.window_method)
+
+    @property
+    def tensor(self) -> Any:
+        """This rank's part: the tensor or array that it was opened with."""
+        return self._given
+
+    @property
+    def sizes(self) -> list[int]:
+        """Each rank's number of elements, in rank order."""
+        return self._info.sizes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the window was closed on this rank."""
+        return self._info.closed
+
+    def put(
+        self,
+        tensor: Given,
+        dst: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Write a tensor into a rank's part of the window.
+
+        :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
+        :param dst: the rank whose part is written; may be this rank.
+        :param offset: the first element of that part to write.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
+        """
+        return self._comm._issue(ops.Put(self._info, tensor, dst, offset), hints, timeout)
+
+    def put_signal(
+        self,
+        tensor: Given,
+        dst: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Write a tensor into a rank's part of the window, and signal that rank behind it.
+
+        What :meth:`put` and :meth:`signal` do one after the other, in one call: OpenSHMEM's ``shmem_put_signal``.
+
+        :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
+        :param dst: the rank whose part is written, and which is signalled; may be this rank.
+        :param offset: the first element of that part to write.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
+        """
+        return self._comm._issue(ops.PutSignal(self._info, tensor, dst, offset), hints, timeout)
+
+    def get(
+        self,
+        tensor: Given,
+        src: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Read from a rank's part of the window into a tensor.
+
+        :param tensor: the tensor to read into, of any shape and of the window's dtype.
+        :param src: the rank whose part is read; may be this rank.
+        :param offset: the first element of that part to read.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or that part has fewer elements; nothing was sent.
+        """
+        return self._comm._issue(ops.Get(self._info, tensor, src, offset), hints, timeout)
+
+    def fetch_add(
+        self,
+        dst: int,
+        offset: int,
+        value: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[int]:
+        """Add to an element of a rank's part of the window, atomically.
+
+        :param dst: the rank whose part it is; may be this rank.
+        :param offset: the element; the window's dtype is int32 or int64.
+        :param value: the number to add; the sum wraps around.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is the element's value before the addition.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the window's dtype has no atomics.
+        """
+        return self._comm._issue(ops.FetchAdd(self._info, dst, offset, value), hints, timeout)
+
+    def compare_swap(
+        self,
+        dst: int,
+        offset: int,
+        expected: int,
+        value: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[int]:
+        """Replace an element of a rank's part of the window if it has the expected value, atomically.
+
+        :param dst: the rank whose part it is; may be this rank.
+        :param offset: the element; the window's dtype is int32 or int64.
+        :param expected: the value that the element must have.
+        :param value: the value that the element gets then.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is the element's value before, which is ``expected`` if it was replaced.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the window's dtype has no atomics.
+        """
+        return self._comm._issue(ops.CompareSwap(self._info, dst, offset, expected, value), hints, timeout)
+
+    def signal(
+        self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[None]:
+        """Tell a rank that all puts of this rank to it so far have arrived; it waits for that by :meth:`wait_signal`.
+
+        :param dst: the rank to tell; may be this rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.Signal(self._info, dst), hints, timeout)
+
+    def wait_signal(
+        self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[None]:
+        """Wait for one signal of a rank, and consume it. Signals are counted until they are waited for.
+
+        :param src: the rank that signals; may be this rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+            A wait that no signal has ended by then fails alone, and the communicator stays usable.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.WaitSignal(self._info, src), hints, timeout)
+
+    def flush(
+        self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[None]:
+        """Wait until all puts that this rank has issued so far are visible.
+
+        :param dst: the rank in whose part they must be visible; None: in every rank's.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.Flush(self._info, dst), hints, timeout)
+
+    def map_remote_tensor(
+        self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Tensor]:
+        """Map a rank's part of the window as a tensor of this process: the memory itself, not a copy.
+
+        :param rank: the rank whose part it is; may be this rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
+        :raises UnsupportedOperation: the ranks share no memory.
+        """
+        return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
+
+    def mapped(self, rank: int) -> bool:
+        """Whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
+
+        It is known since the window was opened. On the CPU this process then reads and writes that part by itself, as
+        in a window of ``MPI_Win_allocate_shared``; any other takes messages, or the network's RMA.
+
+        :param rank: the rank whose part it is; may be this rank.
+        :raises ArgumentError: it is no rank of this communicator.
+        :raises CommClosedError: the window is closed.
+        """
+        rank = as_int(rank)
+        try:
+            ops.MapRemoteTensor(self._info, rank).check(self._comm._core)
+        except CommError as error:
+            raise error.about(comm=self._comm.name, op="mapped", rank=self._comm.rank) from None
+        return rank in getattr(self._info.handle, "mapped", ())
+
+    async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Close the window after all ranks' operations on it. Collective. Idempotent.
+
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :raises CommError: the communicator is lost or closed.
+        """
+        if not self.closed:
+            await self._start_closing(timeout)
+
+    def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
+        self._info.closed = True
+        return self._comm._issue(ops.WindowClose(self._info), timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        elif not self.closed:
+            with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
+                self._start_closing().add_done_callback(Work.exception)  # the body raises

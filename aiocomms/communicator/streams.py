@@ -1,0 +1,393 @@
+"""Streams: anyio object streams between two ranks.
+
+Each end announces the tag under which it receives, and its capacity: the messages and bytes that it holds, which are
+the other end's first credits. What an item is made of is said in :mod:`aiocomms.communicator.items`. The receiving end
+receives messages ahead of the program, so that the next one is there when the program wants it. It returns the credits
+of each item that the program has taken. No task runs for a stream: the completion of one message's receive posts the
+next receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import anyio
+import torch
+from anyio.abc import ObjectStream
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.communicator import greeting
+from aiocomms.communicator.expected import Expected
+from aiocomms.communicator.greeting import Greeting
+from aiocomms.communicator.items import Arriving, Kind
+from aiocomms.errors import CommAbortedError, CommError, ProtocolError
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
+from aiocomms.ops import buffers, codec
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.work import Work
+
+T = TypeVar("T")
+
+_HELLO = -1  # in place of a tag: the first message of the other end
+_EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
+_CLOSED = -1  # sent in place of a number of credits by an end that is closed
+_BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
+
+
+class ItemStream(Handle, ObjectStream[T]):
+    """A duplex stream of items of one type to one other rank; made by :meth:`Communicator.open_stream`.
+
+    One end receives what the other end sends, in the same order. The two directions are independent.
+    """
+
+    def __init__(self, comm: Any, peer: int, end: Greeting, name: str, kind: Kind[T]) -> None:
+        self._comm = comm
+        self.peer = peer
+        """The other rank."""
+        self.name = name
+        """The name with which the stream was opened."""
+        self._kind = kind
+        self._end = end
+        self._in_tag = end.tag  # of headers; +1: of what follows them; +2: of credits for this end's sends
+        self._out_tag = 0
+        self._credits = 0
+        self._room = self._held = 0  # the bytes that the other end holds, and how many it has; no room: any number
+        self._line: deque[object] = deque()  # the senders that wait for credits, in their order
+        self._owed = self._owed_bytes = 0  # credits that this end has yet to return
+        self._returning = False
+        self._messages: deque[tuple[Any, int]] = deque()
+        self._expected = Expected(comm._core.in_flight, f"stream {name!r}")
+        self._failure: CommError | None = None  # why nothing more can be received
+        self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
+        self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
+        self._gone = False  # the other end was closed without an end of what it sends
+        self._under_way: list[StartedWork[Any]] = []
+        """The payloads that this end sends."""
+        self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
+        self._credit = buffers.empty(2, dtype=torch.int64, device=comm.device)
+        self._hello = buffers.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
+        self._shake_hands()
+
+    # -------------------------------------------------------------------------------------------- for the program
+
+    async def send(self, item: T) -> None:
+        """Send an item. Waits for room at the other end, and returns when the send is done and the item may be changed.
+
+        :param item: of the stream's type. A tensor is contiguous, on the communicator's device, of any dtype and at
+            most 14 dimensions; what mappings and dataclasses hold is what objects may hold, at most 64 MiB in all.
+        :raises ArgumentError: the item cannot be sent; nothing was sent.
+        :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
+        :raises anyio.BrokenResourceError: the other end was closed.
+        :raises CommError: the communicator is lost.
+        """
+        self._comm._core.caller_stream()  # which refuses a capture, before anything is copied to a GPU
+        packed = self._kind.pack(item, self._comm._core)
+        self._check_sending()
+        if packed.prepare is not None:
+            packed = await run_in_thread(packed.prepare)
+            self._check_sending()
+        if self._line or not self._has_room(packed.nbytes):
+            await self._wait_for_room(packed.nbytes)
+        if self._peer_closed:
+            raise anyio.BrokenResourceError
+        self._credits -= 1
+        self._held += packed.nbytes
+        self._send_control(packed.header, self._out_tag)
+        if packed.messages:
+            await self._send_messages(packed.messages)
+
+    async def receive(self) -> T:
+        """Receive the next item.
+
+        :returns: a new item. A tensor is on the communicator's device; those in mappings and dataclasses arrive as in
+            objects.
+        :raises anyio.EndOfStream: the other end has called :meth:`send_eof`, and all its items have been received.
+        :raises anyio.BrokenResourceError: the other end was closed without that, and all its items have been received.
+        :raises anyio.ClosedResourceError: this end was closed.
+        :raises CommError: the communicator is lost.
+        """
+        while not self._messages:
+            if self._closed:
+                raise anyio.ClosedResourceError
+            if self._failure is not None:
+                raise self._failure.about()
+            if self._eof_received:
+                raise anyio.BrokenResourceError if self._gone else anyio.EndOfStream
+            await self._expected.change(self._in_tag)
+        arrived, nbytes = self._messages.popleft()
+        self._owed += 1
+        self._owed_bytes += nbytes
+        self._return_credits()
+        return self._kind.make(arrived)
+
+    async def send_eof(self) -> None:
+        """Tell the other end that this end sends nothing more. This end can still receive. Idempotent.
+
+        :raises anyio.ClosedResourceError: this end was closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._finish(_EOF)
+
+    async def aclose(self) -> None:
+        """Close both directions, and drop what the program has not received. Idempotent."""
+        if not self._closed:
+            self._finish(_GONE)
+            self._closed = True
+            self._messages.clear()
+            self._return_credits()
+            self._notify()
+
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    async def _opened(self) -> None:
+        """Wait until the other end has been opened.
+
+        :raises CommError: the communicator is lost, or the other end speaks another version of the protocol.
+        """
+        while not self._is_open:
+            failure = self._failure or self._send_failure
+            if failure is not None:
+                raise failure.about()
+            await self._expected.change(_HELLO)
+
+    def _shake_hands(self) -> None:
+        tag = greeting.tag_of(self.name)
+        hello = greeting.greet(self._end, self._kind, self.name)
+        self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
+        work = self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM))
+        self._expected.note(_HELLO, work)
+        work.add_done_callback(self._on_hello)
+
+    def _on_hello(self, work: Work[Any]) -> None:
+        if self._failed(work):
+            return
+        try:
+            other = greeting.understand(codec.to_bytes(self._hello), self.peer, self._kind, self.name)
+        except ProtocolError as error:
+            self._break(error)
+            return
+        (self._out_tag, self._credits, self._room), self._is_open = other, True
+        self._fetch()
+        self._await_credits()
+        if self._closed:  # this end was closed before the other one was opened
+            self._eof_sent = False
+            self._finish(_GONE)
+            self._return_credits()
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def _fetch(self) -> None:
+        self._expect(self._header, self._in_tag, self._on_header)
+
+    def _on_header(self, work: Work[Any]) -> None:
+        if self._failed(work):
+            return
+        header = codec.to_bytes(self._header)
+        if header[0] in (_EOF, _GONE):
+            self._eof_received, self._gone = True, header[0] == _GONE
+            self._notify()
+        else:
+            self._go_on(self._kind.arriving(header, self._comm.device))
+
+    def _go_on(self, steps: Arriving) -> None:
+        """Take the next step of an item that arrives."""
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            self._deliver(*end.value)
+        except ProtocolError as error:
+            self._break_at(error)
+        else:
+            if isinstance(step, list):
+                self._expect_all(step, steps)
+            else:
+                driver = self._comm._core.driver
+                call_in_thread(step, lambda error: driver.call_threadsafe(self._called, steps, error))
+
+    def _expect_all(self, messages: list[Tensor], steps: Arriving) -> None:
+        left = len(messages)
+
+        def arrived(work: Work[Any]) -> None:
+            nonlocal left
+            left -= 1
+            if not self._failed(work) and not left:
+                self._go_on(steps)
+
+        for message in messages:
+            self._expect(message, self._in_tag + 1, arrived)
+
+    def _called(self, steps: Arriving, error: Exception | None) -> None:
+        if error is None:
+            self._go_on(steps)
+        else:
+            self._break_at(error)
+
+    def _deliver(self, arrived: Any, nbytes: int) -> None:
+        if self._closed:
+            self._owed += 1
+            self._owed_bytes += nbytes
+        else:
+            self._messages.append((arrived, nbytes))
+            self._notify()
+        self._fetch()
+
+    # --------------------------------------------------------------------------------------------------- credits
+
+    def _return_credits(self) -> None:
+        """Return the credits that are owed, in one message at a time. A closed end says that it is closed instead."""
+        if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
+            return
+        owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
+        credit = buffers.int64([_CLOSED if self._closed else owed, nbytes], device=self._comm.device)
+        self._returning = True
+        work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
+        work.add_done_callback(self._send_failed if self._closed else self._on_returned)
+
+    def _on_returned(self, work: Work[Any]) -> None:
+        if not self._send_failed(work):
+            self._returning = False
+            self._return_credits()
+
+    def _await_credits(self) -> None:
+        self._expect(self._credit, self._in_tag + 2, self._on_credits)
+
+    def _on_credits(self, work: Work[Any]) -> None:
+        if self._send_failed(work):
+            return
+        count, nbytes = self._credit.tolist()
+        if count == _CLOSED:
+            self._peer_closed = True
+        elif count == _BROKEN:
+            self._broken_off()
+        elif 0 < count <= greeting.MAX_CAPACITY and 0 <= nbytes <= self._held:
+            self._credits += count
+            self._held -= nbytes
+            self._await_credits()
+        else:
+            self._break(
+                ProtocolError(f"rank {self.peer} returned {count} credits and {nbytes} bytes on stream {self.name!r}")
+            )
+        self._notify()
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the other end has room for an item of that size. An item larger than all the room comes alone."""
+        return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
+
+    async def _wait_for_room(self, nbytes: int) -> None:
+        """Wait in line: a large item is not overtaken by small ones for ever."""
+        place = object()
+        self._line.append(place)
+        try:
+            while not self._peer_closed and (self._line[0] is not place or not self._has_room(nbytes)):
+                await self._expected.change(self._in_tag + 2)
+                self._check_sending()
+        finally:
+            self._line.remove(place)
+            self._notify()
+
+    async def _send_messages(self, messages: list[Tensor]) -> None:
+        works = [self._post(ops.Send(m, self.peer, self._out_tag + 1, ops.STREAM_DATA)) for m in messages]
+        self._under_way += works
+        try:
+            for work in works:
+                await work
+        finally:
+            self._under_way = [work for work in self._under_way if work not in works]
+
+    # ---------------------------------------------------------------------------------------------------- common
+
+    def _usable(self) -> bool:
+        """Return whether anything can still be sent to the other end."""
+        return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
+
+    def _post(self, op: ops.Op) -> StartedWork[Any]:
+        work: StartedWork[Any] = self._comm._issue(op, None, None)
+        return work
+
+    def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
+        """Send a message whose end nobody awaits. If the send fails, nothing more is sent."""
+        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
+
+    def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
+        """Post a receive. If it fails, or the communicator is lost already, the stream fails too."""
+        if self._failure is None:
+            try:
+                work = self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA))
+                self._expected.note(tag, work, ", for room" if message is self._credit else "")
+                work.add_done_callback(then)
+            except CommError as error:
+                self._fail(error)
+
+    def _finish(self, how: int) -> None:
+        if not self._eof_sent:
+            self._eof_sent = True
+            if self._is_open and self._usable():
+                header = bytes([how]).ljust(self._kind.header_bytes, b"\0")
+                self._send_control(codec.to_tensor(header, self._comm.device), self._out_tag)
+
+    def _check_sending(self) -> None:
+        if self._closed or self._eof_sent:
+            raise anyio.ClosedResourceError
+        failure = self._failure or self._send_failure
+        if failure is not None:
+            raise failure.about()
+
+    def _send_failed(self, work: Work[Any]) -> bool:
+        """Note whether a send failed, after which nothing more is sent.
+
+        What has been received stays valid: the other end may have sent its last tensor and closed its communicator.
+        """
+        error = work.exception()
+        if error is not None:
+            self._send_failure = self._send_failure or error
+            self._notify()
+        return error is not None
+
+    def _failed(self, work: Work[Any]) -> bool:
+        error = work.exception()
+        if error is not None:
+            self._fail(error)
+        return error is not None
+
+    def _fail(self, error: CommError) -> None:
+        if self._failure is None:
+            self._failure = self._comm._core.worded(error)
+        self._notify()
+
+    def _break_at(self, error: Exception) -> None:
+        """See :meth:`_break`; the error does not say where it was."""
+        text = error.message if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
+        self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
+
+    def _break(self, error: ProtocolError) -> None:
+        """Break off: this end can do nothing with what it got. The other one, which has no deadline, is told.
+
+        Before the stream is open there is no way to tell it but the communicator's end.
+        """
+        if not self._is_open:
+            self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
+        elif self._usable():
+            self._send_control(buffers.int64([_BROKEN, 0], device=self._comm.device), self._out_tag + 2)
+        self._fail(error)
+
+    def _broken_off(self) -> None:
+        """Note that the other end has broken off, and never takes the messages that are left."""
+        error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
+        for work in self._under_way:
+            work.abandon(error)
+        self._fail(error)
+
+    def _notify(self) -> None:
+        self._expected.changed()
+
+
+class TensorStream(ItemStream[Tensor]):
+    """An :class:`ItemStream` of tensors of any shape and dtype."""

@@ -1,0 +1,346 @@
+"""One communicator from the inside: its transports, its works in flight, and who acts when it is lost or closed.
+
+What users hold is :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. When its life changes is
+decided in :mod:`aiocomms.core.lifecycle`; here stands what is done then.
+
+Who may call what: :meth:`Core.lose` and :meth:`Core.expire` on any thread; :meth:`Core.abort` on any thread and in a
+signal handler, which may have interrupted anything; everything else on the loop's thread. What a transport raises where
+it must not raise passes :mod:`aiocomms.progress.guard`, and ends this communicator and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import RLock, get_ident
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import torch
+
+from aiocomms import ops
+from aiocomms.bootstrap.notes import Notes
+from aiocomms.bootstrap.registry import close_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.core import lifecycle
+from aiocomms.core.inquiry import Inquiry, Wait
+from aiocomms.core.lifecycle import Action, Failure, Life, Verdict, failure_of
+from aiocomms.core.posting import Posting
+from aiocomms.core.postmortem import ASKED, PostMortem
+from aiocomms.diagnosis import debug, dumps
+from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, capacity, peers
+from aiocomms.errors import (
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    LaneAbortedError,
+    wrong_thread,
+)
+from aiocomms.lowering.routing import Router
+from aiocomms.lowering.shortcuts import find_shortcuts
+from aiocomms.lowering.windows import TwoSided
+from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.guard import guarded
+from aiocomms.progress.heartbeat import Heartbeat
+from aiocomms.progress.hooks import Hooks
+from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
+from aiocomms.transport import Transport
+from aiocomms.transport.native import Ring, Shortcuts
+
+CLOSE_GRACE = 5.0
+"""Seconds that closing waits for ops which are already under way."""
+
+
+class Core(Posting):
+    """One communicator from the inside; made once its transports are open."""
+
+    rank: int
+    size: int
+    name: str
+    base: str
+    generation: int
+    device: torch.device
+    driver: Driver
+    issued: int
+    laned: int
+    calls: int
+    refusals: int
+    posting: bool
+    refusing: bool
+    life: Life
+    fast_check: Callable[[object, bool], bool] | None
+    failures: dict[tuple[str, int | None], int]
+    pre_hooks: Hooks
+    post_hooks: Hooks
+    abort_hooks: Hooks
+    trace: Ring | None
+    shortcuts: Shortcuts | None
+    worded: Callable[[CommError], CommError]
+
+    def __init__(
+        self, rendezvous: StoreRendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
+    ) -> None:
+        """Begin to serve the transports.
+
+        :param by_family: the transports, by the family of ops that each carries.
+        :param options: the user's hints.
+        """
+        self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
+        self.device, self.driver, self.generation = rendezvous.device, Driver.current(), rendezvous.epoch
+        self.thread: int = self.driver.thread
+        self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
+        self.by_family: dict[ops.Family, Transport] = dict(by_family)
+        if "rma" not in self.by_family and "p2p" in self.by_family:
+            self.by_family["rma"] = TwoSided(self)
+        self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
+        """Each transport once: one may carry several families."""
+        self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
+        self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
+        self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
+        self.notes: Notes = Notes(self.transports, self.size)
+        self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
+        self._postmortem: PostMortem | None = None
+        self._ended, self.failures = False, dict[tuple[str, int | None], int]()
+        self._closing: Promise | None = None
+        self.over: Promise = Promise(self.driver)
+        """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
+        self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
+        self.router: Router = Router(self, self.by_family)
+        self.given_up: dict[int, LaneAbortedError] = self.router.lane_ends.given_up
+        """The lanes that are refused, by their numbers, and why."""
+        self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
+        entries = 2 * capacity()
+        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
+        self.recorder: Recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
+        self.trace = self._ring = self.recorder.ring
+        self._spinning = [t for t in self.transports if t.capabilities.spin]
+        self._serve()
+
+    def _serve(self) -> None:
+        """Begin to hear of failures; and of those before, for a peer may be through with opening before this rank."""
+        for transport in self.transports:
+            transport.on_failure = self.lose  # type: ignore[method-assign]
+            transport.on_note = self.notes.hear  # type: ignore[method-assign]
+            self.driver.attach(transport)
+        for transport in self.transports:
+            for rank, note in transport.early_notes.items():
+                self.notes.hear(rank, note)
+            if transport.early_failure is not None:
+                self.lose(transport.early_failure)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has begun to close it."""
+        return self._closing is not None
+
+    def refusal(self) -> CommError | None:
+        """Why it refuses whatever comes; None: it does not."""
+        return self.life.refusal()
+
+    def demand(self, what: str) -> None:
+        """Refuse something that is no op, on another thread than its own, or after its end."""
+        if get_ident() != self.thread:
+            raise wrong_thread(f"{what} on '{self.name}'")
+        if (error := self.refusal()) is not None:
+            raise error.about(comm=self.name, op=what, rank=self.rank)
+
+    def refused(self, op: ops.Op) -> Exception:
+        """Return the error of an op that is refused."""
+        error = self.refusal()
+        if error is None:
+            return wrong_thread(f"{op.name} on '{self.name}'")
+        return self.worded(error.about(comm=self.name, op=op.name, rank=self.rank))
+
+    # ----------------------------------------------------------------------------------------------- losing
+
+    @property
+    def lost(self) -> bool:
+        """Whether something has ended it."""
+        return self.life.failure is not None
+
+    def abort(self, reason: str) -> None:
+        """Give up on every rank; any thread or signal handler."""
+        error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
+        self._lose(Failure(error, time.monotonic()), here=False)
+
+    def lose(self, error: CommError) -> None:
+        """Lose the communicator by a failure; any thread."""
+        failure = failure_of(error, time.monotonic(), self.rank)
+        self._lose(failure, here=get_ident() == self.thread)
+
+    def _lose(self, failure: Failure, *, here: bool) -> None:
+        """Take the step, and run what it asks for.
+
+        :param here: this is the loop's thread, and nothing was interrupted.
+        """
+        with self._lock:
+            self.life, actions = lifecycle.lose(self.life, failure, here=here)
+            self.refusing = True
+            flying = self.in_flight.look() if actions else []
+        for action in actions:
+            match action:
+                case Action.END_WORKS:
+                    self._end_works()
+                case Action.END_WORKS_SOON:
+                    self.driver.call_threadsafe(self._end_works)
+                case Action.NOTE:
+                    record = dumps.Record(self.recorder, flying, str(failure.error))
+                case Action.TELL_PEERS:
+                    for transport in self.transports:
+                        guarded(None, transport.abort, failure.for_peers(self.rank))
+                case Action.RECORD:
+                    record.write_later()
+                case Action.EXPLAIN:
+                    self._postmortem = PostMortem(self, self._rendezvous, failure)
+                    self._postmortem.hold(record, self._explained)
+
+    def _explained(self, verdict: Verdict, path: Path | None) -> None:
+        with self._lock:
+            self.life = lifecycle.explain(self.life, verdict, path)
+        self.driver.call_threadsafe(self._end_works)
+
+    def _end_works(self) -> None:
+        """End every pending work with the error that the failure gives it."""
+        failure = self.life.failure
+        if failure is None:  # it is another process's by now
+            return
+        self._ended = True
+        for work in self.in_flight:
+            work.abandon(failure.error_of(work))
+        self.router.loopback.clear()
+        self.router.arrivals.clear()
+        hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
+        if hooks:
+            hooks.call(self.driver, failure.error)
+        self.over.set()
+        self.in_flight.unwatch()
+
+    def expire(self, work: StartedWork[Any]) -> None:
+        """End a pending op whose deadline has passed; on the watchdog's thread, while the loop may be busy.
+
+        Called again while it has not ended: what was to end it was then cut short by a signal handler that raised.
+        """
+        failure = self.life.failure
+        if failure is not None:
+            if time.monotonic() - failure.since >= AGAIN:
+                self.driver.call_threadsafe(self._end_works)
+        elif work.done():
+            self.driver.call_threadsafe(work.finish)
+        elif work.op.withdrawable:
+            self._inquire(work)
+        else:
+            self._expire_all(work)
+
+    def _inquire(self, work: StartedWork[Any]) -> None:
+        """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
+        queue, now = work.queue, time.monotonic()
+        posted = None if queue is None else queue.get(work)
+        if posted is not None:  # else it has become done meanwhile
+            what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
+            late = Wait(peers(work.op)[0], posted, now, what)
+            self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
+
+    def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
+        """Fail a late receive or wait alone, or with everything else if something has matched it."""
+        if not work.done():
+            if self.withdraw(work):
+                late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
+                work.abandon(CommTimeoutError(late, late=peers(work.op)))
+            else:
+                self._expire_all(work)
+
+    def _expire_all(self, work: StartedWork[Any]) -> None:
+        op, absent = work.op, self.waiting_for(work)
+        what = "" if op.family == "collectives" else f": {called(op)}"
+        who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
+        error = CommTimeoutError(
+            f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank,
+            late=absent[:ASKED],
+        )  # fmt: skip
+        self.lose(error)
+
+    def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
+        """Return the ranks that a pending op waits for, as far as that is known; any thread."""
+        absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
+        if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
+            absent = list(guarded((), transport.waiting_for, work))
+        return absent or peers(work.op)
+
+    # ---------------------------------------------------------------------------------------------- closing
+
+    async def posted_elsewhere(self, lane: int | None = None) -> None:
+        """Wait, for a moment, until what other threads are posting is in flight, or done.
+
+        :param lane: of this lane; None: of the communicator and all lanes.
+        """
+        shortcuts = self.shortcuts
+        with anyio.CancelScope(shield=True):
+            while shortcuts is not None and (shortcuts.posting if lane is None else shortcuts.posting_in(lane)):
+                await anyio.lowlevel.checkpoint()
+
+    async def aclose(self, released: Callable[[], object]) -> None:
+        """Let ops under way end, withdraw receives that nothing has matched, and release everything. Idempotent.
+
+        :param released: called once, when ops have ended and the transports are about to be closed.
+        """
+        if self._closing is not None:
+            return await self._closing
+        self._closing = Promise(self.driver)
+        try:
+            await self._drain()
+        finally:
+            released()
+            try:
+                await self._release()
+            finally:
+                self._closing.set()
+
+    async def _drain(self) -> None:
+        with self._lock:
+            self.life, actions = lifecycle.close(self.life)
+            self.refusing = True
+        await self.posted_elsewhere()
+        if Action.WITHDRAW not in actions:
+            return
+        assert self.life.closed is not None
+        self.router.lane_ends.close()
+        for work in self.in_flight:
+            if work.op.withdrawable and self.withdraw(work):
+                work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
+        self.router.loopback.close()
+        with anyio.move_on_after(CLOSE_GRACE):
+            await self.in_flight.drained()
+
+    async def _release(self) -> None:
+        with self._lock:
+            self.life = lifecycle.release(self.life)
+        if self._postmortem is not None:
+            self._postmortem.close()
+        self._end_works()
+        if self.in_flight:
+            error = CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank)
+            for transport in self.transports:
+                guarded(None, transport.abort, error)
+            for work in self.in_flight:
+                work.abandon(CommClosedError("it was closed on this rank"))
+        self.router.turns.clear()  # their works have ended, and their tensors are the program's
+        self.over.set()
+        self.in_flight.unwatch()
+        with anyio.move_on_after(CLOSE_GRACE, shield=True):
+            for transport in self.transports:
+                self.driver.detach(transport)
+            try:
+                await close_transports(self.transports)
+            except CommError as error:
+                raise error.about(comm=self.name, op="aclose", rank=self.rank) from error.__cause__
+
+    def disown(self) -> None:
+        """Disown it in a forked child, which must neither use nor close its parent's sockets."""
+        self.life = lifecycle.disown(os.getppid())
+        self.refusing = True
+        self._closing = self.over = Promise(self.driver)
+        self.over.set()

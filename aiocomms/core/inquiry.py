@@ -1,0 +1,203 @@
+"""What a rank learns of those that it has waited for, when a receive is late and the communicator goes on.
+
+The rank asks the one that it has waited for what that is doing, by a note of the transport; then the one that this rank
+waits for, or has waited for until a deadline; and so on, until a rank waits for nobody, or one closes a circle. Who is
+asked answers on a thread in the background, so that a busy loop does not hide what it is doing. What cannot be learnt
+leaves the error as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from aiocomms.bootstrap.notes import Answer, Late, Notes, Question, Waiting
+from aiocomms.core.postmortem import PATIENCE, printable
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.hang_report import NO_ANSWER, doing
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Recorder
+from aiocomms.progress.inflight import InFlight, StartedWork
+
+PERIOD: Final = 0.5
+"""Seconds between two inquiries of a communicator: who polls by short deadlines is not to load the others."""
+_ROOM: Final = 1200
+"""Bytes of what a rank says it is doing; what is more is cut off."""
+_LOOKED_AT: Final = 64
+"""Pending ops, the oldest ones, whose ranks are told."""
+
+
+class Wait(NamedTuple):
+    """A wait for another rank; times are of this rank's monotonic clock."""
+
+    peer: int
+    since: float
+    until: float
+    """The deadline of a receive that was late; of an op that is pending, when its rank was asked."""
+    what: str = ""
+    """The receive that was late."""
+
+
+class Asked(Protocol):
+    """The communicator of which a rank is asked what it is doing."""
+
+    rank: int
+    size: int
+    recorder: Recorder
+    in_flight: InFlight
+
+    def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
+        """Return the ranks that a pending op waits for."""
+
+
+class Inquiry:
+    """Asks for one communicator what the others are doing, and answers when this rank is asked."""
+
+    def __init__(self, comm: Asked, notes: Notes) -> None:
+        self._comm = comm
+        self._notes = notes
+        notes.on_word = self.hear
+        self._not_before = float("-inf")
+        self._late: Wait | None = None
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[int, queue.SimpleQueue[Answer]]] = {}
+        """Of each question that has no answer yet the rank that was asked, and where its answer is waited for."""
+        self._lock = threading.Lock()
+        self._askers: dict[int, int] = {}
+        """The ranks that wait for an answer, and the number of each one's last question."""
+
+    # ------------------------------------------------------------------------------------------------------- asking
+
+    def begin(self, late: Wait, end: Callable[[str], object]) -> None:
+        """Follow a late receive from rank to rank; on the watchdog's thread.
+
+        :param end: called once, on any thread, with what is to be added to the error.
+        """
+        self._late = late
+        now = time.monotonic()
+        if self._comm.size > 1 and now >= self._not_before:
+            self._not_before = now + PERIOD
+            if dumps.in_background(lambda: self._inquire(late, end)):
+                return
+        end("")
+
+    def _inquire(self, late: Wait, end: Callable[[str], object]) -> None:
+        report = ""
+        try:
+            report = self._follow(late)
+        finally:
+            end(report)
+
+    def _follow(self, wait: Wait) -> str:
+        """Ask one rank after the other, and say what they do, and whether they wait in a circle."""
+        ends = time.monotonic() + PATIENCE
+        chain, words = [self._comm.rank], list[str]()
+        while wait.peer not in chain:
+            rank, asked = wait.peer, time.monotonic()
+            answer = self._ask(rank, ends)
+            if isinstance(answer, str):
+                # Who was asked late has had no time to answer.
+                words += [f"rank {rank} {answer}"] if answer and ends - asked > PATIENCE / 2 else []
+                return _report(words)
+            chain.append(rank)
+            following = _following(answer, wait, chain, asked, time.monotonic())
+            late = following.what if following else ""
+            words.append(f"rank {rank} {f'was late in {late}' if late else answer.doing}")
+            if following is None:
+                return _report(words)
+            wait = following
+        return _report(words, [*chain[chain.index(wait.peer) :], wait.peer])
+
+    def _ask(self, rank: int, ends: float) -> Answer | str:
+        """Ask a rank what it is doing, and wait for its answer until ``ends``, by the monotonic clock.
+
+        :returns: the answer; or what is said of a rank that gives none: nothing where no rank can be asked.
+        """
+        number, reply = next(self._numbers), queue.SimpleQueue[Answer]()
+        self._asked[number] = rank, reply
+        try:
+            if not self._notes.say(rank, Question(number)):
+                return ""
+            return reply.get(timeout=max(0.0, ends - time.monotonic()))
+        except queue.Empty:
+            return f"does {NO_ANSWER}"
+        finally:
+            del self._asked[number]
+
+    # ---------------------------------------------------------------------------------------------------- answering
+
+    def hear(self, rank: int, said: Question | Answer) -> None:
+        """Take a rank's question or answer; on any thread. It waits for nothing."""
+        if isinstance(said, Answer):
+            asked, reply = self._asked.get(said.number, (None, None))
+            if reply is not None and asked == rank:
+                said.doing = printable(said.doing, 4 * LONGEST)
+                reply.put(said)
+            return
+        with self._lock:  # one thread answers all who ask before it has looked
+            first = not self._askers
+            self._askers[rank] = said.number
+        if first and not dumps.in_background(self._answer):
+            self._take_askers()
+
+    def _take_askers(self) -> dict[int, int]:
+        with self._lock:
+            askers, self._askers = self._askers, {}
+        return askers
+
+    def _answer(self) -> None:
+        """Tell all who have asked what this rank is doing."""
+        try:
+            text, waits, late, now = self._look()
+        finally:
+            askers = self._take_askers()
+        told = None if late is None else Late(late.peer, now - late.since, _cut(late.what, LONGEST), now - late.until)
+        for rank, number in askers.items():
+            few = sorted(waits, key=lambda wait: wait.rank != rank)[:SHOWN]  # with the asker this may be a circle
+            self._notes.say(rank, Answer(number, text, few, told))
+
+    def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:
+        """Return what this rank is doing, whom it waits for, the receive that was late last, and the time."""
+        comm, late = self._comm, self._late
+        flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
+        now = time.monotonic()
+        waits: dict[int, float] = {}
+        for work, posted, *_ in [one for one in flying if not one.idle][:_LOOKED_AT]:
+            for peer in comm.waiting_for(work):
+                waits.setdefault(peer, max(0.0, now - posted))
+        text = doing(comm.recorder.describe(comm.recorder.look(flying), "").header.brief)
+        return _cut(text, _ROOM), [Waiting(peer, age) for peer, age in waits.items() if peer != comm.rank], late, now
+
+
+def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
+    """For whom a rank waits, or did until a deadline, at a time at which all before it have waited, too.
+
+    Of several one that closes a circle, or else the oldest that is pending.
+
+    :param wait: the time at which all before it have waited.
+    :param asked: between then and when it was ``heard`` the rank has counted its seconds. Nobody is said to have waited
+        who may not have.
+    """
+    found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
+    if (late := answer.late) is not None:
+        found.append(Wait(late.rank, heard - late.age, asked - late.ago, printable(late.what)))
+    both = [one._replace(since=max(one.since, wait.since), until=min(one.until, wait.until)) for one in found]
+    fitting = [one for one in both if one.since <= one.until]
+    return next((one for one in fitting if one.peer in chain), fitting[0] if fitting else None)
+
+
+def _report(words: Sequence[str], circle: Sequence[int] = ()) -> str:
+    """Put together what is said of the others, and the circle that they wait in."""
+    if not words:
+        return ""
+    more = [f"and {len(words) - SHOWN} more"] if len(words) > SHOWN else []
+    report = f": {', '.join([*words[:SHOWN], *more])}"
+    arrows = " -> ".join(f"rank {rank}" for rank in circle)
+    return f"{report}: they waited in a circle: {arrows}" if circle else report
+
+
+def _cut(text: str, room: int) -> str:
+    return text.encode(errors="replace")[:room].decode(errors="ignore")

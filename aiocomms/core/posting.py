@@ -1,0 +1,274 @@
+"""How ops are posted, kept and recorded, on whatever they were called; the part of a core that does so.
+
+All is called on the loop's thread, but what is marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import copy_context
+from time import monotonic
+from typing import Any
+
+from aiocomms import ops
+from aiocomms.diagnosis.recorder import PEERS, Recorder
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.lowering.routing import Router
+from aiocomms.lowering.runs import Offload
+from aiocomms.lowlevel.threads import call_in_thread
+from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
+from aiocomms.ops.versions import note_writes
+from aiocomms.progress.driver import Driver
+from aiocomms.progress.guard import broken
+from aiocomms.progress.hooks import Hooks
+from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
+from aiocomms.transport import Completion, Transport
+from aiocomms.transport.native import Counted, Ring
+
+_POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
+"""Errors of one op that end its communicator."""
+
+
+class Posting(Counted):
+    """A communicator's core, as far as it starts ops, and hears of their end."""
+
+    name: str
+    rank: int
+    issued: int
+    calls: int
+    laned: int
+    posting: bool
+    by_family: dict[ops.Family, Transport]
+    driver: Driver
+    router: Router
+    in_flight: InFlight
+    recorder: Recorder
+    pre_hooks: Hooks
+    post_hooks: Hooks
+    trace: Ring | None
+    """Where ops are recorded that end within their call. A benchmark sets it to None, to measure what that costs."""
+    refusals: int
+    """How many could not be posted."""
+    _ring: Ring
+    _spinning: list[Transport]
+    _ended: bool
+    """Whether the works that were pending when it was lost have ended."""
+
+    def lose(self, error: CommError) -> None:
+        """Lose the communicator by a failure; any thread."""
+        raise NotImplementedError
+
+    def _end_works(self) -> None:
+        """End every pending work with the error that the failure gives it, if there is one."""
+        raise NotImplementedError
+
+    def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
+        """Return number, record and post an op that has been checked.
+
+        :param seconds: until its deadline.
+        :param lane: the key of its lane, in words; None: it is of none, and counted if it is a collective.
+        :returns: its work, done or pending.
+        """
+        if not dispatch_modes() and not in_inference_mode():
+            started = self._start(work, seconds, lane)
+        else:
+            with set_aside():
+                started = self._start(work, seconds, lane)
+        note_writes(started.op, self.rank)
+        return started
+
+    def _start(self, work: StartedWork[Any], seconds: float, lane: str | None) -> StartedWork[Any]:
+        op, before = work.op, self.posting
+        kind, self.posting = type(op), True  # from here on no other thread comes in between
+        try:
+            work.seq = seq = self.issued  # again, for another thread's op may have come first
+            if lane is not None:
+                self.recorder.lanes.append((seq, lane))
+            self.issued = seq + 1  # and with it, so that no other thread sees one without the others:
+            self.calls += lane is None and op.family == "collectives"
+            if (trace := self.trace) is not None:
+                trace.append(kind)
+            if self.pre_hooks or self.post_hooks:
+                self._ask(work)
+            try:
+                if lane is None:
+                    at = self.router[kind](op, work)
+                else:
+                    self.laned += 1
+                    at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
+            except BaseException as error:
+                raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
+            if not work._state:  # done(), without the call
+                return self.keep(work, seconds)
+            if trace is not None:
+                trace.append((at or monotonic()) if kind not in PEERS else self.recorder.row(work))
+            if self.post_hooks or work.fault is not None:
+                self.ended_at_once(work)
+            return work
+        finally:
+            self.posting = before
+
+    def follow(
+        self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
+    ) -> StartedWork[Any]:
+        """Go on as :meth:`start` does with an op that a shortcut has posted, and that has not ended by then.
+
+        :param look_after: the rest of the transport's ``post``, which is called with ``index``.
+        """
+        try:
+            look_after(index)
+        except BaseException as error:
+            raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
+        if not work._state:
+            return self.keep(work, seconds)
+        if (trace := self.trace) is not None:
+            trace.append(monotonic() if type(work.op) not in PEERS else self.recorder.row(work))
+        if self.post_hooks or work.fault is not None:
+            self.ended_at_once(work)
+        return work
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """Hand one message of a lowered op to the transport that carries it.
+
+        :raises CommError: it could not be posted; it names the transport if that has raised another exception.
+        """
+        try:
+            self.router[type(op)](op, work)
+        except CommError:
+            raise
+        except Exception as error:
+            if (transport := self.router.carrier(op)) is None:
+                raise
+            raise broken(transport, "post", error) from error
+
+    def offload(self, op: Offload, work: Completion) -> None:
+        """See :meth:`Poster.offload`."""
+
+        def ended(error: Exception | None) -> None:
+            if error is None:
+                work.complete()
+            else:
+                failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+                work.fail(failure)
+
+        call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
+
+    def _ask(self, work: StartedWork[Any]) -> None:
+        """Call the hooks that come before an op, and note for those that come after it when that was."""
+        work.called = monotonic() if self.post_hooks else None
+        try:
+            self.pre_hooks.ask(work.op, work.seq)
+        except BaseException as error:
+            self._uncount(work, error)
+            raise
+
+    def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
+        """Take back the number of an op that is not posted: the next collective of all ranks has the same one.
+
+        Hooks that have heard of the op hear that it has ended.
+        """
+        self.refusals += 1
+        if self.post_hooks:
+            work.refuse(error)
+            self.post_hooks.call(self.driver, work)
+        if not isinstance(work, LaneWork) and work.op.family == "collectives":
+            self.calls -= 1
+            self.recorder.refused.append(work.seq)
+
+    def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
+        """Return the error of an op that could not be posted: nothing of it was sent.
+
+        A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
+        """
+        self._uncount(work, error)
+        return self.not_posted(work.op, error, work._comm_name())
+
+    def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:
+        """Return the error of a refused op that is not counted.
+
+        :param where: what it was called on, in words.
+        """
+        if isinstance(error, CommError):
+            return error.about(comm=where, op=op.name, rank=self.rank)
+        transport = self.router.carrier(op)
+        if transport is None or not isinstance(error, Exception):
+            return error
+        failure = broken(transport, "post", error)
+        self.lose(failure)
+        return failure.about(comm=self.name, op=op.name, rank=self.rank)
+
+    def keep(self, work: StartedWork[Any], seconds: float) -> StartedWork[Any]:
+        """Note that an op was posted and is pending.
+
+        :returns: the work.
+        """
+        if self.post_hooks:
+            work.context = copy_context()
+        self.in_flight.add(work, seconds)
+        for transport in self._spinning:
+            self.driver.poll_soon(transport)
+        if self._ended:  # it was called before that
+            self.driver.call_soon(self._end_works)
+        return work
+
+    # ---------------------------------------------------------------------------------- what another thread has posted
+
+    def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
+        """Note that an op is pending; on the thread that has posted it, and before anybody hears of its end."""
+        self.in_flight.add(work, seconds)
+        if self._ended or work._state:  # it was lost, or what the op needs has gone, before that
+            self.driver.call_threadsafe(self._end_late, work)
+
+    def _end_late(self, work: StartedWork[Any]) -> None:
+        if work._state:
+            work.finish()
+        self._end_works()
+
+    def look_after(self, look_after: Callable[[int], object], index: int) -> None:
+        """Go on with an op that another thread has posted, and that is kept; see :meth:`Transport.shortcuts`."""
+        look_after(index)
+        for transport in self._spinning:
+            self.driver.poll_soon(transport)
+
+    # ------------------------------------------------------------------------------------------------ what has ended
+
+    def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
+        """Record and forget a pending work that has just become done, or failed with ``error``."""
+        self._ring.append(self.recorder.row(work, self.in_flight.remove(work), error))
+        if self.post_hooks or work.fault is not None:
+            self.after(work)
+
+    def after(self, work: StartedWork[Any]) -> None:
+        """Call the hooks of an op that has ended; an error that concerns all ranks ends the communicator."""
+        fault = work.fault
+        if self.post_hooks:
+            context, work.context = work.context, None
+            if context is None:  # it ended within its call
+                self.post_hooks.call(self.driver, work)
+            else:
+                context.run(self.post_hooks.call, self.driver, work)
+        if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
+            self.lose(fault)
+
+    def ended_at_once(self, work: StartedWork[Any]) -> None:
+        """Record an op that has failed, or is watched by hooks, and ended within its call."""
+        if work.fault is not None:
+            self._ring.append(self.recorder.row(work, None, work.error))
+        self.after(work)
+
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """See :meth:`Poster.caller_stream`."""
+        return self.by_family["p2p"].caller_stream() if "p2p" in self.by_family else None
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive or wait back from its transport."""
+        return self.router.withdraw(work)
+
+    def collective(self, seq: int) -> int | None:
+        """See :meth:`aiocomms.progress.work.Owner.collective`."""
+        return self.recorder.number(seq)
+
+    def order_stream(self, work: StartedWork[Any], stream: Any) -> None:
+        """Make a CUDA stream wait for a work."""
+        self.by_family[work.op.family].wait_stream(work, stream)

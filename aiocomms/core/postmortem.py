@@ -1,0 +1,195 @@
+"""What happens between the loss of a communicator and the end of its pending works: why, and who was missing.
+
+When a deadline passes, every rank says through the store of the rendezvous what it is doing. The late rank waits a
+moment for the others' words and makes a verdict of them, which it passes on. All of it is off the loop, bounded in time
+and size, and best effort: what cannot be learnt leaves the error as it was.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from aiocomms.bootstrap.board import Board
+from aiocomms.core.lifecycle import Failure, Verdict
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.dumps import Record
+from aiocomms.diagnosis.hang_report import behind, judge
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
+from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.lowlevel.failures import UNREADABLE, decoded
+
+T = TypeVar("T")
+
+PATIENCE, LONGER = 0.2, 0.3
+"""Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
+wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
+WRITING = 1.0
+"""Seconds that works wait at most for the flight recorder's file, whose path their errors name. It takes about 1 ms, or
+for ever if the file system hangs."""
+ASKED = 64
+"""Ranks that are asked at most: those that are missing first."""
+
+_DOING, _VERDICT = "doing", "verdict"
+"""What a rank leaves in the store: what it is doing; what the late rank has made of that."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
+_LARGEST = 16384
+"""Bytes of what another rank says."""
+_brief = msgspec.json.Decoder(Brief)
+
+
+class Lost(Protocol):
+    """The communicator that is lost."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class PostMortem:
+    """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
+
+    def __init__(self, comm: Lost, board: Board, failure: Failure) -> None:
+        """Begin to count the time, from when it was lost.
+
+        :param failure: why it is lost.
+        """
+        self._comm, self._board, self._failure = comm, board, failure
+        assert isinstance(failure.error, CommTimeoutError)
+        self._error = failure.error
+        self._nothing = Verdict("", self._error.late)
+        self._closed = threading.Event()
+
+    def hold(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
+        """Find it out; any thread or signal handler.
+
+        :param end: called once, on any thread, with what was learnt and the file of the flight recorder.
+        """
+        if not dumps.in_background(lambda: self._sit(record, end)):
+            end(self._nothing, None)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._closed.set()
+
+    def _sit(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
+        verdict, path = self._nothing, None
+        try:
+            snapshot = record.snapshot()
+            if snapshot is not None:
+                if self._comm.size > 1 and self._board.store is not None:
+                    verdict = in_time(self._left(LONGER), verdict, lambda: self._verdict(snapshot))
+                snapshot.header.verdict = verdict.report
+                path = in_time(WRITING, None, lambda: dumps.try_write(snapshot))
+        finally:
+            end(verdict, path)
+
+    def _left(self, seconds: float) -> float:
+        """Of so many seconds since the communicator was lost."""
+        return self._failure.since + seconds - time.monotonic()
+
+    def _verdict(self, snapshot: Snapshot) -> Verdict:
+        """Say what this rank is doing, and hear the others or the late rank."""
+        comm, brief = self._comm, snapshot.header.brief
+        try:
+            self._board.tell(_DOING, msgspec.json.encode(brief))
+            teller = self._error.teller
+            if teller is None:  # the op that is late is this rank's
+                verdict = self._ask(snapshot)
+                self._board.tell(_VERDICT, msgspec.msgpack.encode(verdict))
+                return verdict
+            if teller != comm.rank:
+                said = self._hear(_VERDICT, [teller], LONGER).get(teller)
+                return self._nothing if said is None else _read_verdict(said, comm.size)
+        except (StoreLostError, ProtocolError):
+            pass
+        return self._nothing
+
+    def _ask(self, snapshot: Snapshot) -> Verdict:
+        comm, absent = self._comm, self._error.late
+        op = next((item for item in snapshot.pending if item.seq == self._error.seq), None)
+        if op is None:
+            return self._nothing
+        others = [] if op.collective is None else [r for r in range(comm.size) if r not in absent]
+        asked = [rank for rank in (*absent, *others) if rank != comm.rank][:ASKED]
+        said = self._hear(_DOING, asked, PATIENCE)
+        briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(rank), rank)) is not None}
+        mine = {} if op.collective is None else {comm.rank: snapshot.header.brief}
+        silent = set(asked) - briefs.keys()
+        report = judge(op, {**briefs, **mine}, silent)[: 4 * LONGEST]
+        return Verdict(report, absent if op.collective is None else behind(op, briefs, silent, absent))
+
+    def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+        """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
+        heard: dict[int, bytes] = {}
+        pause = _FIRST_PAUSE
+        while True:
+            for rank in ranks:
+                if rank not in heard and (value := self._board.told(key, rank)) is not None:
+                    heard[rank] = value
+            left = self._left(seconds)
+            if len(heard) == len(ranks) or left <= 0 or self._closed.wait(min(pause, left)):
+                return heard
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
+    """Call it on a thread that may be left behind.
+
+    A store whose host is stopped, or gone, keeps its callers; so does a folder on a file system that hangs.
+    """
+    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+    if not dumps.in_background(lambda: answer.put(call())):
+        return otherwise
+    try:
+        return answer.get(timeout=max(0.0, seconds))
+    except queue.Empty:
+        return otherwise
+
+
+def read_brief(said: bytes | None, rank: int) -> Brief | None:
+    """Return what a rank said it is doing; None if it said nothing, or nothing that makes sense."""
+    if said is None or len(said) > _LARGEST:
+        return None
+    try:
+        brief = _brief.decode(said)
+    except UNREADABLE:
+        return None
+    tidy(brief)
+    return brief if brief.rank == rank else None
+
+
+def _read_verdict(said: bytes, size: int) -> Verdict:
+    """Return what the late rank has made of the others' words.
+
+    :raises ProtocolError: it makes no sense.
+    """
+    verdict: Verdict = decoded(said, Verdict, "a verdict")
+    if not all(0 <= rank < size for rank in verdict.late):
+        raise ProtocolError(f"a verdict makes no sense: it tells of ranks {verdict.late}")
+    return Verdict(printable(verdict.report, 4 * LONGEST), verdict.late)
+
+
+def tidy(brief: Brief) -> None:
+    """Make what another process has said fit for a message."""
+    brief.last = printable(brief.last)
+    brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
+
+
+def tidied(item: Item) -> Item:
+    """Return an op of another process, fit for a message."""
+    args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
+    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane", "of")}
+    tensors = [printable(text) for text in item.tensors[:SHOWN]]
+    return msgspec.structs.replace(item, name=printable(item.name, 60), args=args, tensors=tensors, **texts)
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """Return a text of another process: no control characters, and not too long."""
+    return "".join(c if c.isprintable() else "?" for c in text[:longest])

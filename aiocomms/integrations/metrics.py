@@ -1,0 +1,278 @@
+"""What exporters of metrics have in common: how long ops took, by op, transport and size, and how late the loop is.
+
+It is built on the public hooks and on :meth:`Communicator.statistics`; exporters for other systems would use the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import ref
+
+from aiocomms.diagnosis.statistics import Failures, Statistics
+from aiocomms.errors import ArgumentTypeError
+from aiocomms.ops import Op, size_of
+from aiocomms.progress.hooks import Hook
+from aiocomms.progress.loops import Loop, running_loop
+from aiocomms.progress.work import Work
+
+BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2.5, 5))
+"""The upper bounds of the classes of durations, in seconds: 1 µs, 2.5 µs, 5 µs, 10 µs, and so on up to 50 s."""
+_SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
+LARGEST: Final = ">=64MiB"
+SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
+"""The classes of sizes in bytes, by the number of bits of the size."""
+
+
+class Instrumentable(Protocol):
+    """What can be measured: a communicator, or the portal of one, a blocking communicator among them."""
+
+    @property
+    def name(self) -> str:
+        """The communicator's."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is lost."""
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what, by family."""
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Communicator.statistics`."""
+
+    def register_post_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_post_hook`."""
+
+    def register_abort_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_abort_hook`."""
+
+
+class Traceable(Instrumentable, Protocol):
+    """What ops can be traced of; as :class:`Instrumentable`."""
+
+    def register_pre_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_pre_hook`."""
+
+
+def instrumentable(comm: Any) -> None:
+    """Check the argument of an exporter.
+
+    :raises ArgumentTypeError: it is no communicator.
+    """
+    if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
+        raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator")
+
+
+class Durations:
+    """How long the ops of one kind took that have ended without an error."""
+
+    __slots__ = ("bytes", "counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = [0] * (len(BOUNDS) + 1)
+        """By the class of their duration; the last one is above all bounds."""
+        self.seconds: float = 0.0
+        self.bytes: int = 0
+
+
+class Row(NamedTuple):
+    """What is known of the ops of one kind."""
+
+    op: str
+    transport: str
+    size: str
+    """One of :data:`SIZES`."""
+    counts: list[int]
+    seconds: float
+    bytes: int
+
+
+class Tally:
+    """Counts the ops of one communicator by their kind, by a post-hook, until :meth:`remove`.
+
+    It is written on the loop's thread only, and read on any.
+    """
+
+    def __init__(self, comm: Instrumentable) -> None:
+        self._transports = comm.transports
+        self._kinds: dict[tuple[type[Op], str], Durations] = {}
+        self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
+
+    def _ended(self, work: Work[Any]) -> None:
+        called = work.called
+        if called is None or work.error is not None:  # none: it was called before this hook was registered
+            return
+        seconds, op = monotonic() - called, work.op
+        size = size_of(op)
+        key = type(op), SIZES[size.bit_length()]
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Durations()
+        kind.counts[bisect_left(BOUNDS, seconds)] += 1
+        kind.seconds += seconds
+        kind.bytes += size
+
+    def rows(self) -> Iterator[Row]:
+        """Yield what was counted so far; any thread."""
+        for (cls, size), kind in list(dict(self._kinds).items()):
+            transport = self._transports.get(cls.family, "messages")  # of collectives that none carries
+            yield Row(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
+
+
+class Totals:
+    """What the ops of one rank have come to, of a communicator and of those in whose place it is."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], Row] = {}
+        self._failed: dict[tuple[str, int | None], int] = {}
+
+    def add(self, rows: Iterable[Row], failed: Iterable[Failures]) -> None:
+        """Add those of one communicator."""
+        for row in rows:
+            known = self._rows.get(row[:3])
+            if known is not None:
+                counts = [one + other for one, other in zip(known.counts, row.counts, strict=True)]
+                row = Row(*row[:3], counts, known.seconds + row.seconds, known.bytes + row.bytes)
+            self._rows[row[:3]] = row
+        for each in failed:
+            key = each.error, each.peer
+            self._failed[key] = self._failed.get(key, 0) + each.count
+
+    def failures(self) -> list[Failures]:
+        """Why ops have failed."""
+        return [Failures(*key, count) for key, count in self._failed.items()]
+
+    def rows(self) -> list[Row]:
+        """By kind of op."""
+        return list(self._rows.values())
+
+
+class Lateness:
+    """How long a loop takes to come round to a call of another thread; each look makes one, and nothing else does."""
+
+    def __init__(self) -> None:
+        """Begin with the loop that runs on this thread, if there is one; else nothing is known."""
+        self._loop: Loop | None = None
+        try:
+            self._loop = running_loop()
+        except RuntimeError:
+            pass
+        self._asked: float | None = None
+        self._last: float | None = None
+
+    def look(self) -> float | None:
+        """Return how late the loop was with the call of the last look, or is by now; and make another. Any thread.
+
+        :returns: seconds; None: it is not known, as by the first look.
+        """
+        asked, now = self._asked, monotonic()
+        if asked is not None:
+            return now - asked
+        if self._loop is not None:
+            self._asked = now
+            if not self._loop.call_threadsafe(self._come, now):
+                self._loop = self._asked = self._last = None  # it has ended
+        return self._last
+
+    def _come(self, asked: float) -> None:
+        self._last, self._asked = monotonic() - asked, None
+
+
+class Measured:
+    """A communicator that is measured; :meth:`remove` ends that."""
+
+    name: str
+    rank: int
+    tally: Tally
+    lateness: Lateness
+
+    def __init__(self, comm: Instrumentable) -> None:
+        self.name, self.rank = comm.statistics().name, comm.rank
+        self.tally, self.lateness = Tally(comm), Lateness()
+        self._comm = ref(comm)  # a program that forgets to close it is to hear of that
+        self._removed = False
+        self.lost: Statistics | None = None
+        """What it has come to, where it was lost: whoever looks next may find it closed."""
+        self._hook = comm.register_abort_hook(self._lost)
+        if comm.aborted:
+            self._lost()
+
+    def _lost(self, *_: object) -> None:
+        if (comm := self._comm()) is not None:
+            self.lost = comm.statistics()
+
+    def open(self) -> Instrumentable | None:
+        """Return the communicator; None: it was closed or forgotten, or is measured no more."""
+        comm = self._comm()
+        return None if comm is None or comm.closed or self._removed else comm
+
+    def remove(self) -> None:
+        """Measure it no more, and show it no more. Idempotent."""
+        self._removed, self.lost = True, None
+        self.tally.remove()
+        self._hook.remove()
+
+
+Place = tuple[str, int]
+"""The name of a communicator, as it was before any reconfiguration, and this rank."""
+
+
+class Shown:
+    """The communicators that one exporter shows.
+
+    What those that were lost have come to is kept, and goes on with the one that takes such a one's place: else nobody
+    would ever see the failure for which the ranks have recovered. It goes with the one that is closed in order.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._measured: list[Measured] = []
+        self._kept: dict[Place, Totals] = {}
+
+    def add(self, comm: Instrumentable) -> Measured:
+        """Measure one more."""
+        added = Measured(comm)
+        with self._lock:
+            self._measured.append(added)
+        return added
+
+    def open(self) -> list[tuple[Measured, Statistics]]:
+        """Those that are open; any thread."""
+        with self._lock:
+            found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
+            for each in self._measured:
+                if all(each is not one for one, _ in found):
+                    self._drop(each)
+            self._measured = [each for each, _ in found]
+        return [(each, comm.statistics()) for each, comm in found]
+
+    def _drop(self, each: Measured) -> None:
+        place = each.name, each.rank
+        if each.lost is None:
+            self._kept.pop(place, None)
+        else:
+            self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
+
+    def totals(self) -> dict[Place, Totals]:
+        """Return what they have come to, and those that were lost before; any thread."""
+        found = self.open()
+        totals: dict[Place, Totals] = {}
+        with self._lock:
+            for place, kept in self._kept.items():
+                totals.setdefault(place, Totals()).add(kept.rows(), kept.failures())
+        for each, now in found:
+            totals.setdefault((each.name, each.rank), Totals()).add(each.tally.rows(), now.failed)
+        return totals

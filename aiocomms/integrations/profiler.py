@@ -1,0 +1,82 @@
+"""Ranges of ops in torch's profiler, while one runs. See ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from aiocomms.integrations.metrics import Traceable, instrumentable
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops import Op
+from aiocomms.progress.work import Work
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch is on."""
+    return profiler._is_profiler_enabled
+
+
+def tensors(given: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument, in whatever lists."""
+    if isinstance(given, Tensor):
+        yield given
+    else:
+        for each in given:
+            yield from tensors(each)
+
+
+class Range:
+    """One range: from here until :meth:`end`, which any thread may call."""
+
+    def __init__(self, name: str, given: Any) -> None:
+        """Begin it.
+
+        :param given: the tensors that the operation reads or writes, whose shapes are shown.
+        """
+        self._record = torch.autograd._record_function_with_args_enter(name, *tensors(given))
+
+    def end(self) -> None:
+        """End it."""
+        torch.autograd._record_function_with_args_exit(self._record)
+
+
+class Recording(Handle):
+    """Makes a range of each op that is called while a profiler runs; :meth:`remove` ends that."""
+
+    def __init__(self, comm: Traceable) -> None:
+        self._ranges: dict[int, Range] = {}  # those of ops under way, by their numbers
+        self._hooks = [comm.register_post_hook(self._ended), comm.register_pre_hook(self._called)]
+
+    def remove(self) -> None:
+        """Make no more ranges; those of ops under way end here, without an end of their op. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        while self._ranges:
+            self._ranges.popitem()[1].end()
+
+    def _called(self, op: Op, seq: int) -> None:
+        if profiling():
+            self._ranges[seq] = Range(f"aiocomms:{op.name}", [tensor for _, tensor in (*op.reads(), *op.writes())])
+
+    def _ended(self, work: Work[Any]) -> None:
+        span = self._ranges.pop(work.seq, None)
+        if span is not None:
+            span.end()
+
+
+def record_ops(comm: Traceable) -> Recording:
+    """Show each op from now on as a range of torch's profiler, such as ``aiocomms:all_reduce``, while one runs.
+
+    A range begins at the call, and ends with the op, before the tasks that await it go on; so it lasts as long as the
+    op, whatever the loop does meanwhile.
+
+    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
+    :returns: a handle with ``.remove()``.
+    :raises ArgumentTypeError: ``comm`` is none of these.
+    """
+    instrumentable(comm)
+    return Recording(comm)

@@ -1,0 +1,135 @@
+"""Metrics of communicators for Prometheus; needs ``pip install "aiocomms[prometheus]"``. See ``docs/metrics.md``.
+
+What is summed up for each op is two numbers and a count, by a post-hook. All else is read when Prometheus scrapes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.integrations.metrics import BOUNDS, Instrumentable, Measured, Shown, Totals, instrumentable
+from aiocomms.lowlevel.handles import Handle
+
+_OWN: Final = ["comm", "rank"]
+_LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
+
+
+class Exporter(Handle, Collector):
+    """The metrics of all communicators that are measured for one registry."""
+
+    def __init__(self) -> None:
+        self.shown: Shown = Shown()
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the registry would otherwise scrape to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Look at all communicators; on any thread."""
+        families = _Families()
+        for (name, rank), totals in self.shown.totals().items():
+            families.add_totals([name, str(rank)], totals)
+        for each, now in self.shown.open():
+            families.add_state(each, now)
+        yield from families.all()
+
+
+class _Families:
+    """The metrics of one scrape."""
+
+    def __init__(self) -> None:
+        self.seconds = HistogramMetricFamily(
+            "aiocomms_op_seconds", "Time from the call of an op to its end; of those that have ended without an error.",
+            labels=[*_OWN, "op", "transport", "size"],
+        )  # fmt: skip
+        self.bytes = CounterMetricFamily(
+            "aiocomms_bytes", "Bytes of the tensors that these ops were about, on this rank.",
+            labels=[*_OWN, "op", "transport"],
+        )  # fmt: skip
+        self.failures = CounterMetricFamily(
+            "aiocomms_failures", "Ops that have failed, by the error and the rank that it names.",
+            labels=[*_OWN, "reason", "peer"],
+        )  # fmt: skip
+        self.heartbeat = GaugeMetricFamily(
+            "aiocomms_heartbeat_age_seconds", "Seconds without a sign of life of another rank, while ops are pending.",
+            labels=[*_OWN, "peer"],
+        )  # fmt: skip
+        self.generation = _gauge("generation", "1, and one more with each reconfiguration.")
+        self.pending = _gauge("pending", "Ops that are under way.")
+        self.pending_bytes = _gauge("pending_bytes", "Bytes of the tensors of ops that are under way.")
+        self.pending_lanes = _gauge("pending_lanes", "Lanes in which ops are under way.")
+        self.oldest = _gauge(
+            "oldest_pending_seconds", "For how long the oldest pending op has been under way; 0: none."
+        )
+        self.lateness = _gauge("loop_lateness_seconds", "How long the event loop took to come round to a call.")
+        self.memory = _gauge("shared_memory_bytes", "Memory that is shared with other processes of the host.")
+
+    def add_totals(self, labels: list[str], totals: Totals) -> None:
+        """Show what ops took and moved, and how they failed."""
+        moved: dict[tuple[str, str], int] = {}
+        for row in totals.rows():
+            buckets = list(zip(_LE, map(float, accumulate(row.counts)), strict=True))
+            self.seconds.add_metric([*labels, row.op, row.transport, row.size], buckets, row.seconds)
+            moved[row.op, row.transport] = moved.get((row.op, row.transport), 0) + row.bytes
+        for key, count in moved.items():
+            self.bytes.add_metric([*labels, *key], count)
+        for failed in totals.failures():
+            peer = "" if failed.peer is None else str(failed.peer)
+            self.failures.add_metric([*labels, failed.error, peer], failed.count)
+
+    def add_state(self, each: Measured, now: Statistics) -> None:
+        """Show what a communicator is doing."""
+        labels = [each.name, str(each.rank)]
+        self.generation.add_metric(labels, now.generation)
+        for rank, seconds in now.silence.items():
+            self.heartbeat.add_metric([*labels, str(rank)], seconds)
+        self.pending.add_metric(labels, now.pending)
+        self.pending_bytes.add_metric(labels, now.pending_bytes)
+        self.pending_lanes.add_metric(labels, now.pending_lanes)
+        self.oldest.add_metric(labels, now.oldest or 0.0)
+        if (late := each.lateness.look()) is not None:
+            self.lateness.add_metric(labels, late)
+        if now.shared_memory is not None:
+            self.memory.add_metric(labels, now.shared_memory)
+
+    def all(self) -> Iterator[Metric]:
+        """All of them."""
+        metrics: dict[str, Any] = vars(self)
+        yield from metrics.values()
+
+
+def _gauge(name: str, what: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"aiocomms_{name}", what, labels=_OWN)
+
+
+_exporters: WeakKeyDictionary[CollectorRegistry, Exporter] = WeakKeyDictionary()
+_registering = threading.Lock()
+
+
+def instrument(comm: Instrumentable, registry: CollectorRegistry = REGISTRY) -> Measured:
+    """Measure a communicator from now on, until it is closed; call it on the thread of its event loop.
+
+    Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop.
+
+    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
+    :param registry: where to show it; any number of communicators may share one.
+    :returns: a handle with ``.remove()``.
+    :raises ArgumentTypeError: it is none of these.
+    """
+    instrumentable(comm)
+    with _registering:
+        exporter = _exporters.get(registry)
+        if exporter is None:
+            exporter = Exporter()
+            registry.register(exporter)
+            _exporters[registry] = exporter
+    return exporter.shown.add(comm)

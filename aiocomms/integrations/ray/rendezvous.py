@@ -1,0 +1,86 @@
+"""Actors that meet by a name: rank 0 serves a store, and its address lies in Ray's own store until all have come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import anyio
+import torch
+from torch.distributed import Store
+
+from aiocomms.bootstrap.rendezvous import FORMING
+from aiocomms.communicator.opening import new_comm
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.integrations.ray.meeting import Meeting
+from aiocomms.lowlevel import run_in_thread
+from aiocomms.ops.checks import Timeout
+from aiocomms.ops.numbers import as_int
+
+
+class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new_comm is
+    """Form a communicator with the other actors that call this with the same name; collective.
+
+    Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, as
+    :func:`aiocomms.new_comm`. The actors are of one namespace of Ray; drivers and tasks can take part, too. Rank 0's
+    process serves the store that they meet in, for as long as the communicator lives. A name may be used again at once:
+    also with some of the actors, or with other ones. What lies in Ray's own store meanwhile is gone when this returns;
+    where it is cancelled, too, for it waits for that.
+
+    On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without it
+    actors meet on one host only.
+
+    :param name: the name; also the communicator's.
+    :param rank: this actor's rank.
+    :param size: how many there are.
+    :param transport: as for :func:`aiocomms.new_comm`, and so are those that follow.
+    :param device: the device of all tensors.
+    :param timeout: the deadline in seconds for meeting, then for forming the communicator, and afterwards that of ops
+        that are given none. None: these have no deadline, and the others have 600 s each.
+    :param hints: advice to the transports.
+    :raises ArgumentError: an argument is wrong; two actors have the same rank; or they are on several nodes, and the
+        job has no token.
+    :raises MismatchError: the actors differ in the size.
+    :raises CommTimeoutError: some rank did not come in time; says which.
+    :raises StoreLostError: rank 0 was lost before all had come.
+    :raises AuthError: some rank has not the same token.
+    :raises CommError: Ray is not initialized in this process.
+    """
+
+    _example = "comm = await aiocomms.integrations.ray.rendezvous(...)"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        transport: str | Mapping[str, str] = "auto",
+        device: str | torch.device = "cpu",
+        timeout: Timeout = FORMING,
+        hints: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(transport, device, name=name, timeout=timeout, hints=hints)
+        rank, size = as_int(rank), as_int(size)
+        for what, value in (("rank", rank), ("size", size)):
+            if type(value) is not int:
+                raise ArgumentError(f"{what} is {value!r}, wanted an int")
+        if not 0 <= rank < size:
+            raise ArgumentError(f"rank is {rank} and size is {size}, wanted 0 <= rank < size")
+        self._rank, self._size = rank, size
+
+    async def _launched(self) -> tuple[Store | None, int, int]:
+        if self._size == 1:
+            return None, 0, 1
+        seconds = FORMING if self._timeout == inf else self._timeout
+        meeting = Meeting(self._name, self._rank, self._size, seconds)
+        try:
+            store = await run_in_thread(meeting.run)
+        except CommError as error:
+            raise error.about(comm=self._name, op="rendezvous", rank=self._rank) from error.__cause__
+        except anyio.get_cancelled_exc_class():  # which leaves the thread behind
+            with anyio.CancelScope(shield=True):
+                await run_in_thread(meeting.give_up, anyhow=True)
+            raise
+        return store, self._rank, self._size

@@ -1,0 +1,140 @@
+"""Calls that torch's dispatcher has to see: those of tensors that stand for others, and those under a dispatch mode.
+
+Torch calls a group that is written in Python without its dispatcher, through which it calls its own groups by the
+operators ``c10d::*``. Here a call takes that way, too, if something listens there. What comes out at the far end, a
+call of plain tensors, is the group's own.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# Of torch's modes, whose methods have no types.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.utils import _python_dispatch as modes
+from torch.utils._python_dispatch import TorchDispatchMode as Mode
+
+from aiocomms.errors import UnsupportedOperation
+from aiocomms.integrations.torch_backend.forms import FORMS, How, deadline, reduction
+from aiocomms.integrations.torch_backend.works import GroupWork
+from aiocomms.ops.modes import dispatch_modes
+from aiocomms.ops.reductions import ReduceOp
+
+_METHODS: Final = {
+    "c10d::allreduce_": "allreduce",
+    "c10d::allreduce_coalesced_": "allreduce_coalesced",
+    "c10d::reduce_": "reduce",
+    "c10d::broadcast_": "broadcast",
+    "c10d::allgather_": "allgather",
+    "c10d::allgather_coalesced_": "allgather_coalesced",
+    "c10d::_allgather_base_": "all_gather_single",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather_single_coalesced",
+    "c10d::reduce_scatter_": "reduce_scatter",
+    "c10d::_reduce_scatter_base_": "reduce_scatter_single",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter_single_coalesced",
+    "c10d::alltoall_": "alltoall",
+    "c10d::alltoall_base_": "all_to_all_single",
+    "c10d::gather_": "gather",
+    "c10d::scatter_": "scatter",
+    "c10d::barrier": "barrier",
+    "c10d::send": "send",
+    "c10d::recv_": "recv",
+    "c10d::recv_any_source_": "recv_anysource",
+}
+"""The methods that do what the operators of ``c10d`` do, by the operators' names."""
+_SAID: Final = frozenset(
+    ["process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "device_ids", "async_op", "timeout"]
+)
+"""The operators' arguments that are in :class:`How`, or say nothing here."""
+
+
+def is_seen(arguments: list[Any]) -> bool:
+    """Whether a mode is on in this thread, or a tensor among the arguments decides itself what is done with it."""
+    return dispatch_modes() > 0 or _decides(arguments)
+
+
+def _decides(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return isinstance(value, list) and any(map(_decides, value))
+
+
+@contextlib.contextmanager
+def seen() -> Iterator[list[GroupWork]]:
+    """Have calls of torch's own methods of a group, made within, end in the methods of ours.
+
+    :returns: the works of those.
+    """
+    last = _Last()
+    with _replaced(dispatch_modes(), lambda others: [last, *others]):
+        yield last.works
+
+
+@contextlib.contextmanager
+def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[list[Mode]]:
+    """Replace the topmost modes of this thread by others; both are said from below."""
+    before = [modes._pop_mode() for _ in range(count)][::-1]
+    within = by(before)
+    try:
+        for mode in within:
+            modes._push_mode(mode)
+        yield before
+    finally:
+        for _ in within:
+            modes._pop_mode()
+        for mode in before:
+            modes._push_mode(mode)
+
+
+class _Last(Mode):
+    """The mode below all others, which hears of a call when nobody else has anything to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: list[GroupWork] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See :class:`torch.utils._python_dispatch.TorchDispatchMode`."""
+        named = kwargs or {}
+        method = _METHODS.get(func._schema.name)
+        if method is None:
+            return func(*args, **named)
+        if dispatch_modes():  # torch keeps its own modes, as FakeTensorMode, below those of its users: and now above
+            with _replaced(1, lambda _: [self]) as (mode,):
+                return mode.__torch_dispatch__(func, types, args, named)
+        if types:
+            return NotImplemented  # of tensors that decide themselves
+        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | named
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        begin = getattr(getattr(type(group), method, None), "begin", None)
+        if begin is None:  # a group of another backend
+            return func(*args, **named)
+        work = begin(group, *_one_form(method, given))
+        self.works.append(work)
+        return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
+
+
+def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
+    """Return what ``forms.one_form`` does, of the arguments of an operator by their names."""
+    takers = [take for name, take in FORMS[method][0].items() if name != "opts"]
+    values = [value for name, value in given.items() if name not in _SAID]
+    how = How(
+        _reduction(given["reduce_op"].op()) if "reduce_op" in given else ReduceOp.SUM,
+        given.get("root_rank", 0),
+        deadline(timedelta(milliseconds=given.get("timeout", -1))),
+    )
+    return [*(take(value) for take, value in zip(takers, values, strict=False)), how]
+
+
+def _reduction(kind: int) -> ReduceOp:
+    found = dist.ReduceOp.RedOpType(kind)
+    if found == dist.ReduceOp.PREMUL_SUM:
+        raise UnsupportedOperation("torch's dispatcher does not tell the factor of a PREMUL_SUM; give plain tensors")
+    return reduction(found)

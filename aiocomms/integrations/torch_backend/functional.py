@@ -1,0 +1,35 @@
+"""The functional collective of torch that passes a group of Python by."""
+
+# mypy: disable-error-code="no-untyped-call"
+# Of torch's library of kernels, whose methods have no types.
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from aiocomms.integrations.torch_backend.group import Group
+
+_LIBRARY: Final = torch.library.Library("_c10d_functional", "IMPL")
+
+
+def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+    """Start it; what torch's inductor generates calls it, and waits for ``out``."""
+    group = _resolve_process_group(group_name)
+    if isinstance(group, Group):
+        torch._C._distributed_c10d._register_work(out, group.all_gather_single(out, input))
+        return out
+    operator = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    whole: Tensor = operator._op_dk(
+        torch._C.DispatchKey.CompositeExplicitAutograd, input, group_size, group_name, out=out
+    )
+    return whole
+
+
+def register() -> None:
+    """Have torch call ours for tensors of the CPU, of whose groups torch's own would look for a backend in C++."""
+    if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
+        _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "CPU")

@@ -1,0 +1,384 @@
+"""A process group of ``torch.distributed`` whose operations are those of a communicator."""
+
+# mypy: disable-error-code="override"
+# Of whose methods torch's stubs have overloads that it never calls here.
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from aiocomms import blocking
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.integrations.torch_backend import sparse
+from aiocomms.integrations.torch_backend.any_source import Receives
+from aiocomms.integrations.torch_backend.calls import operation
+from aiocomms.integrations.torch_backend.completer import Completer
+from aiocomms.integrations.torch_backend.forms import UNSET, How
+from aiocomms.integrations.torch_backend.monitored import monitored_barrier
+from aiocomms.integrations.torch_backend.parts import Step
+from aiocomms.integrations.torch_backend.tensors import Tensors, cuts
+from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
+from aiocomms.lowlevel.handles import Handle
+from aiocomms.ops.checks import COMM_TIMEOUT
+
+
+def create(how: Any, options: Any) -> Group:
+    """Make a group for ``torch.distributed``; collective over its ranks.
+
+    Over the transport of torch's default group it shares that group's engine and thread.
+
+    :param how: torch's options of the group: its store, ranks and timeout.
+    :param options: the transport, as :func:`aiocomms.new_comm` takes it; None: the best that is available.
+    """
+    timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
+    if isinstance(world, Group) and options in (None, world.transport):
+        comm = world.comm.create_group(how.global_ranks_in_group, name, timeout=timeout)
+        return Group(comm, how.store, world.transport)
+    comm = blocking.new_comm(
+        "auto" if options is None else options,
+        store=how.store,
+        rank=how.group_rank,
+        size=how.group_size,
+        name=name,
+        timeout=timeout,
+    )
+    return Group(comm, how.store, options)
+
+
+class Group(Handle, dist.ProcessGroup):
+    """A process group over a communicator, which is its own.
+
+    Any thread may call it. Its methods have the names and arguments that torch calls them with; use ``dist.*``. Tensors
+    may be non-contiguous, and may require grad, through which nothing flows.
+    """
+
+    def __init__(self, comm: blocking.Communicator, store: dist.Store, transport: Any = None) -> None:
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
+        self.comm = comm
+        """The communicator."""
+        self.transport = transport
+        """What it was asked to run over, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
+        self._store = store
+        self.completer: Completer = Completer()
+        self._receives = Receives(comm)
+        self._group_name, self._group_desc = "", ""
+        self._number = self._barriers = self._sums = 0
+        self._together: list[GroupWork] | None = None
+
+    # ------------------------------------------------------------------------------------------------ what it is
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+        """Return the backend's name."""
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Torch's name of the group."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Torch's name of the group."""
+        return self._group_name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Torch's description of the group."""
+        self._group_desc = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Torch's description of the group."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Group:
+        if device.type != "cpu":
+            raise RuntimeError(
+                f"the backend {BACKEND!r} carries no tensors of {device}, and where it is one of several, as in "
+                f"'cpu:{BACKEND},cuda:nccl', torch before 2.15 leaves the others out; write "
+                f"init_process_group('nccl') and new_group(backend={BACKEND!r}), a group for each"
+            )
+        return self
+
+    def get_group_store(self) -> dist.Store:
+        """Where its ranks have met."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Torch counts together what is called; so does this group."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    # ------------------------------------------------------------------------------------------------------ life
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of what is called from now on."""
+        self.comm.set_timeout(timeout.total_seconds())
+
+    def abort(self) -> None:
+        """Give up, on every rank."""
+        self.comm.abort("the process group was aborted")
+        self._release()
+
+    def shutdown(self) -> None:
+        """Let what is under way end, with the callbacks of its futures, and release everything."""
+        self._release(self.completer.drain)
+
+    def _release(self, then: Callable[[], object] = lambda: None) -> None:
+        try:
+            with contextlib.suppress(CommError):  # that it is lost its works have said
+                self.comm.close()
+            then()
+        finally:
+            self.completer.close()
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether :meth:`split_group` is there."""
+        return True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> Group | None:
+        """See :func:`torch.distributed.split_group`, which torch has for the CPU from 2.15 on. Collective.
+
+        :param ranks: the new group's, as ranks of this one; they share its transport.
+        :param opts: must be None: the transport is this group's.
+        :returns: the new group, or None on a rank that is not in it.
+        """
+        if opts is not None:
+            raise ArgumentError(f"pg_options of a split is {opts!r}, wanted None: it has the transport of its parent")
+        members = ranks if self.comm.rank in ranks else ()
+        seconds = COMM_TIMEOUT if timeout is None else timeout.total_seconds()
+        with raising_as_torch_does():
+            comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=seconds)
+        if comm is None:
+            return None
+        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store), self.transport)
+        group.setGroupName(group_name or "")
+        group.setGroupDesc(group_desc or "")
+        return group
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    @operation("all_reduce")
+    def allreduce(self, tensor: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_reduce`."""
+        return self._all_reduce([tensor], how)
+
+    @operation("all_reduce")
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
+        """Several all-reduces."""
+        return self._all_reduce(tensors, how)
+
+    @operation("reduce")
+    def reduce(self, tensor: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.reduce`."""
+        its = Tensors()
+        give = its.written if self.comm.rank == how.root else its.read
+        return self._work([self.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
+
+    @operation("broadcast")
+    def broadcast(self, tensor: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.broadcast`."""
+        its = Tensors()
+        give = its.read if self.comm.rank == how.root else its.written
+        return self._work([self.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
+
+    @operation("all_gather", 1)
+    def allgather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_gather`."""
+        return self._all_gather([outputs], [tensor], how)
+
+    @operation("all_gather", 1)
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_gather_coalesced`: the lists are by rank, and hold one tensor of each."""
+        return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
+
+    @operation("all_gather_single", 1)
+    def all_gather_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_gather_into_tensor`."""
+        return self._all_gather_single([output], [input], how)
+
+    @operation("all_gather_single", 1)
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        """Several all-gathers into one tensor each."""
+        return self._all_gather_single(outputs, inputs, how)
+
+    @operation("reduce_scatter", 1)
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
+        """See :func:`torch.distributed.reduce_scatter`."""
+        its, equal = Tensors(), len({each.numel() for each in inputs}) == 1
+        scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
+        part = scatter(its.written(output), [its.read(each) for each in inputs], how.op, timeout=how.timeout)
+        return self._work([part], [output], its)
+
+    @operation("reduce_scatter_single", 1)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.reduce_scatter_tensor`."""
+        return self._reduce_scatter_single([output], [input], how)
+
+    @operation("reduce_scatter_single", 1)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How
+    ) -> GroupWork:
+        """Several reduce-scatters of one tensor each."""
+        return self._reduce_scatter_single(outputs, inputs, how)
+
+    @operation("all_to_all", 1)
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_to_all`."""
+        its = Tensors()
+        into, given = [its.written(each) for each in outputs], [its.read(each) for each in inputs]
+        return self._work([self.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
+
+    @operation("all_to_all_single", 1)
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], how: How
+    ) -> GroupWork:
+        """See :func:`torch.distributed.all_to_all_single`."""
+        # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
+        its, size = Tensors(), self.comm.size
+        into, given = its.written(output), its.read(input)
+        splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
+        return self._work([self.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
+
+    @operation("gather", 1)
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.gather`."""
+        its, into = Tensors(), outputs if self.comm.rank == how.root else ()
+        written = [its.written(each) for each in into] if self.comm.rank == how.root else None
+        return self._work([self.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
+
+    @operation("scatter", 1)
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
+        """See :func:`torch.distributed.scatter`."""
+        its = Tensors()
+        given = [its.read(each) for each in inputs] if self.comm.rank == how.root else None
+        return self._work([self.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
+
+    @operation("barrier", None)
+    def barrier(self, how: How) -> GroupWork:
+        """See :func:`torch.distributed.barrier`."""
+        return self._work([self.comm.barrier(timeout=how.timeout)], [], Tensors())
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
+        self._barriers += 1
+        seconds = self.comm.timeout if timeout is None or timeout == UNSET else timeout.total_seconds()
+        with raising_as_torch_does():
+            monitored_barrier(self.comm, self._barriers, seconds, wait_all_ranks)
+
+    # --------------------------------------------------------------------------------------------- point to point
+
+    @operation("send")
+    def send(self, tensor: Tensor, dst: int, tag: int, how: How) -> GroupWork:
+        """See :func:`torch.distributed.isend`."""
+        its = Tensors()
+        return self._work([self.comm.send(its.read(tensor), dst, tag)], [], its)
+
+    @operation("recv")
+    def recv(self, tensor: Tensor, src: int, tag: int, how: How) -> GroupWork:
+        """See :func:`torch.distributed.irecv`."""
+        its = Tensors()
+        return self._work([self._receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
+
+    @operation("recvAnySource")
+    def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
+        """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
+        its = Tensors()
+        receive = self._receives.from_any(its.written(tensor), tag)
+        return self._work([receive], [tensor], its, lambda: -1 if receive.source is None else receive.source)
+
+    # ------------------------------------------------------------------------------------------------- together
+
+    def _start_coalescing(self, device_type: torch.device | None = None) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device_type: torch.device | None = None) -> GroupWork:
+        works, self._together = self._together or [], None
+        return GroupWork.of_all(works, self.completer)
+
+    # The names of before, which torch calls, too. It has more of them, and calls the new ones for those by itself.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _all_reduce(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.all_reduce(its.written(tensor), how.op, timeout=how.timeout)
+            if tensor.layout is torch.strided
+            else self._sum(tensor, how)
+            for tensor in tensors
+        ]
+        return self._work(parts, tensors, its)
+
+    def _sum(self, tensor: Tensor, how: How) -> Step:
+        sparse.check(tensor, how.op)
+        self._sums += 1
+        return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
+            self.completer, here=False
+        )
+
+    def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its, parts = Tensors(), []
+        for into, tensor in zip(outputs, inputs, strict=True):
+            equal = len({each.numel() for each in into}) == 1
+            gather = self.comm.all_gather if equal else self.comm.all_gather_v
+            parts.append(gather([its.written(each) for each in into], its.read(tensor), timeout=how.timeout))
+        return self._work(parts, [each for into in outputs for each in into], its)
+
+    def _all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.all_gather_single(its.written(output), its.read(given), timeout=how.timeout)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
+
+    def _reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.reduce_scatter_single(its.written(output), its.read(given), how.op, timeout=how.timeout)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
+
+    def _work(
+        self, parts: Sequence[Any], outputs: Sequence[Tensor], its: Tensors, source: Callable[[], int] = lambda: -1
+    ) -> GroupWork:
+        self._number += 1
+        work = GroupWork(its.parts(list(parts), self.completer), list(outputs), self.completer, source)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+
+if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 has no other names of them
+    for _before, _now in (
+        ("allgather_into_tensor_coalesced", Group.all_gather_single_coalesced),
+        ("reduce_scatter_tensor_coalesced", Group.reduce_scatter_single_coalesced),
+        ("alltoall_base", Group.all_to_all_single),
+    ):
+        setattr(Group, _before, _now)

@@ -1,0 +1,62 @@
+"""The barrier that says which ranks are missing, and after which the group goes on."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+from torch import distributed as dist
+
+from aiocomms import blocking
+from aiocomms.communicator.portal.operations import BlockingLane
+from aiocomms.errors import CommError
+from aiocomms.ops import buffers
+
+_ROOT = 0
+
+
+def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
+    """Have rank 0 hear from each other rank, and answer them all; or say on rank 0 who is missing.
+
+    :param number: that of this barrier, the same on all ranks.
+    :param seconds: the deadline of what is received; None: none.
+    :param all_ranks: whether all who are missing are waited for and named, or only the first one.
+    :raises DistBackendError: one is missing; in torch's words.
+    """
+    if seconds is not None and seconds <= 0:
+        raise dist.DistBackendError(f"Rank {comm.rank} timed out in monitoredBarrier after {seconds} seconds.")
+    lane = comm.lane("aiocomms.integrations.torch_backend: monitored_barrier")
+    if comm.rank == _ROOT:
+        _hears(lane, number, seconds, all_ranks)
+        return
+    try:
+        lane.send(_nothing(), _ROOT, number)
+        lane.recv(_nothing(), _ROOT, number, timeout=seconds).wait()
+    except CommError as error:
+        raise dist.DistBackendError(
+            f"Rank {comm.rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+            f"from rank {_ROOT}. Please check rank {_ROOT} logs for faulty rank."
+        ) from error
+
+
+def _nothing() -> torch.Tensor:
+    return buffers.zeros(1, dtype=torch.uint8, device="cpu")
+
+
+def _hears(lane: BlockingLane, number: int, seconds: float | None, all_ranks: bool) -> None:
+    began, others = monotonic(), [rank for rank in range(lane.size) if rank != _ROOT]
+    receives = {rank: lane.recv(_nothing(), rank, number, timeout=seconds) for rank in others}
+    missing: dict[int, CommError] = {}
+    for rank, receive in receives.items():
+        try:
+            receive.wait()
+        except CommError as error:
+            missing[rank] = error
+            if not all_ranks:
+                break
+    if missing:
+        who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        text = f"{who} failed to pass monitoredBarrier in {monotonic() - began:.3f} seconds"
+        raise dist.DistBackendError(text) from next(iter(missing.values()))
+    for rank in others:
+        lane.send(_nothing(), rank, number)

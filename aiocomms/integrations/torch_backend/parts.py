@@ -1,0 +1,126 @@
+"""What a work of the group consists of, and the steps that follow before it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Protocol
+
+from aiocomms.errors import CommError
+from aiocomms.integrations.torch_backend.completer import Completer
+
+
+class Part(Protocol):
+    """What a work consists of: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or what is like one."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until it has, and raise why it failed, or :class:`TimeoutError`."""
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called once it has ended, for somebody who waits for that."""
+
+    def add_step(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called once it has ended, for nobody who waits."""
+
+
+def when_done(parts: Sequence[Part], call: Callable[[], object], *, waits: bool = True) -> None:
+    """Call it when all parts have ended: here and now, or on the thread that ends the last.
+
+    :param waits: whether somebody waits for them by this.
+    """
+    left = [part for part in parts if not part.done()]
+    if not left:
+        call()
+        return
+    count, lock = len(left), threading.Lock()
+
+    def one_less() -> None:
+        nonlocal count
+        with lock:
+            count -= 1
+            last = not count
+        if last:
+            call()
+
+    for part in left:
+        (part.add_done_callback if waits else part.add_step)(one_less)
+
+
+def wait_for(parts: Sequence[Part], patience: float | None) -> None:
+    """Block until all have ended, for ``patience`` seconds at most; and raise why the first has failed."""
+    ends = None if patience is None else monotonic() + patience
+    for part in parts:
+        part.wait(None if ends is None else max(0.0, ends - monotonic()))
+
+
+class Step:
+    """What is done after parts, once, whoever waits: the last of them that a work consists of.
+
+    Who waits for it waits for them, so that a receive that Ctrl-C ends is withdrawn.
+    """
+
+    def __init__(self, parts: Sequence[Part], call: Callable[[], object]) -> None:
+        """Note what it follows.
+
+        :param call: what it does once they have ended, well or not; what it raises is why it failed.
+        """
+        self._parts, self._call = parts, call
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._error: BaseException | None = None
+        self._calls: list[Callable[[], object]] = []
+
+    def after(self, completer: Completer, *, here: bool) -> Step:
+        """Have it done by the completer once its parts have ended; or, if they have by now, ``here``."""
+        if here and all(part.done() for part in self._parts):
+            self._run()
+        else:
+            when_done(self._parts, lambda: completer.submit(self._run), waits=False)
+        return self
+
+    def done(self) -> bool:
+        """See :class:`Part`."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See :class:`Part`."""
+        ends = None if timeout is None else monotonic() + timeout
+        for part in self._parts:
+            with contextlib.suppress(CommError):  # what it does is still to be done
+                part.wait(None if ends is None else max(0.0, ends - monotonic()))
+        if not self._over.wait(None if ends is None else max(0.0, ends - monotonic())):
+            raise TimeoutError(f"what follows it was not done within {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """See :class:`Part`."""
+        self.add_step(call)
+        for part in self._parts:
+            part.add_done_callback(_nothing)
+
+    def add_step(self, call: Callable[[], object]) -> None:
+        """See :class:`Part`."""
+        with self._lock:
+            if not self._over.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._over.set()
+        for call in self._calls:
+            call()
+
+
+def _nothing() -> None:
+    """Do nothing: this is called for somebody who waits."""

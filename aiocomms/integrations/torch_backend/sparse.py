@@ -1,0 +1,62 @@
+"""The sum of sparse tensors, as DDP asks for of the gradients of embeddings: all-gathers, and a sum on each rank."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from aiocomms import blocking
+from aiocomms.communicator.portal.operations import BlockingLane
+from aiocomms.errors import MismatchError, UnsupportedOperation
+from aiocomms.ops import buffers
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops.reductions import ReduceOp
+from aiocomms.ops.writing import writing
+
+
+def check(tensor: Tensor, op: ReduceOp) -> None:
+    """Say what is not summed up.
+
+    :raises UnsupportedOperation: it is another layout than COO, or not to be summed up.
+    """
+    if tensor.layout is not torch.sparse_coo or op != ReduceOp.SUM:
+        raise UnsupportedOperation(
+            f"all_reduce of a sparse tensor has layout {tensor.layout} and op {op!r}, wanted torch.sparse_coo and SUM"
+        )
+
+
+def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
+    """Replace it by the sum of all ranks' tensors; blocks. The ranks may have different numbers of elements.
+
+    :param tensor: of the same shape, dtype and number of sparse dimensions on every rank.
+    :param number: that of this call, the same on all ranks: what is called meanwhile must not mix with its steps.
+    :param timeout: the deadline of each of its steps.
+    """
+    lane = comm.lane(f"aiocomms.integrations.torch_backend: sparse all_reduce {number}")
+    if timeout is not COMM_TIMEOUT:
+        lane.set_timeout(timeout)
+    given = tensor.detach().coalesce()
+    counts = buffers.zeros(comm.size, dtype=torch.int64, device="cpu")
+    lane.all_gather_single(counts, buffers.int64([given._nnz()], device="cpu")).wait()
+    room = given.shape[: given.sparse_dim()].numel()
+    if not 0 <= int(counts.min()) <= int(counts.max()) <= room:
+        raise MismatchError(f"ranks have {counts.tolist()} elements, where a tensor of this shape has room for {room}")
+    indices = _gathered(lane, given.indices().t(), counts.tolist())
+    values = _gathered(lane, given.values(), counts.tolist())
+    parts = [
+        torch.sparse_coo_tensor(i.t(), v, given.shape, check_invariants=True)
+        for i, v in zip(indices, values, strict=True)
+    ]
+    total = reduce(add, parts).coalesce()
+    with torch.no_grad(), writing(tensor):
+        tensor.copy_(total)
+
+
+def _gathered(lane: BlockingLane, rows: Tensor, counts: list[int]) -> list[Tensor]:
+    """Each rank's rows, of which there are ``counts``."""
+    into = [rows.new_empty((count, *rows.shape[1:])) for count in counts]
+    lane.all_gather_v(into, rows.contiguous()).wait()
+    return into

@@ -1,0 +1,370 @@
+"""The transport itself: an endpoint with one peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.distributed import _transport as registry  # type: ignore[attr-defined]
+except ImportError as _error:
+    raise ImportError(
+        f"torch {torch.__version__} has no torch.distributed._transport, the registry of one-sided transports, which "
+        "came with 2.15: use aiocomms.blocking.open_endpoint"
+    ) from _error
+
+from aiocomms.blocking import open_endpoint
+from aiocomms.blocking.peer import BlockingPeer, BlockingRemoteRegion
+from aiocomms.bootstrap.registry import choose
+from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
+from aiocomms.integrations.torch_transport.memory import (
+    Memory,
+    MemoryView,
+    MutableMemoryView,
+    Registration,
+    RemoteBuffer,
+)
+from aiocomms.integrations.torch_transport.works import TransferWork
+from aiocomms.lowlevel import LOOPBACK, in_use
+from aiocomms.ops import checks
+from aiocomms.ops.writing import octets
+
+_CPU = torch.device("cpu")
+
+if TYPE_CHECKING:  # torch 2.13, by which types are checked, has it not
+
+    class _Transport:
+        device: torch.device
+
+        def __init__(self, device: torch.device | str) -> None: ...
+        def _check_device(self, device: torch.device) -> None: ...
+        def _cuda_stream_views(self) -> list[MemoryView]: ...
+        def _close_cuda_streams(self) -> None: ...
+        async def write_async(
+            self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+        ) -> None: ...
+        async def read_async(
+            self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+        ) -> None: ...
+
+else:
+    _Transport = registry.Transport
+
+
+class EndpointTransport(_Transport):
+    """A transport of torch over an endpoint of aiocomms, which any thread may use.
+
+    A transfer ends when the bytes are where they are to be, a write's in the other end's memory. Nobody polls for that.
+    If the other end's process dies, what is under way fails with :class:`aiocomms.errors.PeerDiedError`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        *,
+        transport: str | Mapping[str, str] = "auto",
+        host: str = LOOPBACK,
+        hints: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """Open the endpoint.
+
+        :param device: ``"cpu"``; None is the same.
+        :param transport: of the endpoint, as ``host`` and ``hints``; see :func:`aiocomms.open_endpoint`.
+        :param timeout: the patience of calls that name none, in seconds.
+        :raises ArgumentError: an argument is wrong.
+        :raises UnsupportedOperation: the device is a GPU, or there is no such transport.
+        """
+        super().__init__(_CPU if device is None else device)
+        if self.device.type != "cpu":
+            raise UnsupportedOperation(f"device is {self.device}, wanted cpu: endpoints have not been tried on GPUs")
+        self._default_timeout = checks.seconds("timeout", timeout)
+        self._lock = threading.Lock()
+        self._registrations: dict[tuple[int, int, int], Registration] = {}
+        self._remotes: dict[bytes, BlockingRemoteRegion] = {}
+        self._pending = deque[tuple[TransferWork, Registration]]()
+        self._peer: BlockingPeer | None = None
+        self._closing = False
+        self._endpoint = open_endpoint(transport, self.device, host=host, hints=hints, name="torch", timeout=None)
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether there is a transport of aiocomms between two processes."""
+        try:
+            choose("auto", _CPU, 2, {})
+        except UnsupportedOperation:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------ the two ends
+
+    def bind(self, *, timeout: float | None = None) -> bytes:
+        """Return the endpoint's address: at most 1,024 bytes. It listens already, whatever ``timeout``."""
+        self._check_open()
+        return self._endpoint.address
+
+    def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
+        """Connect with the other end, which may do the same, in any order.
+
+        :param peer_url: what its :meth:`bind` has returned.
+        :returns: 0.
+        :raises ArgumentError: it is something else, or this end is connected already.
+        :raises TimeoutError: it took too long.
+        :raises CommError: as :meth:`aiocomms.Endpoint.connect`.
+        """
+        seconds = self._patience(timeout)
+        self._check_open()
+        if self.connected():
+            raise ArgumentError("the transport is connected already, and has one peer")
+        self._peer = self._endpoint.connect(peer_url, timeout=max(seconds, 0.001))
+        return 0
+
+    def connected(self) -> bool:
+        """Whether it is, and neither end has closed or died."""
+        return not self._closing and self._peer is not None and not self._peer.closed
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Wait for what is under way, and release everything. Idempotent.
+
+        ``timeout`` is the patience for transfers, and not for what follows: the other end is let go, which takes some
+        seconds more if that does not answer, as where its process is stopped.
+
+        :raises TimeoutError: something is still under way; nothing new is accepted, and another call goes on.
+        :raises CommError: something that was under way has failed; everything is released.
+        """
+        ends = time.monotonic() + self._patience(timeout)
+        self._close_cuda_streams()
+        failure: Exception | None = None
+        for work in self._leave():
+            try:
+                work.wait_for(max(0.0, ends - time.monotonic()))
+            except Exception as error:
+                if not work.is_completed():
+                    raise
+                failure = failure or error
+        self._release()
+        if failure is not None:
+            raise failure
+
+    async def close_async(self, *, timeout: float | None = None) -> None:
+        """Do so without blocking the event loop."""
+        seconds = self._patience(timeout)
+        self._close_cuda_streams()
+        under_way, failure = self._leave(), None
+        try:
+            await registry.wait_all(under_way, timeout=seconds)
+        except Exception as error:
+            if not all(work.is_completed() for work in under_way):
+                raise
+            failure = error
+        await asyncio.to_thread(self._release)
+        if failure is not None:
+            raise failure
+
+    def _leave(self) -> list[TransferWork]:
+        """Accept nothing new, and return what is under way."""
+        self._closing = True
+        with self._lock:
+            return [work for work, _ in self._pending if not work.is_completed()]
+
+    def _release(self) -> None:
+        self._endpoint.close()
+        with self._lock:
+            for registration in self._registrations.values():
+                registration.active = False
+            self._registrations.clear()
+            self._remotes.clear()
+            self._pending.clear()
+
+    # ------------------------------------------------------------------------------------------------------ memory
+
+    def register_memory(self, tensor: Tensor, *, timeout: float | None = None) -> Memory:
+        """Open a tensor to the other end, at any time.
+
+        :param tensor: contiguous, on the CPU, and not empty. Its storage is moved to memory that processes share, in
+            place and here, and never again: other threads may use the tensor afterwards.
+        :returns: the memory; that of an earlier registration, if it is the same.
+        :raises ArgumentError: the tensor is none of that; or it is in use by an operation of aiocomms, so that it
+            cannot be moved.
+        """
+        self._patience(timeout)
+        checks.is_tensor("tensor", tensor)
+        self._check_device(tensor.device)
+        if not tensor.is_contiguous() or not tensor.numel():
+            raise ArgumentError(f"tensor is {checks.describe(tensor)}, wanted a contiguous one that is not empty")
+        self._check_open()
+        storage = tensor.untyped_storage()
+        key = storage._cdata, int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
+        with self._lock:
+            if (registration := self._registrations.get(key)) is None:
+                _share(tensor)
+                flat = octets(tensor)
+                registration = Registration(self, tensor, flat, self._endpoint.register(flat))
+                self._registrations[key] = registration
+        return Memory(registration)
+
+    def unregister_memory(self, memory: Memory, *, timeout: float | None = None) -> None:
+        """Take memory back: when this returns the other end neither reads nor writes it. Idempotent.
+
+        :raises ArgumentTypeError: it was not registered with this transport.
+        :raises ArgumentError: a transfer of this end still uses it; nothing was taken back.
+        :raises TimeoutError: the other end has not let go by then; the connection with it is lost.
+        """
+        seconds = self._patience(timeout)
+        self._check_open()
+        registration = self._own("memory", memory, Memory)
+        with self._lock:
+            if any(of is registration and not work.is_completed() for work, of in self._pending) or any(
+                view._registration is registration for view in self._cuda_stream_views()
+            ):
+                raise ArgumentError("memory is in use by a transfer that has not ended: wait for it before")
+            active, registration.active = registration.active, False
+            self._registrations = {key: it for key, it in self._registrations.items() if it is not registration}
+        if active:
+            registration.region.revoke(timeout=max(seconds, 0.001))
+
+    # --------------------------------------------------------------------------------------------------- transfers
+
+    def write(
+        self,
+        local_buffer: MemoryView,
+        remote_buffer: RemoteBuffer,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> int | TransferWork:
+        """Write the bytes of a local view to the beginning of remote memory. They are there when it has ended.
+
+        The first transfer with a remote buffer asks the other end for access, and blocks for that also with
+        ``async_op``.
+
+        :returns: with ``async_op`` a work, else 0 at the end.
+        :raises ArgumentError: an argument is wrong, or the view does not fit; nothing was sent.
+        :raises RegionError: the other end has not made the buffer, or has taken the memory back.
+        :raises TimeoutError: it took longer than ``timeout``, and goes on.
+        :raises CommError: it has failed.
+        """
+        began, seconds = time.monotonic(), self._patience(timeout)
+        self._check_transfer(local_buffer, remote_buffer, mutable=False)
+        remote = self._attached(remote_buffer, began + seconds)
+        put = remote.put(local_buffer.part, timeout=None)
+        work = self._begun(TransferWork([put, remote.flush(timeout=None)], seconds), local_buffer)
+        return work if async_op else self._ended(work, began + seconds)
+
+    def read(
+        self,
+        local_buffer: MutableMemoryView,
+        remote_buffer: RemoteBuffer,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> int | TransferWork:
+        """Read the beginning of remote memory into a local view, as many bytes as that has; see :meth:`write`."""
+        began, seconds = time.monotonic(), self._patience(timeout)
+        self._check_transfer(local_buffer, remote_buffer, mutable=True)
+        remote = self._attached(remote_buffer, began + seconds)
+        work = self._begun(TransferWork([remote.get(local_buffer.part, timeout=None)], seconds), local_buffer)
+        return work if async_op else self._ended(work, began + seconds)
+
+    async def write_async(
+        self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+    ) -> None:
+        """Do so without blocking the event loop, and wait for the end."""
+        ends = time.monotonic() + self._patience(timeout)
+        self._check_transfer(local_buffer, remote_buffer, mutable=False)
+        await self._opened(remote_buffer, ends)
+        await super().write_async(local_buffer, remote_buffer, timeout=max(0.0, ends - time.monotonic()))
+
+    async def read_async(
+        self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+    ) -> None:
+        """Do so without blocking the event loop, and wait for the end."""
+        ends = time.monotonic() + self._patience(timeout)
+        self._check_transfer(local_buffer, remote_buffer, mutable=True)
+        await self._opened(remote_buffer, ends)
+        await super().read_async(local_buffer, remote_buffer, timeout=max(0.0, ends - time.monotonic()))
+
+    def _begun(self, work: TransferWork, local: MemoryView) -> TransferWork:
+        """Note that it is under way."""
+        with self._lock:
+            while self._pending and self._pending[0][0].is_completed():
+                self._pending.popleft()
+            self._pending.append((work, local._registration))
+        return work
+
+    def _ended(self, work: TransferWork, ends: float) -> int:
+        work.wait_for(max(0.0, ends - time.monotonic()))
+        return 0
+
+    def _attached(self, remote_buffer: RemoteBuffer, ends: float) -> BlockingRemoteRegion:
+        """Return the region that a remote buffer stands for; the first time the other end is asked."""
+        key = remote_buffer.serialize()
+        remote = self._remotes.get(key)
+        if remote is None or remote.closed:
+            assert self._peer is not None
+            remote = self._peer.attach(key, timeout=max(0.001, ends - time.monotonic()))
+            with self._lock:
+                self._remotes = {of: it for of, it in self._remotes.items() if not it.closed} | {key: remote}
+        return remote
+
+    async def _opened(self, remote_buffer: RemoteBuffer, ends: float) -> None:
+        """See to it that this one is open, off the loop."""
+        remote = self._remotes.get(remote_buffer.serialize())
+        if remote is None or remote.closed:
+            await asyncio.to_thread(self._attached, remote_buffer, ends)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def _check_transfer(self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, mutable: bool) -> None:
+        """See torch's."""
+        self._check_open()
+        self._own("local_buffer", local_buffer, MutableMemoryView if mutable else MemoryView).check()
+        if not isinstance(remote_buffer, RemoteBuffer):
+            raise checks.wrong_type("remote_buffer", remote_buffer, "a RemoteBuffer of aiocomms")
+        if local_buffer.size() > remote_buffer.size():
+            raise ArgumentError(
+                f"local_buffer has {local_buffer.size()} bytes, and remote_buffer {remote_buffer.size()}, too few"
+            )
+        if self._peer is None:
+            raise ArgumentError("the transport is not connected: call connect() with what the other end's bind() says")
+
+    def _own(self, name: str, it: Any, kind: type[Memory | MemoryView]) -> Registration:
+        """Return the registration of memory, or of a view of it, which must be this transport's."""
+        registration: Registration | None = it._registration if isinstance(it, kind) else None
+        if registration is None or registration.owner is not self:
+            raise checks.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
+        return registration
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise CommClosedError("the transport is closed")
+
+    def _patience(self, timeout: float | None) -> float:
+        """Return the seconds that a call may take; 0 is legal."""
+        if timeout is None:
+            return float(self._default_timeout)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise checks.wrong_type("timeout", timeout, "seconds as a number, or None")
+        if not isfinite(timeout) or timeout < 0:
+            raise ArgumentError(f"timeout is {timeout}, wanted seconds: 0 or more, and finite")
+        return float(timeout)
+
+
+def _share(tensor: Tensor) -> None:
+    """Move a tensor's storage to shared memory, which the engine would do when the other end comes, amid whatever."""
+    storage = tensor.untyped_storage()
+    if storage.is_shared() or not storage.resizable():  # what is not torch's own memory stays where it is
+        return
+    if in_use(storage):
+        raise ArgumentError("tensor is in use by an operation of aiocomms that has not ended: wait for it before")
+    with contextlib.suppress(RuntimeError):  # there is no room: it stays, too
+        storage.share_memory_()
