@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
@@ -14,14 +14,24 @@ from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
 from aiocomms_local.window import Window
 
-if TYPE_CHECKING:
-    from aiocomms_local.transport import LocalTransport
-
 Done = list[tuple[int, Completion, Any]]
 """The works that are complete now: the rank of each, the work, and its value or its :class:`CommError`."""
 
 Key = tuple[int, int, int, int]
 """Source, destination, channel and tag. A send and a receive match if these are equal."""
+
+
+class Rank(Protocol):
+    """One rank, as the others reach it."""
+
+    def settle(self, work: Completion, value: Any) -> None:
+        """Complete a work of this rank, on this rank's thread."""
+
+    def on_note(self, rank: int, note: bytes) -> None:
+        """Hear a note of another rank."""
+
+    def on_failure(self, error: CommError) -> None:
+        """Hear that the communicator is lost."""
 
 
 class Matcher:
@@ -31,7 +41,7 @@ class Matcher:
         # The lock is reentrant because a signal handler may abort: under the lock, an abort only stores the failure.
         self.lock = threading.RLock()
         self.size = size
-        self.ranks: list[LocalTransport | None] = [None] * size
+        self.ranks: list[Rank | None] = [None] * size
         self.failure: CommError | None = None
         self.left: set[int] = set()
         """The ranks that have closed."""

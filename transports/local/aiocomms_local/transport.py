@@ -164,11 +164,18 @@ class LocalTransport(Transport):
     def _deliver(self, done: Done) -> None:
         """Complete works of this rank and of others, each on the thread of its own rank."""
         for rank, work, value in done:
-            transport = self._matcher.ranks[rank]
-            if transport is None or transport._thread == threading.get_ident():
+            owner = self._matcher.ranks[rank]
+            if owner is None:
                 conclude(work, value)
             else:
-                transport._inbox.put(conclude, work, value)
+                owner.settle(work, value)
+
+    def settle(self, work: Completion, value: Any) -> None:
+        """Complete a work of this rank, on this rank's thread."""
+        if self._thread == threading.get_ident():
+            conclude(work, value)
+        else:
+            self._inbox.put(conclude, work, value)
 
     def _spread(self, failure: CommError) -> None:
         """Tell every other rank that the communicator is lost."""

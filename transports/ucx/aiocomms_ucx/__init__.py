@@ -16,4 +16,13 @@ load_ucx()
 
 from aiocomms_ucx.transport import UcxTransport  # noqa: E402 - the engine cannot be loaded before UCX
 
+
+def _for_gpu() -> type[UcxTransport]:
+    from aiocomms_ucx.cuda_transport import CudaUcxTransport  # CUDA's runtime is loaded where it is needed
+
+    return CudaUcxTransport
+
+
+UcxTransport.for_gpu = staticmethod(_for_gpu)
+
 __all__ = ["UcxTransport"]

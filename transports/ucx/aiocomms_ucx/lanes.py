@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
@@ -11,11 +11,9 @@ from aiocomms.transport import Completion, Transport, conclude
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import LaneQueues
 from aiocomms_ucx.collectives import START, describe
+from aiocomms_ucx.member import Member
 from aiocomms_ucx.shared_engine import kept
 from aiocomms_ucx.status import DONE, DROPPED, error_of
-
-if TYPE_CHECKING:
-    from aiocomms_ucx.transport import UcxTransport
 
 _NOTHING: Final = ""
 """What a rank says that has nothing under way in a lane."""
@@ -24,7 +22,7 @@ _NOTHING: Final = ""
 class LaneCollectives:
     """The lanes of one communicator, by their numbers. Those without a collective under way are not known."""
 
-    def __init__(self, transport: UcxTransport) -> None:
+    def __init__(self, transport: Member) -> None:
         self._transport = transport
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -24,10 +24,8 @@ from aiocomms_ucx import wire
 from aiocomms_ucx._engine import create_segment
 from aiocomms_ucx.bringup import blame
 from aiocomms_ucx.circumstances import hindrances
+from aiocomms_ucx.member import FormingMember
 from aiocomms_ucx.windows import open_segment
-
-if TYPE_CHECKING:
-    from aiocomms_ucx.transport import UcxTransport
 
 _NONE: Final = -1
 _CHANNEL: Final = 15
@@ -60,7 +58,7 @@ class Member(msgspec.Struct, array_like=True):
     """What of its environment may be why something does not work, on it or on another."""
 
 
-async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) -> None:
+async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool) -> None:
     """Open the communicator. Collective.
 
     :param first: it is the first one of its ranks' engines, and nothing has been sent by these to each other yet.
@@ -111,7 +109,7 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
         return _NONE, f"rank {rank} cannot create shared memory: {error}"
 
 
-def _open(transport: UcxTransport, members: list[Member], here: list[int], pooled: bool) -> str:
+def _open(transport: FormingMember, members: list[Member], here: list[int], pooled: bool) -> str:
     """Open the communicator in the engine; what fails hinders no messages, so that the proofs of others go on."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
@@ -124,7 +122,7 @@ def _open(transport: UcxTransport, members: list[Member], here: list[int], poole
         trouble = f"on rank {transport.rank}: {error.message}"
     try:
         names = [member.number for member in members]
-        transport.engine.open_group(transport.group, names, fd, pooled, hosts, readable, transport.ranks.in_place)
+        transport.engine.open_group(transport.group, names, fd, pooled, hosts, readable, transport.in_place)
         transport.segment = 0 if fd == _NONE else os.fstat(fd).st_size
     except (RuntimeError, OSError) as error:
         trouble = f"rank {transport.rank} cannot use the shared memory of its host: {error}"
@@ -174,7 +172,7 @@ class _Trial:
         )
 
 
-async def _prove(transport: UcxTransport, trouble: str, seconds: float) -> str:
+async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
     """Exchange messages with other ranks; return what does not work on this rank.
 
     :param trouble: what is known of that already.
@@ -207,7 +205,7 @@ async def _prove(transport: UcxTransport, trouble: str, seconds: float) -> str:
     return trouble
 
 
-def _trials(transport: UcxTransport) -> Iterator[_Trial]:
+def _trials(transport: FormingMember) -> Iterator[_Trial]:
     rank, size = transport.rank, transport.size
     for peer in _partners(rank, size):
         for size_ in _SIZES:

@@ -8,7 +8,7 @@ import secrets
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import anyio
 from torch import Tensor
@@ -21,10 +21,6 @@ from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, Kept, NoticeKind
 from aiocomms_ucx.listener import Listener
 
-if TYPE_CHECKING:
-    from aiocomms_ucx.lanes import LaneCollectives
-    from aiocomms_ucx.transport import UcxTransport
-
 _GOODBYE: Final = 2.0
 """Seconds in which the peers' engines must confirm that they have received everything, without their loops."""
 
@@ -36,7 +32,60 @@ UCX gives an endpoint back with its worker alone, if a message of more than some
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
 
-Entry = tuple["UcxTransport | LaneCollectives", Completion, int, Kept | None]
+
+class Finisher(Protocol):
+    """Whoever is told the outcome of an op: a transport, or the lanes of one."""
+
+    def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
+        """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""
+
+
+class Lanes(Protocol):
+    """What the engine tells of the lanes of a communicator."""
+
+    def left(self, rank: int, lane: int) -> None:
+        """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
+
+    def disagrees(self, rank: int, lane: int) -> None:
+        """Handle that a rank calls something else in a lane than this one; it will say what."""
+
+
+class Sharer(Protocol):
+    """A communicator that shares an engine, as the engine's notices reach it."""
+
+    peers: list[int]
+    """The numbers of its ranks' engines."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """Its lanes."""
+
+    def rank_of(self, peer: int) -> int | None:
+        """Return the rank of a peer of the engine in this communicator; None if it is not a member."""
+
+    def far(self, rank: int) -> bool:
+        """Return whether a rank is on another host."""
+
+    def lost(self, peer: int) -> None:
+        """Handle that the connection to a peer of the engine has broken without a goodbye."""
+
+    def misled(self, peer: int, what: str) -> None:
+        """Lose the communicator because a peer of the engine has sent something that makes no sense."""
+
+    def failed(self, why: str) -> None:
+        """Lose the communicator because the engine could not take one of its steps, such as for want of memory."""
+
+    def left(self, rank: int, collectives: int) -> None:
+        """Handle that a rank has closed this communicator, after that many collectives."""
+
+    def disagrees(self, rank: int, index: int) -> None:
+        """Tell all ranks what this rank calls, because the engine has found that a rank calls something else."""
+
+    def hear(self, rank: int, said: wire.Frame) -> None:
+        """Handle a frame from a rank; a note on any thread."""
+
+
+Entry = tuple[Finisher, Completion, int, Kept | None]
 """Who is told the outcome of an op, its work, the number of a collective or of its lane, and the op's memory."""
 
 
@@ -68,7 +117,7 @@ class SharedEngine:
         """Those of engines that come later, if it is an endpoint's."""
         self.forming = 0
         """Communicators that are about to share it."""
-        self.transports: dict[int, UcxTransport] = {}
+        self.transports: dict[int, Sharer] = {}
         """The transports, by the engine's number of their communicator."""
         self.pending: dict[int, Entry] = {}
         """The ops that are not done, by ticket: the work's ``id``.
@@ -122,7 +171,7 @@ class SharedEngine:
         """Wait for no goodbye of some: they are dead or silent, or have not got to know this one."""
         self._silent.update(self._known.keys() & peers)
 
-    def join(self, group: int, transport: UcxTransport) -> None:
+    def join(self, group: int, transport: Sharer) -> None:
         """Add a communicator."""
         self.transports[group] = transport
         self._uses.update(transport.peers)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from aiocomms_ucx.transport import UcxTransport
+from aiocomms_ucx.member import Member
 
 
 class UcxSideChannel:
     """See :class:`aiocomms.transport.SideChannel`."""
 
-    def __init__(self, transport: UcxTransport) -> None:
+    def __init__(self, transport: Member) -> None:
         self._transport = transport
 
     def gone(self, rank: int) -> bool:

@@ -49,6 +49,8 @@ class UcxTransport(LaneCarrier, Hastened):
     )
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
+    for_gpu: Callable[[], type[UcxTransport]]
+    """Return the transport for memory of a GPU, which is above this one, and loaded when it is needed."""
     proves = True
     """Whether messages are exchanged while the first communicator forms."""
 
@@ -57,7 +59,7 @@ class UcxTransport(LaneCarrier, Hastened):
         self.shared = shared
         self.engine = shared.engine
         self.ranks = ranks
-        self.peers, self.hosts, self.pids = ranks.peers, ranks.hosts, ranks.pids
+        self.peers, self.hosts, self.pids, self.in_place = ranks.peers, ranks.hosts, ranks.pids, ranks.in_place
         self.rank = self.peers.index(shared.number)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
@@ -101,9 +103,7 @@ class UcxTransport(LaneCarrier, Hastened):
         if rendezvous.size > _MOST_RANKS:
             raise ArgumentError(f"size is {rendezvous.size}, and transport 'ucx' carries at most {_MOST_RANKS} ranks")
         if rendezvous.device.type == "cuda":
-            from aiocomms_ucx.cuda_transport import CudaUcxTransport  # imported only where it is needed
-
-            return cast("Self", await CudaUcxTransport.open(rendezvous, options))
+            return cast("Self", await cls.for_gpu().open(rendezvous, options))
         return await cls._open(rendezvous, None, NO_DEVICE)
 
     @classmethod

@@ -7,7 +7,7 @@ import math
 import os
 import stat
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -20,10 +20,8 @@ from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import map_memory
 from aiocomms_ucx.collectives import FORMS
+from aiocomms_ucx.member import Member
 from aiocomms_ucx.status import has_ended
-
-if TYPE_CHECKING:
-    from aiocomms_ucx.transport import UcxTransport
 
 _PREFIX: Final = 4
 """Bytes of the length in front of a record."""
@@ -71,7 +69,7 @@ class Windows:
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
     """The reason why a part on this host may not be mapped."""
 
-    def __init__(self, transport: UcxTransport) -> None:
+    def __init__(self, transport: Member) -> None:
         self._transport = transport
         register(self)
         self._opened = 0
