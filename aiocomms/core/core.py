@@ -41,7 +41,7 @@ from aiocomms.errors import (
     wrong_thread,
 )
 from aiocomms.lowering.routing import Router
-from aiocomms.lowering.shortcuts import find_shortcuts
+from aiocomms.lowering.shortcuts import find_check, find_shortcuts
 from aiocomms.lowering.windows import TwoSided
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import guarded
@@ -98,7 +98,7 @@ class Core(Posting):
             self.by_family["rma"] = TwoSided(self)
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
-        self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
+        self.fast_check = find_check(self.transports)
         self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self.notes: Notes = Notes(self.transports, self.size)

@@ -226,7 +226,7 @@ class Posting(Counted):
         self._end_works()
 
     def look_after(self, look_after: Callable[[int], object], index: int) -> None:
-        """Go on with an op that another thread has posted, and that is kept; see :meth:`Transport.shortcuts`."""
+        """Go on with an op that another thread has posted, and that is kept; see :meth:`NativeTransport.shortcuts`."""
         look_after(index)
         for transport in self._spinning:
             self.driver.poll_soon(transport)

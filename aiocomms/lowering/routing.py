@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
@@ -16,14 +16,14 @@ from aiocomms.lowering.runs import BatchRun, Offload, Part, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
-from aiocomms.transport import Capabilities, Completion, Transport
+from aiocomms.transport import Capabilities, Completion, LaneTransport, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
 """A function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
 
 
 LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
-"""The same of a lane, with the contract of :meth:`aiocomms.transport.Transport.post_in_lane`."""
+"""The same of a lane, with the contract of :meth:`aiocomms.transport.LaneTransport.post_in_lane`."""
 
 
 class Router(dict[type[ops.Op], Route]):
@@ -64,7 +64,7 @@ class Router(dict[type[ops.Op], Route]):
         return run is not None and run.withdraw()
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
-        """End all that is pending in a lane; see :meth:`Run.stop` and :meth:`Transport.give_up_lane`.
+        """End all that is pending in a lane; see :meth:`Run.stop` and :meth:`LaneTransport.give_up_lane`.
 
         :returns: the messages that nothing may have matched yet.
         """
@@ -86,13 +86,14 @@ class Router(dict[type[ops.Op], Route]):
             self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
-        """Nothing of a lane comes from a rank any more; see :meth:`Transport.forget_lane`."""
+        """Nothing of a lane comes from a rank any more; see :meth:`LaneTransport.forget_lane`."""
         if (transport := self._lane_carrier()) is not None:
             guarded(None, transport.forget_lane, number, rank)
 
-    def _lane_carrier(self) -> Transport | None:
+    def _lane_carrier(self) -> LaneTransport | None:
+        """Return the transport that carries collectives of lanes; a :class:`LaneTransport`, or what stands for one."""
         transport = self._transports.get("collectives")
-        return transport if transport is not None and transport.capabilities.lanes else None
+        return cast("LaneTransport", transport) if transport is not None and transport.capabilities.lanes else None
 
     def carrier(self, op: ops.Op) -> Transport | None:
         """Return the transport that carries an op natively, if one does."""
@@ -127,9 +128,9 @@ class Router(dict[type[ops.Op], Route]):
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
         """Return the route of a type of op on lanes."""
-        transport = self._transports.get(cls.family)
         if cls in FROM_ANY and not self.carries_arrivals():
             return self._refuse_within
+        transport = self._lane_carrier()
         fallback = self._lower_within if self._has_messages() else self._refuse_within
         if transport is None or cls not in transport.capabilities.lanes:
             return fallback

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from aiocomms import ops
 from aiocomms.lowering.runs import Part
 from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.transport import OP_RESULT, Transport
-from aiocomms.transport.native import Line, Shortcuts
+from aiocomms.transport.native import Line, NativeTransport, Shortcuts
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
     """
     transport = by_family.get("p2p")
     pure = os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0")
-    if pure or transport is None or by_family.get("collectives") is not transport:
+    if pure or not isinstance(transport, NativeTransport) or by_family.get("collectives") is not transport:
         return None
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
@@ -40,6 +40,12 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
             windows=by_family.get("rma") is transport,
         )
     return shortcuts
+
+
+def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool] | None:
+    """Return the first native check of tensors that a transport has; None: there is none."""
+    checks = (transport.fast_check for transport in transports if isinstance(transport, NativeTransport))
+    return next((check for check in checks if check is not None), None)
 
 
 def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:

@@ -85,7 +85,7 @@ class Group(Members, Protocol):
 
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
-    """See :attr:`aiocomms.transport.Transport.fast_check`."""
+    """See :attr:`aiocomms.transport.native.NativeTransport.fast_check`."""
 
 
 def short(value: object) -> str:

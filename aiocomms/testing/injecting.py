@@ -14,7 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextvars import copy_context
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import anyio
@@ -30,7 +30,7 @@ from aiocomms.lowering.windows import TwoSided
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.inflight import StartedWork
-from aiocomms.transport import Completion, Transport, conclude
+from aiocomms.transport import Completion, LaneTransport, Transport, conclude
 
 Kind = Literal["delay", "drop", "kill", "mismatch", "slow_link"]
 Differs = Literal["dtype", "size", "root"]
@@ -270,10 +270,10 @@ class Between:
         return self.link.post(self._transport, self._transport.post, op, work, None)
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
-        """See :meth:`Transport.post_in_lane`."""
+        """See :meth:`LaneTransport.post_in_lane`."""
 
         def send(op: ops.Op, work: Completion) -> float | None:
-            return self._transport.post_in_lane(op, lane, work)
+            return cast("LaneTransport", self._transport).post_in_lane(op, lane, work)
 
         return self.link.post(self._transport, send, op, work, lane)
 

@@ -12,11 +12,15 @@ from aiocomms.transport.contract import (
     Transport,
     conclude,
 )
+from aiocomms.transport.lanes import LaneTransport
+from aiocomms.transport.native import NativeTransport
 
 __all__ = [
     "OP_RESULT",
     "Capabilities",
     "Completion",
+    "LaneTransport",
+    "NativeTransport",
     "OpTypes",
     "Rendezvous",
     "SideChannel",

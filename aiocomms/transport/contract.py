@@ -17,7 +17,6 @@ from torch.distributed import Store
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
-from aiocomms.transport.native import Line, Shortcuts
 
 OP_RESULT = object()
 """Given to :meth:`Completion.complete` in place of a value: the result is the op's own."""
@@ -123,7 +122,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param in_process: whether all ranks may be tasks of one process.
     :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
-    :param lanes: the collectives that it takes in :meth:`Transport.post_in_lane`; the others of lanes go by messages.
+    :param lanes: the collectives that a :class:`LaneTransport` takes in lanes; the others of lanes go by messages.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
@@ -156,22 +155,6 @@ class Transport(ABC):
 
     capabilities: Capabilities
     """What it can carry; a class attribute, which an instance may narrow."""
-
-    fast_check: Callable[[object, bool], bool] | None = None
-    """A quicker way to say that a tensor is fine, where there is one; called as ``fast_check(tensor, written)``.
-
-    True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
-    conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
-    Must not raise: nothing of the op was sent, and what is raised is its caller's.
-    """
-
-    def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
-        """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
-
-        Asked where it carries all messages and collectives. ``line`` is the communicator, as the code sees it; the ring
-        keeps ``entries``. Raising: the communicator is not formed.
-        """
-        return None
 
     early_failure: CommError | None = None
     """What :meth:`on_failure` was told before there was a communicator, which asks for it when it is made."""
@@ -259,41 +242,9 @@ class Transport(ABC):
         :returns: when it ended, by :func:`time.monotonic`, if it has, and the transport knows without a look.
         """
 
-    def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
-        """Start a collective that matches those of the same lane on the other ranks, and nothing else.
-
-        Called for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all ranks
-        call the same collectives in the same order, and these run one after the other. Nothing is ordered between
-        lanes, nor between a lane and what :meth:`post` is given. Ten thousand lanes may have something under way at
-        once. A lane at rest keeps nothing.
-
-        Ranks that call different things in a lane are found out as those of :meth:`post` are, with a
-        :class:`MismatchError`; :meth:`waiting_for` is asked for these works, too.
-
-        :param lane: 62 bits, the same on all ranks.
-        """
-        raise NotImplementedError
-
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
         """Post a receive of no bytes, and look within the call for what it throws away, where ``post`` looks later."""
         self.post(op, work)
-
-    def give_up_lane(self, lane: int, error: CommError) -> None:  # noqa: B027 - nobody need define it
-        """End what is pending in a lane on this rank, which gives it up. Nothing of it is posted any more.
-
-        Each work fails with ``error``, now or later: once no rank reads or writes its tensors any more, nor can
-        complete with what the program writes into them then. What all ranks have called may run to its end first. The
-        other ranks are told, and give the lane up, too. Other lanes notice nothing.
-
-        Called for a transport with ``Capabilities.lanes``, once per lane. Raising: the transport is broken.
-        """
-
-    def forget_lane(self, lane: int, rank: int) -> None:  # noqa: B027 - nobody need define it
-        """Forget what has come of a lane from another rank, which has given it up: nothing more of it comes from there.
-
-        Called after :meth:`give_up_lane`, once for each rank that lives. What that rank has done of the lane before it
-        gave it up is known here, as if it had been sent as a message. Raising: the transport is broken.
-        """
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """Make a CUDA stream wait for an op, which may be captured, or done already.

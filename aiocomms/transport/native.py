@@ -1,10 +1,12 @@
-"""What shortcuts are: native code of a transport that starts plain ops; and what that needs of the core."""
+"""The contract of a transport with native code that starts plain ops, and what that code needs of the core."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
+
+from aiocomms.transport.contract import Transport
 
 
 class Counted:
@@ -138,3 +140,23 @@ class Shortcuts(Protocol):
     @staticmethod
     def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:
         """Return the replacement of ``__await__`` of a class of works."""
+
+
+class NativeTransport(Transport):
+    """A transport that has native code for checks and for plain ops."""
+
+    fast_check: Callable[[object, bool], bool] | None = None
+    """A quicker way to say that a tensor is fine, where there is one; called as ``fast_check(tensor, written)``.
+
+    True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
+    conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
+    Must not raise: nothing of the op was sent, and what is raised is its caller's.
+    """
+
+    def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
+        """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
+
+        Asked where it carries all messages and collectives. ``line`` is the communicator, as the code sees it; the ring
+        keeps ``entries``. Raising: the communicator is not formed.
+        """
+        return None

@@ -135,7 +135,7 @@ def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject
-    from aiocomms.transport import Transport
+    from aiocomms.transport import NativeTransport
 
     text, at, how = given.partition("@")
     if at + how not in ("", PROCESSES):
@@ -149,7 +149,7 @@ def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -
             raise _wrong(name, why)
     found = [cls for name in parts.values() if not isinstance(cls := find(name, device), str)]
     processes = bool(at) or not all(cls.capabilities.in_process for cls in found)
-    native = any(cls.shortcuts is not Transport.shortcuts for cls in found)
+    native = any(issubclass(cls, NativeTransport) for cls in found)
     return Subject("+".join(parts.values()) + at + how, parts if "=" in text else text, processes, native)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from aiocomms import ops
 from aiocomms.transport import Completion
+from aiocomms_ucx.member import Member
 from aiocomms_ucx.status import found
 
-if TYPE_CHECKING:
-    from aiocomms_ucx.transport import UcxTransport
 
-
-def post_arrival(transport: UcxTransport, op: ops.Probe | ops.Take, work: Completion) -> None:
+def post_arrival(transport: Member, op: ops.Probe | ops.Take, work: Completion) -> None:
     """Hand a probe, or a receive that does not wait, to the engine. Complete it if it is done."""
     engine, ticket, group = transport.engine, id(work), transport.group
     if isinstance(op, ops.Probe):

@@ -7,7 +7,7 @@ from typing import Final
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by
-from aiocomms.transport import Completion, Transport, conclude
+from aiocomms.transport import Completion, conclude
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import LaneQueues
 from aiocomms_ucx.collectives import START, describe
@@ -36,7 +36,7 @@ class LaneCollectives:
         self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
 
     def post(self, op: ops.Op, lane: int, work: Completion) -> float | None:
-        """See :meth:`Transport.post_in_lane`."""
+        """See :meth:`LaneTransport.post_in_lane`."""
         start, form = START[type(op)]
         try:
             if at := start(self._calls, id(work), lane, self._size, op, form):
@@ -84,7 +84,7 @@ class LaneCollectives:
             work.fail(error_of(work.op, status, a, b, self._transport.rank, self._size))
 
     def give_up(self, lane: int, error: CommError) -> None:
-        """See :meth:`Transport.give_up_lane`. The engine drops what is pending, or ends it, and its works end then."""
+        """See :meth:`LaneTransport.give_up_lane`. The engine drops or ends what is pending, and its works end."""
         transport = self._transport
         if lane in self.pending:
             self.given_up[lane] = error
@@ -93,7 +93,7 @@ class LaneCollectives:
                 transport.shared.progress()
 
     def forget(self, lane: int, rank: int) -> None:
-        """See :meth:`Transport.forget_lane`."""
+        """See :meth:`LaneTransport.forget_lane`."""
         transport = self._transport
         transport.engine.forget_lane(transport.group, lane, rank)
         if transport.engine.ready:
@@ -166,17 +166,3 @@ class LaneCollectives:
         mine = describe(work.op)
         calls = f"calls {theirs}" if theirs and theirs != mine else "has called another collective"
         work.fail(MismatchError(f"rank {rank} {calls}, and rank {self._transport.rank} calls {mine}", peer=rank))
-
-
-class LaneCarrier(Transport):
-    """The part of a transport that passes on what becomes of lanes."""
-
-    lanes: LaneCollectives
-
-    def give_up_lane(self, lane: int, error: CommError) -> None:
-        """See :meth:`Transport.give_up_lane`."""
-        self.lanes.give_up(lane, error)
-
-    def forget_lane(self, lane: int, rank: int) -> None:
-        """See :meth:`Transport.forget_lane`."""
-        self.lanes.forget(lane, rank)

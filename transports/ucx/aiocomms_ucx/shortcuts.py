@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiocomms import ops
 from aiocomms.errors import CommError
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
-from aiocomms.transport import Completion, Transport
+from aiocomms.transport import Completion, NativeTransport
 from aiocomms.transport.native import Line
 from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names
 from aiocomms_ucx.collectives import FORMS
@@ -52,7 +52,7 @@ def _operators() -> list[tuple[object, int, int]]:
 OPERATORS: Final = _operators()
 
 
-class Hastened(Transport):
+class Hastened(NativeTransport):
     """The part of a transport that has shortcuts, and what these read and write in place."""
 
     __slots__ = ("_calls", "_failure")
@@ -69,7 +69,7 @@ class Hastened(Transport):
     _disputes: dict[int, list[tuple[int, str]]]
 
     def shortcuts(self, line: Line, entries: int) -> Any:
-        """See :meth:`Transport.shortcuts`. None where a subclass carries less, or posts in a way of its own."""
+        """See :meth:`NativeTransport.shortcuts`. None where a subclass carries less, or posts in a way of its own."""
         carries, cls = self.capabilities, type(self)
         all_of_it = carries.ops >= _TAKEN and carries.lanes >= _TAKEN & ops.COLLECTIVES
         if cls.post is not cls.hand_over or carries.reductions is not None or not all_of_it:

@@ -13,13 +13,13 @@ from aiocomms import ops
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
-from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous
+from aiocomms.transport import OP_RESULT, Capabilities, Completion, LaneTransport, Rendezvous
 from aiocomms_ucx import speeds, wire
 from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
 from aiocomms_ucx.arrivals import post_arrival
 from aiocomms_ucx.bringup import Ranks, shared_engine
 from aiocomms_ucx.collectives import START, describe
-from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
+from aiocomms_ucx.lanes import LaneCollectives
 from aiocomms_ucx.loading import no_cuda_in_ucx
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine, kept
@@ -37,7 +37,7 @@ _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.Co
 """Ops that need another step, or have a value, when the engine is done with the step that it was given."""
 
 
-class UcxTransport(LaneCarrier, Hastened):
+class UcxTransport(LaneTransport, Hastened):
     """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(
@@ -172,6 +172,18 @@ class UcxTransport(LaneCarrier, Hastened):
 
     hand_over = post
     """Post to the engine at once, which a subclass may do later."""
+
+    def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
+        """See :meth:`LaneTransport.post_in_lane`."""
+        return self.lanes.post(op, lane, work)
+
+    def give_up_lane(self, lane: int, error: CommError) -> None:
+        """See :meth:`LaneTransport.give_up_lane`."""
+        self.lanes.give_up(lane, error)
+
+    def forget_lane(self, lane: int, rank: int) -> None:
+        """See :meth:`LaneTransport.forget_lane`."""
+        self.lanes.forget(lane, rank)
 
     def follow(self, work: Completion, done: bool) -> None:
         """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
