@@ -68,7 +68,6 @@ async def test_messages_of_unknown_ranks_and_sizes(comm: Communicator, case: Cas
     assert not any(turns.values())
 
 
-@pytest.mark.memory
 @ranks(2, 3)
 async def test_into_memory_of_ones_own(comm: Communicator, case: Case) -> None:
     """The result of the receive is the rank that has sent; only its buffer is written."""
@@ -107,8 +106,6 @@ async def test_from_some_ranks(comm: Communicator, case: Case) -> None:
         slots[rank].expect(case.bits(torch.int16, SHAPE, rank))
 
 
-@pytest.mark.loops
-@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "probe"])
 async def test_a_probe_tells_and_takes_nothing(comm: Communicator, case: Case, early: str) -> None:
@@ -251,7 +248,6 @@ async def test_no_rank_is_passed_over(comm: Communicator, case: Case) -> None:
         await comm.recv_any(buffer)
 
 
-@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (0, 5), (40_009, 9)], ids=str)

@@ -53,7 +53,6 @@ async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> 
 
 
 @pytest.mark.loops
-@pytest.mark.memory
 @ranks(2, 3)
 @pytest.mark.parametrize("how", ["cancel", "await"])
 async def test_withdrawn_before_a_message(comm: Communicator, case: Case, how: str) -> None:
@@ -117,7 +116,6 @@ async def test_cancel_races_with_messages(comm: Communicator, case: Case, count:
         received[src] += 1
 
 
-@pytest.mark.memory
 @ranks(3)
 async def test_receives_of_both_kinds_race_for_messages(comm: Communicator, case: Case) -> None:
     """Each message goes to one of them, and each of them gets one."""
@@ -164,7 +162,6 @@ async def test_a_deadline_ends_it_alone(comm: Communicator, case: Case) -> None:
     await expect_all(comm, case)
 
 
-@pytest.mark.memory
 @ranks(3)
 async def test_a_rank_that_has_closed_is_waited_for_no_more(comm: Communicator, case: Case) -> None:
     """What waits for others goes on; what waits for none that is left fails, and so do later calls."""
@@ -197,7 +194,6 @@ async def test_a_rank_that_has_closed_is_waited_for_no_more(comm: Communicator, 
     await other.aclose()
 
 
-@pytest.mark.memory
 @ranks(2)
 async def test_what_a_rank_has_sent_before_it_closes(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
@@ -213,8 +209,6 @@ async def test_what_a_rank_has_sent_before_it_closes(comm: Communicator, case: C
     await other.aclose()
 
 
-@pytest.mark.loops
-@pytest.mark.memory
 @ranks(2, 3)
 @pytest.mark.parametrize("end", ["close", "abort"])
 async def test_the_end_of_the_communicator(comm: Communicator, case: Case, end: str) -> None:
