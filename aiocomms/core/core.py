@@ -241,7 +241,7 @@ class Core(Posting):
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # else it has become done meanwhile
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
-            late = Wait(peers(work.op)[0], posted, now, what)
+            late = Wait(self._others(work.op)[0], posted, now, what)
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
 
     def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
@@ -249,7 +249,7 @@ class Core(Posting):
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
-                work.abandon(CommTimeoutError(late, late=peers(work.op)))
+                work.abandon(CommTimeoutError(late, late=self._others(work.op)))
             else:
                 self._expire_all(work)
 
@@ -268,7 +268,12 @@ class Core(Posting):
         absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
         if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
             absent = list(guarded((), transport.waiting_for, work))
-        return absent or peers(work.op)
+        return absent or self._others(work.op)
+
+    def _others(self, op: ops.Op) -> list[int]:
+        """The ranks that an op is to and from; this one only where there is no other."""
+        ranks = peers(op)
+        return [rank for rank in ranks if rank != self.rank] or ranks
 
     # ---------------------------------------------------------------------------------------------- closing
 

@@ -157,8 +157,11 @@ async def test_a_deadline_ends_it_alone(comm: Communicator, case: Case) -> None:
         lambda: comm.recv_any(torch.zeros(SHAPE, device=comm.device), [1, 2], timeout=SHORT),
     ]
     for call in calls:
-        with pytest.raises(CommTimeoutError, match=r"nothing matched .* before its deadline; it was withdrawn"):
+        with pytest.raises(
+            CommTimeoutError, match=r"nothing matched .* before its deadline; it was withdrawn"
+        ) as caught:
             await call()
+        assert caught.value.late == (1, 2)
     await expect_all(comm, case)
 
 
