@@ -271,7 +271,7 @@ class Core(Posting):
         return absent or self._others(work.op)
 
     def _others(self, op: ops.Op) -> list[int]:
-        """The ranks that an op is to and from; this one only where there is no other."""
+        """Return the ranks that an op is to and from; this one only where there is no other."""
         ranks = peers(op)
         return [rank for rank in ranks if rank != self.rank] or ranks
 
