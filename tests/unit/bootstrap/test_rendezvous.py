@@ -515,7 +515,7 @@ RANK = """
 import asyncio
 import torch
 import aiocomms
-from aiocomms import opening
+from aiocomms.communicator import opening
 
 async def main():
     for _ in range(2):
