@@ -24,7 +24,7 @@ from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
 from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.ops import Op, TensorLike, buffers, checks, codec
 from aiocomms.ops.arrays import as_tensor, like
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
@@ -156,7 +156,7 @@ class ScatterNew(Op, frozen=True, eq=False):
     given: Any
     """What the result is like: on rank ``src`` what was given, of which ``tensor`` is the memory."""
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         checks.index("src", self.src, group)
         if self.tensor is not None:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from aiocomms.cli import main
 from aiocomms.cli.top.drawing import drawn
-from aiocomms.cli.top.looking import Frame, Top
+from aiocomms.cli.top.looking import Top, TopFrame
 
 DOCS = Path(__file__).parent
 WIDTH = 130
@@ -67,7 +67,7 @@ def astray(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             rank.wait()
 
 
-def waiting(top: Top) -> Frame:
+def waiting(top: Top) -> TopFrame:
     """What is shown of that communicator alone once all of its ranks have waited for some seconds."""
     while True:
         time.sleep(1)
@@ -75,10 +75,10 @@ def waiting(top: Top) -> Frame:
         for group in frame.groups:
             ages = [sight.statistics.oldest or 0.0 for sight in group.ranks.values()]
             if group.comm == "tp" and len(ages) == RANKS and min(ages) > 4:
-                return Frame([group], [], frame.rates)
+                return TopFrame([group], [], frame.rates)
 
 
-def top_svg(frame: Frame, picture: Path) -> None:
+def top_svg(frame: TopFrame, picture: Path) -> None:
     """``aiocomms top all``, as rich draws its terminal."""
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)

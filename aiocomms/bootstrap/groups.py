@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from aiocomms.bootstrap.forming import formed
-from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommError
 from aiocomms.ops import Family
@@ -19,14 +19,14 @@ class Formed(NamedTuple):
     """What a communicator is made of."""
 
     rendezvous: StoreRendezvous
-    plan: Plan
+    plan: Selection
     transports: Mapping[Family, Transport]
 
 
 class Groups:
     """What the ranks of one communicator have formed, by their own account: the same on all that take part."""
 
-    def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[Family, Transport]) -> None:
+    def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
         self._calls: Counter[str] = Counter()
 

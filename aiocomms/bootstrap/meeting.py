@@ -14,8 +14,8 @@ from typing import Final, NamedTuple, TypeVar
 import anyio
 from torch.distributed import Store
 
-from aiocomms.bootstrap.notes import Notes, Place
-from aiocomms.bootstrap.registry import Plan
+from aiocomms.bootstrap.notes import MeetingPlace, Notes
+from aiocomms.bootstrap.registry import Selection
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
@@ -33,7 +33,7 @@ class Predecessor(NamedTuple):
     """The communicator in whose place another one is formed."""
 
     rendezvous: StoreRendezvous
-    plan: Plan
+    plan: Selection
     notes: Notes
     timeout: float
     reason: CommError | None
@@ -99,7 +99,7 @@ class Meeting:
         if note is None:
             note, place = await self._lead(line)
             for other in alive:
-                self._before.notes.say(other, Place(note))
+                self._before.notes.say(other, MeetingPlace(note))
             return place
         reached = await self._follow(note)
         if reached is None and places.get(teller) == note:  # of an earlier call: that store is gone

@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, tag=1, array_like=True):
     late: Late | None
 
 
-class Place(msgspec.Struct, tag=2, array_like=True):
+class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
     """The survivors of a lost communicator meet there."""
 
     where: bytes
@@ -63,7 +63,7 @@ class Passed(msgspec.Struct, tag=3, array_like=True):
     what: bytes
 
 
-Note = Question | Answer | Place | Passed
+Note = Question | Answer | MeetingPlace | Passed
 _decoder = msgspec.msgpack.Decoder(Note)
 
 
@@ -97,7 +97,7 @@ class Notes:
             found = read(note, self._size)
         except ProtocolError:
             return
-        if isinstance(found, Place):
+        if isinstance(found, MeetingPlace):
             self.places[rank] = found.where
         elif isinstance(found, Passed):
             self.on_passed(rank, found.what)

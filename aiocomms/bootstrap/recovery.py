@@ -28,7 +28,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
-from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
     ArgumentError,
@@ -69,7 +69,7 @@ class Decision(msgspec.Struct, array_like=True):
         return len(self.old) + len(self.joins)
 
 
-Formed = tuple[StoreRendezvous, Plan, Mapping[ops.Family, Transport]]
+Formed = tuple[StoreRendezvous, Selection, Mapping[ops.Family, Transport]]
 """What a communicator is made of."""
 
 

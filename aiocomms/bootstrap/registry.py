@@ -35,19 +35,19 @@ FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
 }
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Selection(msgspec.Struct, frozen=True):
     """The transports of a communicator: the name and the class of each by family of ops, and the user's hints."""
 
     names: dict[ops.Family, str]
     classes: dict[ops.Family, type[Transport]]
     options: Mapping[str, Any]
 
-    def advised(self, hints: Mapping[str, Any]) -> Plan:
+    def advised(self, hints: Mapping[str, Any]) -> Selection:
         """Return the plan with more hints, which come before those that it has.
 
         :raises ArgumentError: a hint is wrong.
         """
-        return Plan(self.names, self.classes, {**self.options, **advice(hints)})
+        return Selection(self.names, self.classes, {**self.options, **advice(hints)})
 
 
 def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -113,7 +113,9 @@ def info(device: torch.device) -> dict[str, Mapping[str, str]]:
     return {name: _ask({}, cls.info) for name, cls in found.items() if not isinstance(cls, str)}
 
 
-def choose(transport: str | Mapping[str, str], device: torch.device, size: int, options: Mapping[str, Any]) -> Plan:
+def choose(
+    transport: str | Mapping[str, str], device: torch.device, size: int, options: Mapping[str, Any]
+) -> Selection:
     """Choose the transports of a communicator.
 
     :param transport: the name of a transport, for all families that it carries; ``"auto"``; or a mapping of some
@@ -131,10 +133,10 @@ def choose(transport: str | Mapping[str, str], device: torch.device, size: int, 
         picks = {_family(family): (name, _named(name, device, family)) for family, name in transport.items()}
     else:
         raise ArgumentTypeError(f"transport is {transport!r}, wanted a name, 'auto', or a mapping of families to names")
-    return Plan({f: name for f, (name, _) in picks.items()}, {f: cls for f, (_, cls) in picks.items()}, options)
+    return Selection({f: name for f, (name, _) in picks.items()}, {f: cls for f, (_, cls) in picks.items()}, options)
 
 
-def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Plan:
+def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Selection:
     """Choose the transport that can run over another library's communicator.
 
     :raises ArgumentTypeError: no transport can adopt it.
@@ -143,7 +145,7 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
         cls = find(name, device)
         if not isinstance(cls, str) and _ask(False, cls.adopts, foreign):
             names = {family: name for family in FAMILIES if _carries(cls, family)}
-            return Plan(names, dict.fromkeys(names, cls), {**options, "adopt": foreign})
+            return Selection(names, dict.fromkeys(names, cls), {**options, "adopt": foreign})
     raise ArgumentTypeError(
         f"pg is a {type(foreign).__name__}, which no available transport can adopt\n{_listing(device)}"
     )
@@ -167,7 +169,7 @@ def in_process() -> str:
 
 
 async def open_transports(
-    plan: Plan, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
+    plan: Selection, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
 ) -> dict[ops.Family, Transport]:
     """Open each transport of a plan once, and close those already open if one fails.
 

@@ -27,7 +27,7 @@ _header = msgspec.json.Decoder(Header)
 _item = msgspec.json.Decoder(Item)
 
 
-class Record(NamedTuple):
+class TraceRecord(NamedTuple):
     """The content of one file: the flight recorder of one rank of one communicator."""
 
     path: Path
@@ -75,7 +75,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> TraceRecord:
     with path.open("rb") as file:
         data = file.read(LARGEST + 65537)
     if len(data) > LARGEST + 65536:
@@ -95,7 +95,7 @@ def _read(path: Path) -> Record:
     except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
         line = 1 if header is None else len(items) + 2
         raise ValueError(f"{path} is no flight recorder: line {line}: {printable(str(error))}") from None
-    return Record(path, header, items)
+    return TraceRecord(path, header, items)
 
 
 def _checked(header: Header) -> Header:
@@ -106,10 +106,10 @@ def _checked(header: Header) -> Header:
     return header
 
 
-Ranks = dict[int, Record]
+Ranks = dict[int, TraceRecord]
 
 
-def _groups(records: Sequence[Record]) -> dict[tuple[str, int], Ranks]:
+def _groups(records: Sequence[TraceRecord]) -> dict[tuple[str, int], Ranks]:
     """Return the last file of each rank, by the communicator's name and size."""
     groups: dict[tuple[str, int], Ranks] = {}
     for record in sorted(records, key=lambda record: record.header.wall):
@@ -162,7 +162,7 @@ def judged(ranks: Ranks) -> Iterator[str]:
         yield from _waited(ranks)
 
 
-class _Wait(NamedTuple):
+class _TraceWait(NamedTuple):
     """An op that waits for another rank's, or did until its deadline; times as the ranks' clocks agree on them."""
 
     peer: int
@@ -175,12 +175,12 @@ def _waited(ranks: Ranks) -> Iterator[str]:
     """Say which ranks waited for each other in a circle when the deadline of a receive passed that is now withdrawn."""
     ahead = _clocks(ranks)
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
-    waits: dict[int, list[_Wait]] = {}
+    waits: dict[int, list[_TraceWait]] = {}
     for rank, (_, header, items) in ranks.items():
         late = [item for item in items if _waits(item) or (item.finished and UNMATCHED in item.error)]
         spans = [(item, *_span(header, item)) for item in late[-SHOWN:]]
         waits[rank] = [
-            _Wait(peer, begin + ahead[rank], end + ahead[rank], item)
+            _TraceWait(peer, begin + ahead[rank], end + ahead[rank], item)
             for item, begin, end in spans
             for peer in _awaited(item, briefs)
         ]
@@ -229,7 +229,7 @@ def _clocks(ranks: Ranks) -> dict[int, float]:
     }
 
 
-def _since(record: Record, item: Item) -> str:
+def _since(record: TraceRecord, item: Item) -> str:
     """Say for how long an op has been pending, and where in the program it was called."""
     since = "" if item.posted is None else f", for {record.header.monotonic - item.posted:.1f} s"
     task = f", in task {item.task!r}" if item.task else ""

@@ -19,7 +19,7 @@ from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.groups import Groups
 from aiocomms.bootstrap.meeting import Predecessor
-from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator.collectives import Collectives
 from aiocomms.communicator.lane import CURRENT, Lane, current
@@ -64,7 +64,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     _core: Core
 
-    def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
+    def __init__(
+        self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[ops.Family, Transport]
+    ) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.name, self.device, self._seconds = rendezvous.name, rendezvous.device, rendezvous.timeout
         self._rendezvous, self._plan = rendezvous, plan
@@ -292,7 +294,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         raise lost.about(comm=self.name, op="split", rank=self.rank)
 
     async def _form_child(
-        self, members: list[int], child: str, number: int, plan: Plan, seconds: float
+        self, members: list[int], child: str, number: int, plan: Selection, seconds: float
     ) -> Communicator | None:
         """Agree on the groups of a split, and form this rank's."""
         gather = AllGatherObject(0, False, (self._parcel("split", members, False),))

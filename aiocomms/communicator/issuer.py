@@ -16,7 +16,7 @@ from aiocomms.progress.work import Work
 from aiocomms.transport.native import Shortcuts
 
 
-class Inside(checks.Group, Protocol):
+class Inside(checks.CheckedComm, Protocol):
     """The part of a communicator's core that the method families use."""
 
     worded: Callable[[CommError], CommError]

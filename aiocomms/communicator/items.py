@@ -16,11 +16,11 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from aiocomms.communicator.parcels import HEADER_BYTES, Arrival, Parcel
+from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.ops import buffers, checks, codec
 from aiocomms.ops.arrays import fitting
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Kind(ABC, Generic[T]):
         return hashlib.blake2b(self.text.encode(), digest_size=8).digest()
 
     @abstractmethod
-    def pack(self, item: T, group: Group) -> Packed:
+    def pack(self, item: T, group: CheckedComm) -> Packed:
         """Turn an item into messages.
 
         :raises ArgumentError: it cannot be sent.
@@ -85,7 +85,7 @@ class Tensors(Kind[Tensor]):
     def __init__(self) -> None:
         super().__init__(Tensor, "tensors")
 
-    def pack(self, item: Tensor, group: Group) -> Packed:
+    def pack(self, item: Tensor, group: CheckedComm) -> Packed:
         """See :meth:`Kind.pack`."""
         item = fitting("item", item, group.device, write=False)
         checks.readable("item", item, group)
@@ -120,7 +120,7 @@ class Mappings(Kind[T]):
     def __init__(self, items: type[T], text: str = "mappings") -> None:
         super().__init__(items, text)
 
-    def pack(self, item: T, group: Group) -> Packed:
+    def pack(self, item: T, group: CheckedComm) -> Packed:
         """See :meth:`Kind.pack`."""
         try:
             parcel = Parcel(self.taken_apart(item), group.device, pickle=False)
@@ -144,7 +144,7 @@ class Mappings(Kind[T]):
 
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """See :meth:`Kind.arriving`."""
-        arrival = Arrival(header, device)
+        arrival = ArrivingObject(header, device)
         if arrival.body.numel():
             yield [arrival.body]
         if messages := arrival.unpack():

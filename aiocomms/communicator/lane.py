@@ -17,7 +17,7 @@ from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.core.core import Core
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
 from aiocomms.lowering.lanes import Key, number_of
-from aiocomms.lowering.runs import Part
+from aiocomms.lowering.runs import RunPart
 from aiocomms.ops import Op, checks
 from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
@@ -214,7 +214,7 @@ class Lane(PointToPoint, Collectives, Objects):
         """Go on as :meth:`Communicator._posted` does; a message was given to :meth:`_adopted` before."""
         return self._core.follow(work, self._seconds, look_after, index)
 
-    def _adopted(self, work: LaneWork[Any], part: Part) -> None:
+    def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:
         """Go on with a message that a shortcut has posted."""
         self._core.router.adopt(work, part)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.communicator.issuer import Issuer
-from aiocomms.communicator.parcels import HEADER_BYTES, Arrival, Parcel, own_copy
+from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel, own_copy
 from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
 from aiocomms.ops import Family, Op, buffers, checks, codec
-from aiocomms.ops.checks import COMM_TIMEOUT, Group, OpTimeout
+from aiocomms.ops.checks import COMM_TIMEOUT, CheckedComm, OpTimeout
 from aiocomms.ops.numbers import as_int
 from aiocomms.progress.work import Work
 
@@ -34,7 +34,7 @@ class SendObject(Op, frozen=True, eq=False):
     dst: int
     tag: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         checks.end("dst", self.dst, group)
         checks.tagged(self.tag)
@@ -54,7 +54,7 @@ class RecvObject(Op, frozen=True, eq=False):
     tag: int
     pickle: bool
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         checks.end("src", self.src, group)
         checks.tagged(self.tag)
@@ -66,7 +66,7 @@ class _ObjectCollective(Op, frozen=True, eq=False):
     parcels: tuple[Parcel, ...]
     rooted: ClassVar[bool] = True
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         if self.rooted:
             checks.index("root", self.root, group)
@@ -101,11 +101,11 @@ class ScatterObject(_ObjectCollective, frozen=True, eq=False):
     name = kind = "scatter_object"
 
 
-def _arrival(header: Tensor) -> Arrival:
-    return Arrival(codec.to_bytes(header), header.device)
+def _arrival(header: Tensor) -> ArrivingObject:
+    return ArrivingObject(codec.to_bytes(header), header.device)
 
 
-def _opened(arrival: Arrival, op: RecvObject | _ObjectCollective) -> Any:
+def _opened(arrival: ArrivingObject, op: RecvObject | _ObjectCollective) -> Any:
     """Decode an object after the last message."""
     try:
         return arrival.open(pickle=op.pickle)

@@ -19,7 +19,7 @@ from aiocomms.bootstrap import directory, early, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.launchers import read_environment
-from aiocomms.bootstrap.registry import Plan, advice, choose, choose_adopter, open_transports
+from aiocomms.bootstrap.registry import Selection, advice, choose, choose_adopter, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING, StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator.communicator import Communicator
@@ -193,7 +193,7 @@ def get_comm(group: Communicator | str | None = None) -> Communicator:
 
 
 async def _form(
-    plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float,
+    plan: Selection, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float,
     join: bool = False,
 ) -> Communicator:  # fmt: skip
     tell_torchrun()

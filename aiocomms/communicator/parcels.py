@@ -86,7 +86,7 @@ class Parcel:
             yield [Offload(self.let_go)]
 
 
-class Arrival:
+class ArrivingObject:
     """An object that arrives: its parsed header, memory for its encoding, and then for what travels apart.
 
     :raises ProtocolError: the header makes no sense.
@@ -150,7 +150,7 @@ class Arrival:
         return self._value
 
 
-def own_copy(parcel: Parcel, arrival: Arrival) -> Steps:
+def own_copy(parcel: Parcel, arrival: ArrivingObject) -> Steps:
     """Have an object arrive at the rank that sends it; the program may go on to change what it has sent."""
     arrival.body = parcel.body
     into = arrival.unpack()

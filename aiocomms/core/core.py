@@ -43,7 +43,7 @@ from aiocomms.errors import (
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.shortcuts import find_check, find_shortcuts
 from aiocomms.lowering.windows import TwoSided
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.hooks import Hooks
@@ -64,7 +64,7 @@ class Core(Posting):
     base: str
     generation: int
     device: torch.device
-    driver: Driver
+    driver: LoopDriver
     issued: int
     laned: int
     calls: int
@@ -90,7 +90,7 @@ class Core(Posting):
         :param options: the user's hints.
         """
         self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
-        self.device, self.driver, self.generation = rendezvous.device, Driver.current(), rendezvous.epoch
+        self.device, self.driver, self.generation = rendezvous.device, LoopDriver.current(), rendezvous.epoch
         self.thread: int = self.driver.thread
         self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
         self.by_family: dict[ops.Family, Transport] = dict(by_family)

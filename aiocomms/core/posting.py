@@ -19,7 +19,7 @@ from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel.threads import call_in_thread
 from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
 from aiocomms.ops.versions import note_writes
-from aiocomms.progress.driver import Driver
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.progress.guard import broken
 from aiocomms.progress.hooks import Hooks
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
@@ -40,7 +40,7 @@ class Posting(Counted):
     laned: int
     posting: bool
     by_family: dict[ops.Family, Transport]
-    driver: Driver
+    driver: LoopDriver
     router: Router
     in_flight: InFlight
     recorder: Recorder

@@ -57,7 +57,7 @@ def _new_stream(device: torch.device, priority: int) -> int:
     return made.value
 
 
-class Event(torch.cuda.Event):
+class RuntimeEvent(torch.cuda.Event):
     """A CUDA event for which a daemon thread can wait."""
 
     def synchronize(self) -> None:

@@ -21,7 +21,7 @@ from aiocomms import ops
 from aiocomms.cuda import runtime
 from aiocomms.errors import CapturedWorkError, CommError
 from aiocomms.lowlevel.waker import Waker
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
@@ -114,7 +114,7 @@ class TorchCuda:
 
     def event(self) -> Event:
         """See :meth:`Cuda.event`."""
-        return runtime.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return runtime.RuntimeEvent(blocking=True)  # type: ignore[no-untyped-call]
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """See :meth:`Cuda.capturing`."""
@@ -170,7 +170,7 @@ class Completions:
         self._pool: list[Event] = []
         self._sleepers: dict[int, _Sleeper] = {}
         self._in_vain = 0
-        self._poll_soon = None if transport is None else functools.partial(Driver.current().poll_soon, transport)
+        self._poll_soon = None if transport is None else functools.partial(LoopDriver.current().poll_soon, transport)
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -356,7 +356,7 @@ class _Watch:
         self._event = event
         self._waker = Waker()
         self._sleeper: _Sleeper | None = None
-        self._driver = Driver.current()
+        self._driver = LoopDriver.current()
         self._promise = Promise(self._driver)
         self._error: CommError | None = None
         self._left = SPIN

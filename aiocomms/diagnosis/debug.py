@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiocomms.diagnosis.places import Place, caller
+from aiocomms.diagnosis.places import SourceLine, caller
 from aiocomms.errors import (
     ArgumentError,
     BufferBusyError,
@@ -32,9 +32,9 @@ class Forgotten:
 
     __slots__ = ("armed", "place", "what")
 
-    def __init__(self, what: str, place: Place) -> None:
+    def __init__(self, what: str, place: SourceLine) -> None:
         self.what: str = what
-        self.place: Place = place
+        self.place: SourceLine = place
         self.armed: bool = False
 
     def __del__(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
@@ -54,16 +54,16 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 """Where :mod:`warnings` notes what it has said, for by default it says everything once."""
 
 
-class Watched(_Started):
+class DebugWork(_Started):
     """What works of debug mode do besides: they know who has started them, and whether anybody has asked for them."""
 
     __slots__ = ()
     if TYPE_CHECKING:
-        place: Place | None = None
+        place: SourceLine | None = None
         task: tuple[str, object] | None = None
         _forgotten: Forgotten | None = None
 
-    def watch(self, place: Place) -> None:
+    def watch(self, place: SourceLine) -> None:
         """Warn if it ends well, and nobody has asked for it when it is collected."""
         owner = self._owner
         self.place = place
@@ -91,7 +91,7 @@ class Watched(_Started):
 
 def _asks(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def ask(self: Watched, *args: Any, **kwargs: Any) -> Any:
+    def ask(self: DebugWork, *args: Any, **kwargs: Any) -> Any:
         self.forget()
         return method(self, *args, **kwargs)
 
@@ -103,22 +103,22 @@ _ASKING: Final = (
     "_never_awaited",
 )  # fmt: skip
 for _name in _ASKING:
-    setattr(Watched, _name, _asks(getattr(StartedWork, _name)))
+    setattr(DebugWork, _name, _asks(getattr(StartedWork, _name)))
 
 
-class WatchedWork(Watched, StartedWork[T_co]):
+class WatchedWork(DebugWork, StartedWork[T_co]):
     """A work of debug mode: it knows which line and task have started it, and whether anybody has asked for it."""
 
-    place: Place | None = None
+    place: SourceLine | None = None
     task: tuple[str, object] | None = None
     """The name and the coroutine of the task, until the op has ended; None: a callback."""
     _forgotten: Forgotten | None = None
 
 
-class WatchedLaneWork(Watched, LaneWork[T_co]):
+class WatchedLaneWork(DebugWork, LaneWork[T_co]):
     """The same of a lane."""
 
-    place: Place | None = None
+    place: SourceLine | None = None
     task: tuple[str, object] | None = None
     _forgotten: Forgotten | None = None
 
@@ -164,7 +164,7 @@ class Debugger:
         self._watch(work, number)
         return work
 
-    def _watch(self, work: Watched, lane: int | None) -> None:
+    def _watch(self, work: DebugWork, lane: int | None) -> None:
         self.check_buffers(work.op)
         place, task = caller(), work._owner.driver.task()
         if task is not None and _collective(work.op):
@@ -172,10 +172,10 @@ class Debugger:
         work.task = task
         work.watch(place)
 
-    def _check_tasks(self, op: Op, lane: int | None, place: Place, name: str, coroutine: object) -> None:
+    def _check_tasks(self, op: Op, lane: int | None, place: SourceLine, name: str, coroutine: object) -> None:
         """Refuse a collective beside another task's. One whose task has ended is no hazard: the order is certain."""
         for work in self._in_flight:
-            if not isinstance(work, Watched) or work.task is None or not _collective(work.op):
+            if not isinstance(work, DebugWork) or work.task is None or not _collective(work.op):
                 continue
             if getattr(work, "number", None) != lane:
                 continue

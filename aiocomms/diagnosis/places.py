@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -20,12 +20,12 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-def caller() -> Place:
+def caller() -> SourceLine:
     """Return the innermost line that is not this library's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
-    return Place(frame.f_code.co_filename, frame.f_lineno)
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 def suspended(coroutine: Any) -> str:

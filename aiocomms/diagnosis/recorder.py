@@ -28,7 +28,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
-from aiocomms.progress.driver import Driver
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.transport.native import Ring, Shortcuts
 
@@ -167,7 +167,7 @@ class Recorded(Protocol):
     name: str
     calls: int
     issued: int
-    driver: Driver
+    driver: LoopDriver
 
     @property
     def closed(self) -> bool:

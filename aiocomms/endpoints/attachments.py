@@ -31,8 +31,8 @@ from aiocomms.endpoints.words import (
     Grant,
     Here,
     Leave,
-    Opening,
     Refuse,
+    RegionOpening,
     Word,
     read,
 )
@@ -89,7 +89,7 @@ class Attachments:
         self._known: dict[tuple[int, int], Attachment] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
-        self._orders: deque[Opening | Closing] = deque()
+        self._orders: deque[RegionOpening | Closing] = deque()
         self._following = False
         self._over: CommError | None = None
         self._core.notes.on_passed = lambda rank, what: self._driver.call_threadsafe(self._hear, what)
@@ -253,12 +253,12 @@ class Attachments:
                 if found is not None:
                     self._stop(found, why)
                     self._spawn(lambda: self.close(found, why))
-            case Opening() | Closing():
+            case RegionOpening() | Closing():
                 self._obey(word)
             case Bye():
                 self._bye()
 
-    def _obey(self, order: Opening | Closing) -> None:
+    def _obey(self, order: RegionOpening | Closing) -> None:
         """Follow the leader, behind what it has said before."""
         if isinstance(order, Closing) and (known := self._known.get((order.owner, order.number))) is not None:
             self._stop(known, order.why)
@@ -305,7 +305,7 @@ class Attachments:
     def _begin(self, owner: int, number: int, question: int) -> None:
         """Open a region as the leader, and tell the other end."""
         self._open(owner, number, question)
-        self._say(Opening(owner, number, question))
+        self._say(RegionOpening(owner, number, question))
 
     def _lead(self, attachment: Attachment, why: str) -> None:
         """Close an open region as the leader, and tell the other end."""
@@ -318,7 +318,7 @@ class Attachments:
         try:
             while self._orders:
                 order = self._orders.popleft()
-                if isinstance(order, Opening):
+                if isinstance(order, RegionOpening):
                     self._open(order.owner, order.number, order.question)
                 elif (found := self._known.get((order.owner, order.number))) is not None:
                     found.leaving = True

@@ -21,17 +21,26 @@ import anyio
 import msgspec
 import torch
 
-from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
-from aiocomms.endpoints.meeting import CALLER, Answer, Call, Hello, Line, Pair, heard, seal_of
+from aiocomms.endpoints.meeting import (
+    CALLER,
+    EndpointAnswer,
+    EndpointCall,
+    EndpointHello,
+    EndpointLine,
+    Pair,
+    heard,
+    seal_of,
+)
 from aiocomms.endpoints.peer import End, Peer
 from aiocomms.endpoints.regions import Region, all_of
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal
-from aiocomms.progress.driver import Bell, Driver
+from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
@@ -47,7 +56,7 @@ _PAUSE: Final = 0.01
 class _Forming:
     """With one endpoint: how many calls of it, and answers to its calls, are under way."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.news = Bell(driver)
         """There is a connection, or nothing is under way any more."""
@@ -59,7 +68,7 @@ class Connections:
     """All of one endpoint, on the loop's thread."""
 
     def __init__(
-        self, mine: Address, name: str, device: torch.device, plan: Plan, timeout: float,
+        self, mine: Address, name: str, device: torch.device, plan: Selection, timeout: float,
         grant: Callable[[bytes], Region],
     ) -> None:  # fmt: skip
         """Begin without any.
@@ -70,7 +79,7 @@ class Connections:
         :param grant: see :class:`Attachments`.
         """
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
-        self._grant, self._driver = grant, Driver.current()
+        self._grant, self._driver = grant, LoopDriver.current()
         self._home: dict[Any, Any] = {}
         """What the transports keep for all of them."""
         self._peers: dict[bytes, Peer] = {}
@@ -120,7 +129,7 @@ class Connections:
     async def _call(self, there: Address, seconds: float) -> Peer | None:
         """Call another endpoint. None: its own call counts, or may."""
         with self._form(there.endpoint, "calls") as forming:
-            call = Call(there, self._mine.pack(), seconds)
+            call = EndpointCall(there, self._mine.pack(), seconds)
             try:
                 line, answer = await run_in_thread(call.run)
                 if answer.crossed or forming.answers or there.endpoint in self._peers:
@@ -156,19 +165,19 @@ class Connections:
         try:
             with contextlib.closing(connection), self._until_closed():
                 async with self._limit:
-                    with contextlib.closing(Line(connection, _ANSWERS)) as line:
+                    with contextlib.closing(EndpointLine(connection, _ANSWERS)) as line:
                         await self._answer(line)
         except (CommError, OSError) as error:  # the other endpoint is told by what it sees
             if self.closed is None:
                 _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)
 
-    async def _answer(self, line: Line) -> None:
-        hello = await run_in_thread(lambda: heard(line, Hello))
+    async def _answer(self, line: EndpointLine) -> None:
+        hello = await run_in_thread(lambda: heard(line, EndpointHello))
         there, nonce = read_address(hello.address, late=True), secrets.token_bytes(16)
         forming = self._forming.get(there.endpoint)
         crossed = forming is not None and forming.calls > 0 and self._mine.endpoint < there.endpoint
         refusal = "its address has expired" if expired(self._mine.expires) else self._misfit(there)
-        answer = msgspec.msgpack.encode(Answer(nonce, refusal, crossed))
+        answer = msgspec.msgpack.encode(EndpointAnswer(nonce, refusal, crossed))
         if crossed or refusal:
             await run_in_thread(lambda: line.tell(answer))
             return
@@ -197,7 +206,7 @@ class Connections:
 
     # -------------------------------------------------------------------------------------------------------- forming
 
-    async def _meet(self, line: Line, rank: int, there: Address, seal: Seal, seconds: float) -> Peer:
+    async def _meet(self, line: EndpointLine, rank: int, there: Address, seal: Seal, seconds: float) -> Peer:
         """Form the communicator of two, and the peer that is made of it."""
         ends = (self._mine, there) if rank == CALLER else (there, self._mine)
         name = f"endpoints {'-'.join(end.name for end in ends)}"  # the same on both

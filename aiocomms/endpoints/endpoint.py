@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from aiocomms.bootstrap.registry import Plan, advice, choose
+from aiocomms.bootstrap.registry import Selection, advice, choose
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator.opening import Opening, device_of
 from aiocomms.core.leak_guard import LeakGuard
@@ -26,7 +26,7 @@ from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.arrays import fitting
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import LoopDriver, Promise
 
 
 class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - it is called like a function, as new_comm is
@@ -90,14 +90,16 @@ class Endpoint(Handle):
     name: str
     device: torch.device
 
-    def __init__(self, plan: Plan, device: torch.device, host: str, expires: float, name: str, timeout: float) -> None:
+    def __init__(
+        self, plan: Selection, device: torch.device, host: str, expires: float, name: str, timeout: float
+    ) -> None:
         self.name, self.device = name, device
         self._alone = _Alone(device)
         self._thread, self._seconds, self._key = get_ident(), timeout, new_key()
         self._numbers = itertools.count(1)
         self._regions: dict[int, Region] = {}
         self._closed: Promise | None = None
-        self._driver = Driver.current()
+        self._driver = LoopDriver.current()
         self._reception = Reception(host, self._driver)
         self._address = Address(
             secrets.token_bytes(16), self._reception.host, self._reception.port,

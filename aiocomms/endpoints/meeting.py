@@ -29,7 +29,7 @@ _MOST: Final = 2 * MAX_RECORD
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class Hello(msgspec.Struct, array_like=True):
+class EndpointHello(msgspec.Struct, array_like=True):
     """What whoever connects says first."""
 
     address: bytes
@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, array_like=True):
     nonce: bytes
 
 
-class Answer(msgspec.Struct, array_like=True):
+class EndpointAnswer(msgspec.Struct, array_like=True):
     """What it is told."""
 
     nonce: bytes
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, array_like=True):
     """The refusal is that the other one is connecting to this one, too."""
 
 
-class Line:
+class EndpointLine:
     """A connection with another endpoint, for one message after the other. It blocks."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
@@ -102,7 +102,7 @@ class Line:
             raise PeerDiedError(f"the other endpoint is gone: {error}") from error
 
 
-class Call:
+class EndpointCall:
     """A call of another endpoint: connects, proves to be of the job, and says who this is."""
 
     def __init__(self, address: Address, mine: bytes, seconds: float) -> None:
@@ -120,7 +120,7 @@ class Call:
         self.nonce: bytes = os.urandom(16)
         """What this end has chosen for the seal."""
 
-    def run(self) -> tuple[Line, Answer]:
+    def run(self) -> tuple[EndpointLine, EndpointAnswer]:
         """Make it. Blocks, until :meth:`hang_up` at the latest.
 
         :returns: the connection, and what the endpoint answers.
@@ -135,13 +135,13 @@ class Call:
             self._connection.connect((address.host, address.port))
             left = max(0.001, ends - time.monotonic())
             prove(self._connection, address.secret("connect"), CALLER, left, ENDPOINT)
-            line = Line(self._connection, max(0.001, ends - time.monotonic()))
+            line = EndpointLine(self._connection, max(0.001, ends - time.monotonic()))
         except TimeoutError:
             raise CommTimeoutError(f"{where} did not answer within {self._seconds:g} s") from None
         except OSError as error:
             raise PeerDiedError(f"{where} cannot be reached: {error}") from error
-        line.tell(msgspec.msgpack.encode(Hello(self._mine, self.nonce)))
-        return line, heard(line, Answer)
+        line.tell(msgspec.msgpack.encode(EndpointHello(self._mine, self.nonce)))
+        return line, heard(line, EndpointAnswer)
 
     def hang_up(self) -> None:
         """End it; a thread that makes it goes on."""
@@ -150,7 +150,7 @@ class Call:
         self._connection.close()
 
 
-def heard(line: Line, kind: type[_T]) -> _T:
+def heard(line: EndpointLine, kind: type[_T]) -> _T:
     """Wait for a message of a kind.
 
     :raises ProtocolError: it is of another one.
@@ -165,7 +165,14 @@ class Pair(StoreRendezvous):
     home: dict[Any, Any] | None
 
     def __init__(
-        self, line: Line, rank: int, name: str, device: torch.device, timeout: float, seal: Seal, home: dict[Any, Any]
+        self,
+        line: EndpointLine,
+        rank: int,
+        name: str,
+        device: torch.device,
+        timeout: float,
+        seal: Seal,
+        home: dict[Any, Any],
     ) -> None:
         super().__init__(None, rank, 2, name=name, device=device, timeout=timeout, seal=seal)
         self._line, self.home = line, home

@@ -21,7 +21,7 @@ from aiocomms.lowlevel.auth import read_token
 from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
 from aiocomms.lowlevel.handshake import Dialogue, acceptor_dialogue
 from aiocomms.lowlevel.storeserver import owner
-from aiocomms.progress.driver import Driver
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.transport import Capabilities
 
 _BACKLOG: Final = 1024
@@ -37,7 +37,7 @@ class Reception:
 
     capabilities: Capabilities = Capabilities(ops=frozenset())
 
-    def __init__(self, host: str, driver: Driver) -> None:
+    def __init__(self, host: str, driver: LoopDriver) -> None:
         """Listen.
 
         :param host: an address of this host.

@@ -36,7 +36,7 @@ class Grant(msgspec.Struct, tag=2, array_like=True):
     number: int
 
 
-class Opening(msgspec.Struct, tag=3, array_like=True):
+class RegionOpening(msgspec.Struct, tag=3, array_like=True):
     """The leader opens a region of the rank ``owner``, because of a question of the other one."""
 
     owner: int
@@ -68,7 +68,7 @@ class Here(msgspec.Struct, tag=7, array_like=True):
     """This end is there."""
 
 
-Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye | Here
+Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | Here
 
 
 def read(what: bytes, rank: int) -> Word:
@@ -78,6 +78,6 @@ def read(what: bytes, rank: int) -> Word:
     :raises ProtocolError: it makes no sense, or is not for this end to hear.
     """
     word: Word = decoded(what, Word, "what the other endpoint says", 1 - rank)
-    if isinstance(word, (Opening, Closing) if rank == LEADER else (Grant, Leave)):
+    if isinstance(word, (RegionOpening, Closing) if rank == LEADER else (Grant, Leave)):
         raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
     return word

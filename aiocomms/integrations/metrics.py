@@ -88,7 +88,7 @@ class Durations:
         self.bytes: int = 0
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """What is known of the ops of one kind."""
 
     op: str
@@ -125,27 +125,27 @@ class Tally:
         kind.seconds += seconds
         kind.bytes += size
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[MetricRow]:
         """Yield what was counted so far; any thread."""
         for (cls, size), kind in list(dict(self._kinds).items()):
             transport = self._transports.get(cls.family, "messages")  # of collectives that none carries
-            yield Row(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
+            yield MetricRow(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
 
 
 class Totals:
     """What the ops of one rank have come to, of a communicator and of those in whose place it is."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, str, str], Row] = {}
+        self._rows: dict[tuple[str, str, str], MetricRow] = {}
         self._failed: dict[tuple[str, int | None], int] = {}
 
-    def add(self, rows: Iterable[Row], failed: Iterable[Failures]) -> None:
+    def add(self, rows: Iterable[MetricRow], failed: Iterable[Failures]) -> None:
         """Add those of one communicator."""
         for row in rows:
             known = self._rows.get(row[:3])
             if known is not None:
                 counts = [one + other for one, other in zip(known.counts, row.counts, strict=True)]
-                row = Row(*row[:3], counts, known.seconds + row.seconds, known.bytes + row.bytes)
+                row = MetricRow(*row[:3], counts, known.seconds + row.seconds, known.bytes + row.bytes)
             self._rows[row[:3]] = row
         for each in failed:
             key = each.error, each.peer
@@ -155,7 +155,7 @@ class Totals:
         """Why ops have failed."""
         return [Failures(*key, count) for key, count in self._failed.items()]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MetricRow]:
         """By kind of op."""
         return list(self._rows.values())
 

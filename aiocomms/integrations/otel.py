@@ -14,7 +14,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.integrations.metrics import Instrumentable, Measured, Row, Shown, instrumentable
+from aiocomms.integrations.metrics import Instrumentable, Measured, MetricRow, Shown, instrumentable
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import size_of
 from aiocomms.progress.work import Work
@@ -89,7 +89,7 @@ class _Instruments:
         gauge("aiocomms.shared_memory", [self._of_state(_memory)], "By", "Shared with other processes of the host")
         gauge("aiocomms.loop.lateness", [self._late], "s", "How long the event loop took to come round to a call")
 
-    def _of_ops(self, read: Callable[[Row], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    def _of_ops(self, read: Callable[[MetricRow], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
             for place, totals in self.shown.totals().items():
                 for row in totals.rows():

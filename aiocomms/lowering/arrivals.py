@@ -34,14 +34,14 @@ class Arrivals:
     def __init__(self, comm: Poster) -> None:
         self.comm: Poster = comm
         self._queues: dict[int, _Queue] = {}
-        self._calls: dict[Completion, _Call] = {}
+        self._calls: dict[Completion, _AnyCall] = {}
         self._last: dict[int, int] = {}  # the rank whose message came last, by tag
 
     def call(self, op: Any, work: Completion) -> None:
         """Start an op; see :meth:`aiocomms.transport.Transport.post`."""
         stream = self.comm.caller_stream()  # which may refuse
         queue = self._queues.setdefault(op.tag, _Queue(self, op.tag))
-        call = self._calls[work] = _Call(op, work, queue, stream or nullcontext)
+        call = self._calls[work] = _AnyCall(op, work, queue, stream or nullcontext)
         queue.add(call)
 
     def withdraw(self, work: Completion) -> bool:
@@ -77,7 +77,7 @@ class Arrivals:
         first = self._last.get(tag, -1) + 1
         return sorted(sources, key=lambda src: (src - first) % self.comm.size)
 
-    def forget(self, call: _Call) -> None:
+    def forget(self, call: _AnyCall) -> None:
         """Note that an op has ended, or waits no more."""
         self._calls.pop(call.work, None)
         if call.queue.idle:
@@ -89,7 +89,7 @@ class _Queue:
 
     def __init__(self, owner: Arrivals, tag: int) -> None:
         self.tag = tag
-        self.calls: list[_Call] = []  # in their order
+        self.calls: list[_AnyCall] = []  # in their order
         self.looks: dict[int, _Look] = {}  # that wait, by their source
         self.taking = 0  # calls that take a message
         self._owner = owner
@@ -104,7 +104,7 @@ class _Queue:
         """Whether nothing waits."""
         return not self.calls and not self.taking
 
-    def add(self, call: _Call, *, first: bool = False) -> None:
+    def add(self, call: _AnyCall, *, first: bool = False) -> None:
         """Have an op wait.
 
         :param first: it has waited before all others.
@@ -132,7 +132,7 @@ class _Queue:
                 return
             self._handle(look)
 
-    def _who_wants(self, src: int) -> _Call | None:
+    def _who_wants(self, src: int) -> _AnyCall | None:
         return next((call for call in self.calls if src in call.sources), None)
 
     def seen(self, look: _Look) -> None:
@@ -161,7 +161,7 @@ class _Queue:
                 if not call.sources - {self.comm.rank}:
                     call.end(error)
 
-    def drop(self, call: _Call) -> None:
+    def drop(self, call: _AnyCall) -> None:
         """Drop an op that waits no more, and the probes that it alone needs."""
         if call in self.calls:
             self.calls.remove(call)
@@ -172,7 +172,7 @@ class _Queue:
         self._owner.forget(call)
 
 
-class _Call:
+class _AnyCall:
     """One op that waits, or takes a message."""
 
     def __init__(
@@ -211,7 +211,7 @@ class _Call:
             tensor: Tensor = into(message)
         except Exception as error:
             raise CommError(f"into raised {type(error).__name__}: {error}; the message was left there") from error
-        checks.writable("the tensor that into gives", tensor, cast("checks.Group", comm))
+        checks.writable("the tensor that into gives", tensor, cast("checks.CheckedComm", comm))
         return tensor
 
     def _take(self, op: ops.Take) -> None:
@@ -292,7 +292,7 @@ class _Taking:
 
     __slots__ = ("__weakref__", "_call", "ended", "op")
 
-    def __init__(self, op: ops.Take, call: _Call) -> None:
+    def __init__(self, op: ops.Take, call: _AnyCall) -> None:
         self.op: ops.Take = op
         self._call = call
         self.ended: bool = False

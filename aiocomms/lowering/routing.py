@@ -12,7 +12,7 @@ from aiocomms.lowering.arrivals import FROM_ANY, Arrivals
 from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.lanes import Turns, collective_tag, within
 from aiocomms.lowering.loopback import Loopback
-from aiocomms.lowering.runs import BatchRun, Offload, Part, Poster, Run, Steps
+from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, RunPart, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
@@ -146,7 +146,7 @@ class Router(dict[type[ops.Op], Route]):
         else:
             self._messages(within(op, lane), work)
 
-    def adopt(self, work: LaneWork[Any], part: Part) -> None:
+    def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
         """Go on with a message of a lane that a shortcut has posted, and of which ``part`` will be told the outcome."""
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)

@@ -73,8 +73,8 @@ class Run:
         self._steps = steps
         self._left = 0
         self._posted = False  # whether a message has been
-        self._only: Part | None = None  # the first step's only message, until it is complete
-        self._parts: Sequence[weakref.ref[Part]] = ()  # the step's messages, which the transport keeps
+        self._only: RunPart | None = None  # the first step's only message, until it is complete
+        self._parts: Sequence[weakref.ref[RunPart]] = ()  # the step's messages, which the transport keeps
         self._stopped: CommError | None = None
         self.work: Completion = work
 
@@ -108,7 +108,7 @@ class Run:
                 self._break_off(error)
                 return
             self._left = len(step) + 1  # one more, so that parts which complete inside post do not call advance
-            parts = [Part(self, op) for op in step]
+            parts = [RunPart(self, op) for op in step]
             self._only = parts[0] if len(parts) == 1 and not self._posted else None
             if not self._post(parts):
                 return
@@ -120,13 +120,13 @@ class Run:
                 return
             self._parts = ()
 
-    def adopt(self, part: Part) -> None:
+    def adopt(self, part: RunPart) -> None:
         """Go on behind the first step, whose only message a shortcut has posted; ``part`` is told the outcome."""
         (op,) = next(self._steps)
         part.__init__(self, op)  # type: ignore[misc]
         self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
 
-    def _post(self, parts: Sequence[Part]) -> bool:
+    def _post(self, parts: Sequence[RunPart]) -> bool:
         """Post messages; False if one cannot be, which has ended the op and the communicator."""
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
@@ -207,7 +207,7 @@ class Run:
                 part.ended = True
                 self._left -= 1
 
-    def _unfinished(self) -> list[Part]:
+    def _unfinished(self) -> list[RunPart]:
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
@@ -237,7 +237,7 @@ class BatchRun(Run):
         """Post all parts of the batch."""
         self._fault: CommError | None = None
         self._all_posted = False
-        parts = [Part(self, op) for op in next(self._steps)]
+        parts = [RunPart(self, op) for op in next(self._steps)]
         self._left = len(parts) + 1
         if not self._post(parts):
             return
@@ -267,7 +267,7 @@ class BatchRun(Run):
         self.part_done()
 
 
-class Part:
+class RunPart:
     """One message of a schedule: the completion that the transport is given for it."""
 
     __slots__ = ("__weakref__", "_run", "ended", "op")

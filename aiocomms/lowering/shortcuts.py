@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from aiocomms import ops
-from aiocomms.lowering.runs import Part
+from aiocomms.lowering.runs import RunPart
 from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.transport import OP_RESULT, Transport
 from aiocomms.transport.native import Line, NativeTransport, Shortcuts
@@ -36,7 +36,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
         shortcuts.use(
             _awaited(StartedWork, awaiting),
             _awaited(LaneWork, awaiting),
-            Part,
+            RunPart,
             windows=by_family.get("rma") is transport,
         )
     return shortcuts

@@ -16,7 +16,7 @@ from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.ops._base import USER, AsTensor, Buffers, Family, Op
 from aiocomms.ops._p2p import Recv
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 from aiocomms.ops.numbers import as_int
 
 Source = int | Sequence[int] | None
@@ -97,7 +97,7 @@ class _FromAny(_Sourced, Op, frozen=True, eq=False):
     """The ranks whose messages it matches."""
     tag: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         _sources(self.sources, group)
         checks.tagged(self.tag)
@@ -115,7 +115,7 @@ class RecvMessage(_FromAny, frozen=True, eq=False):
     name = kind = "recv_message"
     into: Callable[[Message], Tensor] | None = None
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         super().check(group)
         if self.into is not None and not callable(self.into):
@@ -132,7 +132,7 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
     sources: tuple[int, ...]
     tag: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""
         checks.writable("tensor", self.tensor, group)
         _sources(self.sources, group)
@@ -154,7 +154,7 @@ def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
     return (one,) if type(one) is int else one
 
 
-def _sources(sources: Any, group: Group) -> None:
+def _sources(sources: Any, group: CheckedComm) -> None:
     if not isinstance(sources, tuple):
         raise checks.wrong_type("src", sources, "a rank as an int, a list of ranks, or None for any rank")
     for i, rank in enumerate(sources):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 import msgspec
 from torch import Tensor
 
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 
 Family = Literal["p2p", "collectives", "rma"]
 
@@ -60,7 +60,7 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     moves: ClassVar[bool] = False
     """Whether the op may move its tensors to other memory, as the opening of a window does."""
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         """Check the arguments. It is called before anything is sent.
 
         :raises ArgumentError: an argument is wrong.

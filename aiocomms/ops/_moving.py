@@ -11,7 +11,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.ops._base import AsTensor, Buffers, Op, chunks, named, shapes
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 
 
 class _AllGather(Op, frozen=True, eq=False):
@@ -31,7 +31,7 @@ class AllGather(_AllGather, frozen=True, eq=False):
     outputs: tuple[Tensor, ...]
     input: AsTensor
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("tensor", self.input, group)
         checks.listed("outputs", self.outputs, group, write=True, equal=self.equal)
         checks.same(f"outputs[{group.rank}]", self.outputs[group.rank], "tensor", self.input)
@@ -69,7 +69,7 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
     output: AsTensor
     input: AsTensor
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("input", self.input, group)
         checks.writable("output", self.output, group)
         checks.multiple("output", self.output, "input", self.input, group.size)
@@ -109,7 +109,7 @@ class Gather(_Gather, frozen=True, eq=False):
     input: AsTensor
     root: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("input", self.input, group)
         checks.index("root", self.root, group)
         if group.rank != self.root:
@@ -145,7 +145,7 @@ class GatherSingle(_Gather, frozen=True, eq=False):
     input: AsTensor
     root: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("input", self.input, group)
         checks.index("root", self.root, group)
         if group.rank != self.root:
@@ -181,7 +181,7 @@ class Scatter(Op, frozen=True, eq=False):
     inputs: tuple[Tensor, ...] | None
     root: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("output", self.output, group)
         checks.index("root", self.root, group)
         if group.rank != self.root:
@@ -229,7 +229,7 @@ class AllToAll(_AllToAll, frozen=True, eq=False):
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor, ...]
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.listed("outputs", self.outputs, group, write=True, equal=False)
         checks.listed("inputs", self.inputs, group, write=False, equal=False)
         mine = self.outputs[group.rank]
@@ -262,7 +262,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
     output: AsTensor
     input: AsTensor
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("output", self.output, group)
         checks.readable("input", self.input, group)
         checks.same("output", self.output, "input", self.input)
@@ -300,7 +300,7 @@ class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
     output_split_sizes: tuple[int, ...]
     input_split_sizes: tuple[int, ...]
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("output", self.output, group)
         checks.readable("input", self.input, group)
         checks.same("output", self.output, "input", self.input, shape=False)

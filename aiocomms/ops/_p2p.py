@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aiocomms.ops import checks
 from aiocomms.ops._base import USER, AsTensor, Buffers, Family, Op
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 
 
 class Send(Op, frozen=True, eq=False):
@@ -24,7 +24,7 @@ class Send(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("tensor", self.tensor, group)
         checks.end("dst", self.dst, group)
         checks.tagged(self.tag)
@@ -47,7 +47,7 @@ class Recv(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
         checks.end("src", self.src, group)
         checks.tagged(self.tag)
@@ -66,7 +66,7 @@ class Batch(Op, frozen=True, eq=False):
     family: ClassVar[Family] = "p2p"
     parts: tuple[Send | Recv, ...]
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         for part in self.parts:
             part.check(group)
         checks.disjoint(self.writes(), self.reads())

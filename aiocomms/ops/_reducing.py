@@ -10,7 +10,7 @@ from torch import Tensor
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.ops import checks
 from aiocomms.ops._base import AsTensor, Buffers, Op, chunks, named, shapes
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 
 
@@ -39,7 +39,7 @@ class _OnAll(_InPlace, frozen=True, eq=False):
         tensor: AsTensor
     op: ReduceOp
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
         _reducible(self.op, self.tensor)
 
@@ -81,7 +81,7 @@ class Reduce(_InPlace, frozen=True, eq=False):
     root: int
     op: ReduceOp
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
         checks.index("root", self.root, group)
         _reducible(self.op, self.tensor)
@@ -98,7 +98,7 @@ class Broadcast(_InPlace, frozen=True, eq=False):
         tensor: AsTensor
     root: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
         checks.index("root", self.root, group)
 
@@ -130,7 +130,7 @@ class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
     inputs: tuple[Tensor, ...]
     op: ReduceOp
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("output", self.output, group)
         checks.listed("inputs", self.inputs, group, write=False, equal=self.equal)
         checks.same(f"inputs[{group.rank}]", self.inputs[group.rank], "output", self.output)
@@ -169,7 +169,7 @@ class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
     input: AsTensor
     op: ReduceOp
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("output", self.output, group)
         checks.readable("input", self.input, group)
         checks.multiple("input", self.input, "output", self.output, group.size)

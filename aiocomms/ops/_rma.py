@@ -11,7 +11,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.ops import checks
 from aiocomms.ops._base import AsTensor, Buffers, Family, Op
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 
@@ -36,7 +36,7 @@ class _Rma(Op, frozen=True, eq=False):
 class _OnWindow(_Rma, frozen=True, eq=False):
     window: WindowInfo
 
-    def _check_target(self, name: str, rank: int, group: Group, offset: int = 0, count: int = 0) -> None:
+    def _check_target(self, name: str, rank: int, group: CheckedComm, offset: int = 0, count: int = 0) -> None:
         """Check that the window is open, the rank exists, and its part has ``count`` elements from ``offset`` on."""
         if self.window.closed:
             raise CommClosedError("the window is closed")
@@ -73,7 +73,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
     moves = True
     tensor: AsTensor
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         tensor = self.tensor
         checks.writable("tensor", tensor, group)
         # Processors change what lies across two words in two steps, or, as aarch64's do, end the process.
@@ -98,7 +98,7 @@ class Put(_OnWindow, frozen=True, eq=False):
     dst: int
     offset: int = 0
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.readable("tensor", self.tensor, group)
         self._check_target("dst", self.dst, group, self.offset, self.tensor.numel())
         self._check_dtype(self.tensor)
@@ -126,7 +126,7 @@ class Get(_OnWindow, frozen=True, eq=False):
     src: int
     offset: int = 0
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
         self._check_target("src", self.src, group, self.offset, self.tensor.numel())
         self._check_dtype(self.tensor)
@@ -146,7 +146,7 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
     offset: int
     value: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("dst", self.dst, group, self.offset, 1)
         self._check_atomic(value=self.value)
 
@@ -160,7 +160,7 @@ class CompareSwap(_OnWindow, frozen=True, eq=False):
     expected: int
     value: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("dst", self.dst, group, self.offset, 1)
         self._check_atomic(expected=self.expected, value=self.value)
 
@@ -171,7 +171,7 @@ class Signal(_OnWindow, frozen=True, eq=False):
     name = kind = "signal"
     dst: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("dst", self.dst, group)
 
 
@@ -182,7 +182,7 @@ class WaitSignal(_OnWindow, frozen=True, eq=False):
     withdrawable = True
     src: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("src", self.src, group)
 
 
@@ -192,7 +192,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
     name = kind = "flush"
     dst: int | None = None
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("dst", group.rank if self.dst is None else self.dst, group)
 
 
@@ -202,5 +202,5 @@ class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
     name = kind = "map_remote_tensor"
     rank: int
 
-    def check(self, group: Group) -> None:
+    def check(self, group: CheckedComm) -> None:
         self._check_target("rank", self.rank, group)

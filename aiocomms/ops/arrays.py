@@ -21,7 +21,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import checks
 from aiocomms.ops._base import Op
-from aiocomms.ops.checks import Group
+from aiocomms.ops.checks import CheckedComm
 from aiocomms.ops.numbers import as_int
 
 Asked = TypeVar("Asked", bound=Op)
@@ -45,7 +45,7 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 )
 
 
-def checked(op: Asked, group: Group) -> Asked:
+def checked(op: Asked, group: CheckedComm) -> Asked:
     """Check an op, and return it; or the same op of tensors and ints, if it was called with arrays or other numbers.
 
     What awaiting it returns is what ``op.result()`` says of the op as it was called.

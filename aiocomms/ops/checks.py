@@ -80,7 +80,7 @@ class Members(Protocol):
     size: int
 
 
-class Group(Members, Protocol):
+class CheckedComm(Members, Protocol):
     """What a check needs to know of the communicator."""
 
     device: torch.device
@@ -124,7 +124,7 @@ def is_tensor(name: str, value: object) -> None:
         raise wrong_type(name, value, "a torch.Tensor")
 
 
-def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
+def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     """Check a tensor that an op reads.
 
     It must be plain, contiguous and allocated, have a dtype of :data:`DTYPES`, and be on the communicator's device.
@@ -152,7 +152,7 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
     raise _unreadable(name, tensor, group.device)
 
 
-def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
+def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     """Check a tensor that an op writes, as :func:`readable` does; it must also not be tracked by autograd.
 
     :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
@@ -206,7 +206,7 @@ def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, sh
         raise ArgumentError(f"{name} is {describe(got)}, wanted {what} as {like_name}")
 
 
-def listed(name: str, tensors: Sequence[torch.Tensor], group: Group, *, write: bool, equal: bool) -> None:
+def listed(name: str, tensors: Sequence[torch.Tensor], group: CheckedComm, *, write: bool, equal: bool) -> None:
     """Check a list with one tensor per rank: its length, each tensor, and that all have one dtype.
 
     :param write: whether the op writes the tensors.
@@ -278,14 +278,14 @@ def index(name: str, value: int, group: Members) -> None:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
 
 
-def other(name: str, value: int, group: Group) -> None:
+def other(name: str, value: int, group: CheckedComm) -> None:
     """Check that a value is the rank of a peer: a rank other than this one."""
     index(name, value, group)
     if value == group.rank:
         raise ArgumentError(f"{name} is {value}, this rank itself; wanted another rank")
 
 
-def end(name: str, value: int, group: Group) -> None:
+def end(name: str, value: int, group: CheckedComm) -> None:
     """Check that a value is a rank to send to or receive from: this one, too, if the tensors are on the CPU."""
     index(name, value, group)
     if value == group.rank and group.device.type != "cpu":
@@ -324,7 +324,7 @@ def integers(name: str, value: object) -> tuple[int, ...]:
     raise wrong_type(name, value, "a list or tuple of ints")
 
 
-def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
+def splits(name: str, value: Sequence[int], rows: int, group: CheckedComm) -> None:
     """Check split sizes: one non-negative ``int`` per rank, whose sum is the tensor's number of rows."""
     if len(value) != group.size:
         raise ArgumentError(f"{name} has {len(value)} entries, wanted one per rank: {group.size}")

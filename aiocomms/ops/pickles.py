@@ -11,7 +11,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError
 
 
-class _Sink:
+class _PickleSink:
     """Takes a pickle as it is written, up to a size."""
 
     def __init__(self, limit: int) -> None:
@@ -33,7 +33,7 @@ class _Sink:
 class _Pickler(pickle.Pickler):
     """Pickles each tensor without the memory that it does not show."""
 
-    def __init__(self, sink: _Sink) -> None:
+    def __init__(self, sink: _PickleSink) -> None:
         super().__init__(sink)
         self._sink = sink
 
@@ -66,6 +66,6 @@ def dumps(value: Any, limit: int) -> bytearray:
     :param limit: the size that its pickle may have, in bytes.
     :raises ArgumentError: it is larger.
     """
-    sink = _Sink(limit)
+    sink = _PickleSink(limit)
     _Pickler(sink).dump(value)
     return sink.data

@@ -63,7 +63,7 @@ class _Source:
         self.transports: list[Served] = []
 
 
-class Driver:
+class LoopDriver:
     """Turns "something happened below" into completed works, for one event loop."""
 
     def __init__(self, loop: Loop) -> None:
@@ -83,13 +83,13 @@ class Driver:
         self._blocked: Waker | None = None  # while the loop's thread waits in block()
 
     @classmethod
-    def current(cls) -> Driver:
+    def current(cls) -> LoopDriver:
         """Return the driver of the running loop.
 
         :raises RuntimeError: no loop is running.
         """
         loop = running_loop()
-        driver: Driver | None = getattr(_local, "driver", None)
+        driver: LoopDriver | None = getattr(_local, "driver", None)
         if driver is None or driver._loop.token is not loop.token:
             driver = _local.driver = cls(loop)
         return driver
@@ -271,7 +271,7 @@ class Promise:
 
     __slots__ = ("_driver", "_set", "_waiters")
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: LoopDriver) -> None:
         self._driver = driver
         self._set = False
         self._waiters = Waiters(self)
@@ -301,7 +301,7 @@ class Bell:
 
     __slots__ = ("_driver", "_waiters", "ring")
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: LoopDriver) -> None:
         self._driver = driver
         self._waiters = Waiters(self)
         self.ring: Callable[[], None] = self._waiters.wake

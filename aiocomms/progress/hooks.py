@@ -9,7 +9,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
 from aiocomms.ops.checks import wrong_type
-from aiocomms.progress.driver import Driver
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.progress.work import Work
 
 
@@ -48,7 +48,7 @@ class Hooks(list[Hook]):
         for hook in list(self):
             hook._fn(*args)
 
-    def call(self, driver: Driver, *args: Any) -> None:
+    def call(self, driver: LoopDriver, *args: Any) -> None:
         """Call the hooks, and leave what a hook raises to the event loop: whoever called here has another op to see to.
 
         The loop reports it, or ends by it: as it does with what a callback of its own raises.

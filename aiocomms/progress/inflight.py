@@ -15,7 +15,7 @@ from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, Mism
 from aiocomms.lowlevel import memory
 from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.deadlines import watchdog
-from aiocomms.progress.driver import Driver, Promise, Waiters
+from aiocomms.progress.driver import LoopDriver, Promise, Waiters
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.loops import Waiter
 from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
@@ -193,7 +193,7 @@ class LaneWork(StartedWork[T_co]):
 class Expirer(Protocol):
     """The communicator's side of its works in flight."""
 
-    driver: Driver
+    driver: LoopDriver
 
     def expire(self, work: StartedWork[Any]) -> None:
         """Act on a work whose deadline has passed, and again while it has not ended; on the watchdog's thread."""
@@ -251,7 +251,7 @@ class InFlight:
     def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
         self._owner = owner
         self.heartbeat: Heartbeat = heartbeat
-        self.driver: Driver = owner.driver
+        self.driver: LoopDriver = owner.driver
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
         self._drained: Promise | None = None

@@ -11,7 +11,7 @@ import msgspec
 from aiocomms.errors import CommError, WorkCancelledError, wrong_thread
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
-from aiocomms.progress.driver import Driver, Waiters
+from aiocomms.progress.driver import LoopDriver, Waiters
 from aiocomms.progress.handed import Handed, Steps
 from aiocomms.progress.misuse import RESULTS, refuse_as_result
 from aiocomms.transport import OP_RESULT
@@ -25,7 +25,7 @@ PENDING, DONE, ABANDONED = range(3)
 class Owner(Protocol):
     """The communicator's side of its works."""
 
-    driver: Driver
+    driver: LoopDriver
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
@@ -255,7 +255,7 @@ class UnseenError:
 
     __slots__ = ("_driver", "error")
 
-    def __init__(self, driver: Driver, error: CommError) -> None:
+    def __init__(self, driver: LoopDriver, error: CommError) -> None:
         self._driver = driver
         self.error: CommError | None = error
 

@@ -25,7 +25,7 @@ from torch.distributed import HashStore, PrefixStore
 from aiocomms import ops
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, UnsupportedOperation
-from aiocomms.lowering.runs import Part
+from aiocomms.lowering.runs import RunPart
 from aiocomms.lowering.windows import TwoSided
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import broken, guarded
@@ -184,7 +184,7 @@ class Link:
 
     def _faults_of(self, work: Completion) -> list[Fault]:
         """Return the faults of the op of the program that a work belongs to; none of the library's own messages."""
-        while isinstance(work, Part):
+        while isinstance(work, RunPart):
             work = work._run.work
         if not isinstance(work, StartedWork):
             return []

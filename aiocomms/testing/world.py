@@ -11,7 +11,7 @@ import anyio
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from aiocomms.bootstrap.registry import Plan, choose, in_process, open_transports
+from aiocomms.bootstrap.registry import Selection, choose, in_process, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
@@ -104,7 +104,7 @@ class _Together(StoreRendezvous):
         raise self._absent(given)
 
 
-async def _open(comms: list[Communicator | None], plan: Plan, meeting: _Meeting) -> None:
+async def _open(comms: list[Communicator | None], plan: Selection, meeting: _Meeting) -> None:
     """Open every rank's communicator. If one fails, the others are cancelled instead of waiting for it."""
     failures: list[Exception] = []
 

@@ -26,8 +26,8 @@ from processes import KILLED, Rank, Run, allocated
 import aiocomms
 from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints import credentials
-from aiocomms.endpoints.meeting import ENDPOINT, Call
-from aiocomms.endpoints.words import Leave, Opening
+from aiocomms.endpoints.meeting import ENDPOINT, EndpointCall
+from aiocomms.endpoints.words import Leave, RegionOpening
 from aiocomms.errors import (
     AuthError,
     CommAbortedError,
@@ -381,7 +381,7 @@ async def close_on_the_silent(place: Rank) -> Any:
         there = credentials.read_address(here.address)
         async with aiocomms.open_endpoint("ucx") as other:
             mine = other.address
-        call = Call(there, mine, 60)
+        call = EndpointCall(there, mine, 60)
         line, _ = await asyncio.to_thread(call.run)
         line.tell(b"")
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -430,7 +430,7 @@ async def call_and_hang_up(place: Rank) -> Any:
     """Who calls in another endpoint's name, and hangs up, ends no connection of that."""
     async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
         peer = await here.connect(other.address)
-        call = Call(credentials.read_address(here.address), other.address, 60)
+        call = EndpointCall(credentials.read_address(here.address), other.address, 60)
         line, _ = await asyncio.to_thread(call.run)
         line.tell(b"")
         call.hang_up()
@@ -473,8 +473,8 @@ async def lie(place: Rank, word: str) -> Any:
         region = here.register(torch.zeros(4))
         said: dict[str, Any] = {
             "nonsense": b"\xff\xff",
-            "a decision": Leave(0, 1, "") if found._comm.rank else Opening(0, 1, 1),
-            "what nobody wants": Opening(1, region._number, 7),
+            "a decision": Leave(0, 1, "") if found._comm.rank else RegionOpening(0, 1, 1),
+            "what nobody wants": RegionOpening(1, region._number, 7),
         }
         what = said[word]
         say: Callable[[Any], Any] = peer._attachments._say

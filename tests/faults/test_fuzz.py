@@ -57,7 +57,7 @@ def _row(data: bytes) -> torch.Tensor:
 
 def _object(data: bytes) -> object:
     header = data[: parcels.HEADER_BYTES].ljust(parcels.HEADER_BYTES, b"\0")
-    arrival = parcels.Arrival(header, torch.device("cpu"))
+    arrival = parcels.ArrivingObject(header, torch.device("cpu"))
     # Memory that the operating system has not given yet: pages exist once something comes.
     assert arrival.body.nbytes <= codec.MAX_OBJECT_BYTES
     if arrival.inline:
@@ -95,8 +95,8 @@ def _sing() -> None:
     Canary.sung = True
 
 
-HELLO = ucx_bringup.Hello("little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
-C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
+HELLO = ucx_bringup.EngineHello("little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
+C10D_FRAME = c10d_wire.pack(c10d_wire.C10dHeader(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
 KEY = credentials.new_key()
 ADDRESS = credentials.Address(b"e" * 16, "192.0.2.1", 9, {"p2p": "ucx"}, "cpu", math.inf)
 DESCRIPTOR = credentials.Descriptor(b"e" * 16, 1, "torch.float32", 2**20, True, False, 2.0**40)
@@ -132,16 +132,16 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "notes of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Note(0, b"a note"))),
     "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_bringup.Place),
-        msgspec.msgpack.encode(ucx_bringup.Place(b"address", ("192.0.2.1", 9))),
+        lambda data: ucx_wire.record(1, data, ucx_bringup.EnginePlace),
+        msgspec.msgpack.encode(ucx_bringup.EnginePlace(b"address", ("192.0.2.1", 9))),
     ),
     "members of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_meeting.Member),
-        msgspec.msgpack.encode(ucx_meeting.Member(0, 5, True)),
+        lambda data: ucx_wire.record(1, data, ucx_meeting.MemberRecord),
+        msgspec.msgpack.encode(ucx_meeting.MemberRecord(0, 5, True)),
     ),
     "parts of windows of ucx": (
         lambda data: ucx_windows._part(1, _row(data)),
-        bytes(ucx_windows._record(ucx_windows.Part(3, 0, (4, 5), 2**47, b"key"), 2048).tolist())[:64],
+        bytes(ucx_windows._record(ucx_windows.WindowPart(3, 0, (4, 5), 2**47, b"key"), 2048).tolist())[:64],
     ),
 }
 

@@ -163,7 +163,7 @@ async def come_late(place: Rank) -> None:
     if place.rank == 1:
         introduce = ucx_bringup._introduction  # the last that a rank does before it speaks to the others
 
-        def wait() -> ucx_bringup.Hello:
+        def wait() -> ucx_bringup.EngineHello:
             place.told("full 0")
             return introduce()
 
@@ -320,7 +320,7 @@ def test_gloo_does_not_believe_the_store(ranks: Run, transport: str) -> None:
 
 def c10d_bombs() -> list[bytes]:
     def frame(**more: Any) -> bytes:
-        header = c10d_wire.Header(**{"kind": c10d_wire.EAGER, **more})
+        header = c10d_wire.C10dHeader(**{"kind": c10d_wire.EAGER, **more})
         fields = (b"aioC", c10d_wire.VERSION, *header[:4], header.text, header.sizes, header.ident, header.nbytes)
         return c10d_wire._HEADER.pack(*fields)  # `pack` writes no lengths that are wrong
 
@@ -770,7 +770,7 @@ def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
 
 @pytest.mark.deterministic
 def test_a_key_of_memory_is_not_shown() -> None:
-    part = ucx_windows.Part(3, 0, (4,), 2**47, b"secret key")
+    part = ucx_windows.WindowPart(3, 0, (4,), 2**47, b"secret key")
     for text in (repr(part), str(part)):
         assert "secret" not in text
         assert str(2**47) not in text

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 
 import aiocomms
 from aiocomms import ops
-from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 from aiocomms.transport import Transport
 
@@ -272,7 +272,7 @@ def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before
 @pytest.mark.fault(101, transport="ucx")
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), PermissionError("not here")])
 def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
-    plan = Plan({"p2p": "some"}, {"p2p": Transport}, {})
+    plan = Selection({"p2p": "some"}, {"p2p": Transport}, {})
 
     async def fail(cls: type[Transport], family: Any) -> Transport:
         raise error

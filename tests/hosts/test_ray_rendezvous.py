@@ -41,7 +41,7 @@ class Actor:
     """An async actor that is one rank."""
 
     comm: aiocomms.Communicator
-    meeting: meeting.Meeting | None = None
+    meeting: meeting.RayMeeting | None = None
 
     def __init__(self) -> None:
         self.arrived: set[str] = set()
@@ -52,13 +52,13 @@ class Actor:
             self.arrived.add(self.meeting._name)
             return count
 
-        run = meeting.Meeting.run
+        run = meeting.RayMeeting.run
 
-        def kept(self_: meeting.Meeting) -> JobStore:
+        def kept(self_: meeting.RayMeeting) -> JobStore:
             self.meeting = self_
             return run(self_)
 
-        JobStore.add, meeting.Meeting.run = heard, kept
+        JobStore.add, meeting.RayMeeting.run = heard, kept
 
     async def meet(self, name: str, rank: int, size: int, **more: Any) -> str:
         self.comm = await aiocomms.integrations.ray.rendezvous(name, rank=rank, size=size, **more)
@@ -250,7 +250,9 @@ def test_records_that_lead_elsewhere(crew: list[Any]):
     other = first.meet.remote("other", 0, 2)
     until(found)
     (key,) = found()
-    record = msgspec.msgpack.decode(internal_kv._internal_kv_get(key, namespace=meeting.NAMESPACE), type=meeting.Record)
+    record = msgspec.msgpack.decode(
+        internal_kv._internal_kv_get(key, namespace=meeting.NAMESPACE), type=meeting.RayRecord
+    )
     with socket.create_server((record.host, 0)) as silent, socket.socket() as deaf:
         deaf.bind((record.host, 0))
         stale = [key[:-8].replace(b"other", b"mine") + bytes(7) + bytes([number]) for number in range(3)]

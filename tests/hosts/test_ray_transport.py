@@ -26,7 +26,7 @@ MANY = 2**20
 """Elements: more than Ray or a message would carry by the way."""
 
 
-def manager() -> under_test.EndpointTransport:
+def manager() -> under_test.RayTransport:
     return get_tensor_transport_manager(under_test.NAME)
 
 

@@ -20,8 +20,8 @@ import aiocomms_local.window as windows
 import msgspec
 import torch
 from aiocomms_local import LocalTransport
-from aiocomms_local.matching import Matcher
-from aiocomms_local.window import Window
+from aiocomms_local.matching import SharedMatcher
+from aiocomms_local.window import LocalWindow
 
 import aiocomms.communicator.lane as views
 import aiocomms.communicator.portal.works as blocking_works
@@ -77,7 +77,7 @@ def replace(owner: Any, name: str, replacement: Any) -> None:
 def on_messages(change: Any) -> None:
     """Change the record of every message before it is matched, and that by which it is withdrawn."""
     for name in ("send", "recv", "withdraw"):
-        wrap(Matcher, name, lambda original, matcher, rank, op, work: original(matcher, rank, change(op), work))
+        wrap(SharedMatcher, name, lambda original, matcher, rank, op, work: original(matcher, rank, change(op), work))
 
 
 def control() -> None:
@@ -111,21 +111,21 @@ class _Stack(deque):
 
 @caught_by("test_messages")
 def last_message_first() -> None:
-    def make(original: Any, matcher: Matcher, size: int) -> None:
+    def make(original: Any, matcher: SharedMatcher, size: int) -> None:
         original(matcher, size)
         matcher._sends.default_factory = _Stack
 
-    wrap(Matcher, "__init__", make)
+    wrap(SharedMatcher, "__init__", make)
 
 
 @caught_by("test_messages")
 def lost_message() -> None:
     count = iter(range(10**9))
 
-    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+    def send(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> Any:
         return [(rank, work, OP_RESULT)] if next(count) % 100 == 99 else original(matcher, rank, op, work)
 
-    wrap(Matcher, "send", send)
+    wrap(SharedMatcher, "send", send)
 
 
 # -------------------------------------------------------------------------------------------------------- data
@@ -139,11 +139,11 @@ def uncopied_data() -> None:
         def done(self) -> bool:
             return True
 
-    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+    def send(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> Any:
         done = original(matcher, rank, op, Ignored())
         return [(rank, work, OP_RESULT), *done]
 
-    wrap(Matcher, "send", send)
+    wrap(SharedMatcher, "send", send)
 
 
 @caught_by("test_messages")
@@ -290,29 +290,29 @@ def unsigned_integers_are_in_the_order_of_signed_ones() -> None:
 
 @caught_by("test_collectives")
 def barrier_waits_for_nobody() -> None:
-    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
+    def join(original: Any, matcher: SharedMatcher, rank: int, index: int, op: Any, work: Any) -> Any:
         return [(rank, work, OP_RESULT)] if isinstance(op, ops.Barrier) else original(matcher, rank, index, op, work)
 
-    wrap(Matcher, "join", join)
+    wrap(SharedMatcher, "join", join)
 
 
 @caught_by("test_collectives")
 def empty_tensors_do_not_synchronise() -> None:
-    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
+    def join(original: Any, matcher: SharedMatcher, rank: int, index: int, op: Any, work: Any) -> Any:
         if isinstance(op, ops.AllReduce) and not op.tensor.numel():
             return [(rank, work, OP_RESULT)]
         return original(matcher, rank, index, op, work)
 
-    wrap(Matcher, "join", join)
+    wrap(SharedMatcher, "join", join)
 
 
 @caught_by("test_mismatch")
 def nothing_is_compared() -> None:
-    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
+    def join(original: Any, matcher: SharedMatcher, rank: int, index: int, op: Any, work: Any) -> Any:
         type(op).signature = lambda op: ("any", type(op).kind)
         return original(matcher, rank, index, op, work)
 
-    wrap(Matcher, "join", join)
+    wrap(SharedMatcher, "join", join)
 
 
 @caught_by("test_mismatch")
@@ -342,7 +342,7 @@ def cancel_that_never_withdraws() -> None:
 
 @caught_by("test_cancellation")
 def cancel_withdraws_the_wrong_one() -> None:
-    def withdraw(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> bool:
+    def withdraw(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> bool:
         recvs = matcher._recvs.get((op.src, rank, op.channel, op.tag)) if isinstance(op, ops.Recv) else None
         if not recvs or (op, work) not in recvs:
             return original(matcher, rank, op, work)
@@ -351,12 +351,12 @@ def cancel_withdraws_the_wrong_one() -> None:
             del matcher._recvs[op.src, rank, op.channel, op.tag]
         return True
 
-    wrap(Matcher, "withdraw", withdraw)
+    wrap(SharedMatcher, "withdraw", withdraw)
 
 
 @caught_by("test_closing")
 def swallowed_close() -> None:
-    wrap(Matcher, "leave", lambda original, matcher, rank: [])
+    wrap(SharedMatcher, "leave", lambda original, matcher, rank: [])
 
 
 @caught_by("test_closing")
@@ -424,25 +424,25 @@ def tags_without_their_last_32_bits() -> None:
 def lost_lane() -> None:
     """What is sent on one lane of a hundred does not arrive."""
 
-    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+    def send(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> Any:
         lost = op.tag >= LANES and op.tag % 100 == 0
         return [(rank, work, OP_RESULT)] if lost else original(matcher, rank, op, work)
 
-    wrap(Matcher, "send", send)
+    wrap(SharedMatcher, "send", send)
 
 
 @caught_by("test_lanes_messages")
 def last_of_a_lane_first() -> None:
     """A message overtakes those of its lane that nobody has received yet."""
 
-    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+    def send(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> Any:
         done = original(matcher, rank, op, work)
         queue = matcher._sends.get((rank, op.dst, op.channel, op.tag))
         if op.tag >= LANES and queue:
             queue.rotate(1)
         return done
 
-    wrap(Matcher, "send", send)
+    wrap(SharedMatcher, "send", send)
 
 
 @caught_by("test_lanes")
@@ -503,58 +503,58 @@ def a_lane_for_all_tasks() -> None:
 
 @caught_by("test_windows")
 def put_is_off_by_one() -> None:
-    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+    def act(original: Any, window: LocalWindow, op: Any, rank: int, work: Any) -> Any:
         room = isinstance(op, ops.Put) and op.offset + op.tensor.numel() < window.tensors[op.dst].numel()
         return original(window, msgspec.structs.replace(op, offset=op.offset + 1) if room else op, rank, work)
 
-    wrap(windows.Window, "act", act)
+    wrap(windows.LocalWindow, "act", act)
 
 
 @caught_by("test_signals")
 def put_signal_does_not_signal() -> None:
-    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+    def act(original: Any, window: LocalWindow, op: Any, rank: int, work: Any) -> Any:
         if isinstance(op, ops.PutSignal):
             op = ops.Put(op.window, op.tensor, op.dst, op.offset)
         return original(window, op, rank, work)
 
-    wrap(windows.Window, "act", act)
+    wrap(windows.LocalWindow, "act", act)
 
 
 @caught_by("test_signals")
 def signals_are_not_counted() -> None:
-    def signal(original: Any, window: Window, src: int, dst: int) -> Any:
+    def signal(original: Any, window: LocalWindow, src: int, dst: int) -> Any:
         done = original(window, src, dst)
         window.signals[src, dst] = min(window.signals[src, dst], 1)
         return done
 
-    wrap(windows.Window, "_signal", signal)
+    wrap(windows.LocalWindow, "_signal", signal)
 
 
 @caught_by("test_windows")
 def counts_come_afterwards() -> None:
-    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+    def act(original: Any, window: LocalWindow, op: Any, rank: int, work: Any) -> Any:
         done = original(window, op, rank, work)
         return [(r, w, v + op.value) for r, w, v in done] if isinstance(op, ops.FetchAdd) else done
 
-    wrap(windows.Window, "act", act)
+    wrap(windows.LocalWindow, "act", act)
 
 
 @caught_by("test_idle")
 def wakes_up_all_the_time() -> None:
-    def make(original: Any, transport: LocalTransport, matcher: Matcher, rank: int) -> None:
+    def make(original: Any, transport: LocalTransport, matcher: SharedMatcher, rank: int) -> None:
         original(transport, matcher, rank)
         ended = threading.Event()
         put = transport._inbox.put
         threading.Thread(target=lambda: [put(int) for _ in iter(lambda: ended.wait(0.002), True)], daemon=True).start()
         transport._matcher.__dict__.setdefault("ends", []).append(ended)
 
-    def leave(original: Any, matcher: Matcher, rank: int) -> Any:
+    def leave(original: Any, matcher: SharedMatcher, rank: int) -> Any:
         for ended in matcher.__dict__["ends"]:
             ended.set()
         return original(matcher, rank)
 
     wrap(LocalTransport, "__init__", make)
-    wrap(Matcher, "leave", leave)
+    wrap(SharedMatcher, "leave", leave)
 
 
 @caught_by("test_portal")

@@ -18,7 +18,7 @@ _MOST = 100_000
 """Iterations: their times, of all ranks, are gathered on each rank."""
 
 
-class Plan(NamedTuple):
+class BenchPlan(NamedTuple):
     """What is measured, the same on every rank."""
 
     ops: tuple[str, ...]
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over the size; needs aiocomms[bench]")
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> BenchPlan:
     """Check the options.
 
     :raises ValueError: one makes no sense.
@@ -67,13 +67,13 @@ def plan_of(options: argparse.Namespace) -> Plan:
     sizes = [options.minbytes]
     while sizes[-1] * options.stepfactor <= options.maxbytes:
         sizes.append(sizes[-1] * options.stepfactor)
-    return Plan(
+    return BenchPlan(
         tuple(dict.fromkeys(options.op)) or ("all_reduce",), tuple(sizes), options.transport, options.vs,
         options.iters, options.warmup, options.check, options.in_process, options.json, options.plot,
     )  # fmt: skip
 
 
-def check_ranks(plan: Plan, ranks: int) -> None:
+def check_ranks(plan: BenchPlan, ranks: int) -> None:
     """Check that there are as many ranks as the operations want.
 
     :raises ValueError: there are not.

@@ -10,7 +10,7 @@ from aiocomms.cli.bench.operations import ITEM, OPERATIONS
 ROOT = 0
 
 
-class Case:
+class BenchCase:
     """A rank's tensors of float32: ``input`` is read, ``output`` written; one and the same where the op is in place.
 
     The size is that of the larger of both, as in nccl-tests; with an equal part for each rank of an op that has parts,

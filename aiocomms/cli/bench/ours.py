@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.cases import ROOT, BenchCase
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 
@@ -27,7 +27,7 @@ class Contender(Protocol):
     async def leave(self) -> None:
         """End a turn once all ranks do, and leave the processor to the others until the next one."""
 
-    def bound(self, case: Case) -> AbstractAsyncContextManager[Call | None]:
+    def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:
         """Prepare a case; its iteration, or None: this rank has no part in it.
 
         :raises NotImplementedError: it has no such operation.
@@ -49,7 +49,7 @@ class Ours:
     leave = enter
 
     @asynccontextmanager
-    async def bound(self, case: Case) -> AsyncIterator[Call | None]:
+    async def bound(self, case: BenchCase) -> AsyncIterator[Call | None]:
         """See :class:`Contender`."""
         if case.moves in ("put", "put_signal", "get"):
             async with await self._comm.new_window(case.input if case.moves == "get" else case.output) as window:
@@ -58,7 +58,7 @@ class Ours:
             yield partial(_ping_pong, self._comm, case) if case.moves == "send" else _collective(self._comm, case)
 
 
-def _collective(comm: Communicator, case: Case) -> Call:
+def _collective(comm: Communicator, case: BenchCase) -> Call:
     into, out, inputs, outputs = case.input, case.output, case.inputs, case.outputs
     rows = [len(into) // case.size] * case.size
     calls: dict[str, Call] = {
@@ -82,7 +82,7 @@ def _collective(comm: Communicator, case: Case) -> Call:
     return calls[case.op]
 
 
-async def _ping_pong(comm: Communicator, case: Case) -> None:
+async def _ping_pong(comm: Communicator, case: BenchCase) -> None:
     if case.rank == 0:
         await comm.send(case.input, 1)
         await comm.recv(case.output, 1)
@@ -91,7 +91,7 @@ async def _ping_pong(comm: Communicator, case: Case) -> None:
         await comm.send(case.input, 0)
 
 
-def _one_sided(window: Window, case: Case) -> Call | None:
+def _one_sided(window: Window, case: BenchCase) -> Call | None:
     other = 1 - case.rank
 
     async def put() -> None:

@@ -12,11 +12,11 @@ import aiocomms
 from aiocomms.bootstrap.launchers import Launch
 from aiocomms.bootstrap.registry import choose
 from aiocomms.cli.bench import peers
-from aiocomms.cli.bench.arguments import Plan
+from aiocomms.cli.bench.arguments import BenchPlan
 from aiocomms.cli.bench.measure import idle_lateness
 from aiocomms.cli.bench.ours import Contender, Ours
 from aiocomms.cli.bench.report import Reporter
-from aiocomms.cli.bench.turns import Turns, first
+from aiocomms.cli.bench.turns import BenchTurns, first
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, UnsupportedOperation
 from aiocomms.testing import local_world, run_ranks
@@ -26,7 +26,7 @@ _TIMEOUT = 60.0
 _CPU = torch.device("cpu")
 
 
-def run(plan: Plan, ranks: int, launch: Launch | None) -> int:
+def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
     """Measure, as the rank that a launcher has made this process; without one, as all ranks in one process.
 
     :returns: the exit status: 1 if a result was wrong, or a transport could not be measured; of other ranks than 0
@@ -37,7 +37,7 @@ def run(plan: Plan, ranks: int, launch: Launch | None) -> int:
 
 
 class _Rank:
-    def __init__(self, plan: Plan, ranks: int, launch: Launch | None) -> None:
+    def __init__(self, plan: BenchPlan, ranks: int, launch: Launch | None) -> None:
         self._plan, self._ranks = plan, ranks
         self._host = (launch.host if launch is not None else None) or "127.0.0.1"
         self._prints = launch is None or launch.rank == 0
@@ -90,7 +90,7 @@ class _Rank:
                 reason = await self._open(peer, comm, contenders, stack)
                 if reason is not None and reporter is not None:
                     reporter.missing(peer, None, reason)
-            await Turns(self._plan, name, comm, contenders, reporter).run()
+            await BenchTurns(self._plan, name, comm, contenders, reporter).run()
 
     async def _open(
         self, name: str, comm: Communicator, contenders: dict[str, Contender], stack: AsyncExitStack

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 import aiocomms
-from aiocomms.cli.bench.arguments import Plan
+from aiocomms.cli.bench.arguments import BenchPlan
 
 SCHEMA = 1
 """Counts up when a field is renamed or goes."""
@@ -83,7 +83,7 @@ class Report(msgspec.Struct):
 class Reporter:
     """Rank 0's, who prints."""
 
-    def __init__(self, plan: Plan, ranks: int) -> None:
+    def __init__(self, plan: BenchPlan, ranks: int) -> None:
         self.plan = plan
         self.report: Report = Report(
             SCHEMA, aiocomms.__version__, str(torch.__version__), _host(), len(os.sched_getaffinity(0)), ranks,

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import entries
 from aiocomms.cli.bench import peers, rank
-from aiocomms.cli.bench.arguments import Plan, check_ranks, plan_of
+from aiocomms.cli.bench.arguments import BenchPlan, check_ranks, plan_of
 
 _RANKS = 2
 _GRACE = 5.0
@@ -50,7 +50,7 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
             raise ValueError(f"{option} names {name!r}, wanted some of {', '.join(known)}")
 
 
-async def _start(plan: Plan, ranks: int, arguments: Sequence[str]) -> int:
+async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
     """Start the ranks, by the launcher of a peer that needs its own; wait for all of them, or until one has failed."""
     command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from aiocomms.cli.bench.arguments import Plan
-from aiocomms.cli.bench.cases import Case
+from aiocomms.cli.bench.arguments import BenchPlan
+from aiocomms.cli.bench.cases import BenchCase
 from aiocomms.cli.bench.measure import BEATING, lateness, median, percentile, turn
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.ours import Call, Contender, Ours
@@ -24,11 +24,11 @@ class Entry:
 
     name: str
     contender: Contender
-    case: Case
+    case: BenchCase
     used: float
     wrong: int
 
-    def __init__(self, name: str, contender: Contender, case: Case, call: Call | None) -> None:
+    def __init__(self, name: str, contender: Contender, case: BenchCase, call: Call | None) -> None:
         self.name, self.contender, self.case, self._call = name, contender, case, call
         self.took: list[int] = []
         self.used = 0.0
@@ -66,11 +66,11 @@ class Entry:
         return late
 
 
-class Turns:
+class BenchTurns:
     """One communicator and the peers beside it, through all operations and sizes."""
 
     def __init__(
-        self, plan: Plan, transport: str, comm: Communicator, contenders: Mapping[str, Contender],
+        self, plan: BenchPlan, transport: str, comm: Communicator, contenders: Mapping[str, Contender],
         reporter: Reporter | None,
     ) -> None:  # fmt: skip
         self._plan, self._transport, self._comm = plan, transport, comm
@@ -112,7 +112,7 @@ class Turns:
         contender = self._contenders[name]
         entry = reason = None
         try:
-            case = Case(op, nbytes, self._comm.rank, self._comm.size)
+            case = BenchCase(op, nbytes, self._comm.rank, self._comm.size)
             entry = Entry(name, contender, case, await stack.enter_async_context(contender.bound(case)))
             await entry.check(max(1, self._plan.check))
         except Exception as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from aiocomms.cli.top.looking import Frame, Top
+from aiocomms.cli.top.looking import Top, TopFrame
 
 
 def run(target: int | None, *, once: bool, interval: float) -> int:
@@ -35,7 +35,7 @@ def run(target: int | None, *, once: bool, interval: float) -> int:
     return 0
 
 
-def _frames(top: Top, interval: float) -> Iterator[Frame]:
+def _frames(top: Top, interval: float) -> Iterator[TopFrame]:
     while not top.ended():
         yield top.look()
         time.sleep(interval)

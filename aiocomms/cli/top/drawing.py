@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiocomms.cli.top.looking import Frame, Group, Place
+from aiocomms.cli.top.looking import RankPlace, TopFrame, TopGroup
 from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
@@ -24,7 +24,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _HEADINGS = ("rank", "process", "ops/s", "done", "failed", "pending", "bytes", "age", "operation", "task", "awaited at")
 
 
-def show(frame: Frame) -> None:
+def show(frame: TopFrame) -> None:
     """Print one frame."""
     if sys.stdout.isatty():
         Console(highlight=False).print(drawn(frame))
@@ -36,7 +36,7 @@ def show(frame: Frame) -> None:
         print(line.rstrip())
 
 
-def watch(frames: Iterable[Frame]) -> None:
+def watch(frames: Iterable[TopFrame]) -> None:
     """Show one frame in the place of the other on the terminal, until they end or Ctrl-C; the last one stays."""
     with Live(auto_refresh=False, vertical_overflow="crop") as screen:
         try:
@@ -46,7 +46,7 @@ def watch(frames: Iterable[Frame]) -> None:
             pass
 
 
-def drawn(frame: Frame) -> RenderableType:
+def drawn(frame: TopFrame) -> RenderableType:
     """Return a frame for a console of rich."""
     parts: list[RenderableType] = []
     for group in frame.groups:
@@ -54,7 +54,7 @@ def drawn(frame: Frame) -> RenderableType:
     return Stack(*parts, *(Text(note, style="yellow") for note in frame.notes))
 
 
-def _title(group: Group) -> Text:
+def _title(group: TopGroup) -> Text:
     carriers = [sight.statistics.transports for sight in group.ranks.values()]
     by = ", ".join(dict.fromkeys(name for each in carriers for family, name in each.items() if family != "rma"))
     return Text(f"communicator '{group.comm}', {group.size} rank{'s' * (group.size > 1)}, {by}", style="bold")
@@ -64,14 +64,14 @@ def _line(text: str) -> Text:
     return Text(f"  {text}", style="bold red" if "circle" in text or text.startswith("lost") else "yellow")
 
 
-def _table(group: Group, frame: Frame) -> Table:
+def _table(group: TopGroup, frame: TopFrame) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in _HEADINGS:
         words = heading in ("operation", "task", "awaited at")
         table.add_column(heading, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for rank, sight in sorted(group.ranks.items()):
         header = sight.header
-        rate = frame.rates.get(Place(header.pid, header.comm, sight.meeting, rank))
+        rate = frame.rates.get(RankPlace(header.pid, header.comm, sight.meeting, rank))
         for row in _rows(sight, rate):
             table.add_row(*row)
     return table

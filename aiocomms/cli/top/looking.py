@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from aiocomms.cli.trace import Record, judged
+from aiocomms.cli.trace import TraceRecord, judged
 from aiocomms.core.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import NO_ANSWER
@@ -26,7 +26,7 @@ from aiocomms.lowlevel.gate import same_user
 _sight = msgspec.json.Decoder(Sight)
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """One rank of a communicator, for as long as its process has it."""
 
     pid: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     rank: int
 
 
-class Group(NamedTuple):
+class TopGroup(NamedTuple):
     """The ranks of one communicator that were seen."""
 
     comm: str
@@ -44,20 +44,20 @@ class Group(NamedTuple):
 
     def waits(self) -> list[str]:
         """Who waits for whom, in words; and whom nobody can see from here."""
-        records = {rank: Record(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
+        records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
         lost = {f"lost: {sight.header.reason}": None for sight in self.ranks.values() if sight.header.reason}
         return [*lost, *judged(records), *missing]
 
 
-class Frame(NamedTuple):
+class TopFrame(NamedTuple):
     """All that was seen at one time."""
 
-    groups: list[Group]
+    groups: list[TopGroup]
     notes: list[str]
     """What could not be seen, and why."""
-    rates: dict[Place, float]
+    rates: dict[RankPlace, float]
     """Ops that were called in a second, since the frame before."""
 
 
@@ -70,11 +70,11 @@ class Top:
         :raises ValueError: it is not this user's, or there is none, or it has no communicator.
         """
         self._pid = pid
-        self._before: dict[Place, tuple[float, int]] = {}
+        self._before: dict[RankPlace, tuple[float, int]] = {}
         if pid is not None:
             _check(pid)
 
-    def look(self) -> Frame:
+    def look(self) -> TopFrame:
         """Ask all, once."""
         found = _listeners()
         asked = {pid: found[pid] for pid in (found if self._pid is None else [self._pid]) if pid in found}
@@ -93,7 +93,7 @@ class Top:
             if place in self._before and when > self._before[place][0]
         }
         self._before = now
-        return Frame(_groups(sights), notes, rates)
+        return TopFrame(_groups(sights), notes, rates)
 
     def ended(self) -> bool:
         """Whether the process that it looks at is gone."""
@@ -202,20 +202,20 @@ def _checked(sight: Sight) -> Sight:
     return sight
 
 
-def _place(pid: int, sight: Sight) -> Place:
-    return Place(pid, sight.header.comm, sight.meeting, sight.header.rank)
+def _place(pid: int, sight: Sight) -> RankPlace:
+    return RankPlace(pid, sight.header.comm, sight.meeting, sight.header.rank)
 
 
-def _groups(sights: Sequence[tuple[int, Sight]]) -> list[Group]:
+def _groups(sights: Sequence[tuple[int, Sight]]) -> list[TopGroup]:
     """Put the ranks of each communicator together. Worlds of one that have a name in common are each by itself."""
-    groups: list[tuple[tuple[str, int, str], Group]] = []
+    groups: list[tuple[tuple[str, int, str], TopGroup]] = []
     for _, sight in sorted(sights, key=lambda one: (one[1].header.comm, one[1].header.rank, one[0])):
         header = sight.header
         key = header.comm, header.size, sight.meeting
         alike = (group for known, group in groups if known == key and header.rank not in group.ranks)
         group = next(alike, None)
         if group is None:
-            group = Group(header.comm, header.size, {})
+            group = TopGroup(header.comm, header.size, {})
             groups.append((key, group))
         group.ranks[header.rank] = sight
     return [group for _, group in groups]

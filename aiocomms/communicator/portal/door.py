@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.lowlevel.waker import Waker
-from aiocomms.progress.driver import Driver
+from aiocomms.progress.driver import LoopDriver
 from aiocomms.transport import Capabilities
 
 
-class Inside(Protocol):
+class DoorOwner(Protocol):
     """What a door leads to: a communicator's core, or an endpoint."""
 
     name: str
-    driver: Driver
+    driver: LoopDriver
     thread: int
     """Of its loop."""
 
@@ -46,7 +46,7 @@ class Door:
 
     capabilities: Capabilities = Capabilities(frozenset())
 
-    def __init__(self, core: Inside) -> None:
+    def __init__(self, core: DoorOwner) -> None:
         self.core = core
         self._process = os.getpid()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()

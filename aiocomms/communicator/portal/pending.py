@@ -25,7 +25,7 @@ def stand_still() -> None:
     _still.append(True)
 
 
-class Bell(Protocol):
+class EndBell(Protocol):
     """What tells somebody that something has ended."""
 
     def release(self) -> object:
@@ -41,7 +41,7 @@ class _Callback:
         self._call, self.waits = call, waits
 
     def release(self) -> object:
-        """See :class:`Bell`."""
+        """See :class:`EndBell`."""
         return self._call()
 
 
@@ -53,7 +53,7 @@ class Pending(Handle):
     def __init__(self, door: Door) -> None:
         self._door = door
         self._over = False
-        self._bells: list[Bell] = []  # one for each waiting thread, and for each callback
+        self._bells: list[EndBell] = []  # one for each waiting thread, and for each callback
 
     def _block(self, patience: float | None) -> bool:
         """Block this thread until it has ended, and return whether it has.
@@ -114,7 +114,7 @@ class Pending(Handle):
         """Withdraw it, on the loop's thread, if that is possible."""
         raise NotImplementedError
 
-    def _drop(self, bell: Bell) -> None:
+    def _drop(self, bell: EndBell) -> None:
         with contextlib.suppress(ValueError):  # it rings just now
             self._bells.remove(bell)
 

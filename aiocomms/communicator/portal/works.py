@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Call(Pending, Generic[_T]):
+class PortalCall(Pending, Generic[_T]):
     """A coroutine function that the loop runs for a thread."""
 
     refused: bool
@@ -101,7 +101,7 @@ def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
     :param what: the method that was called, for the error on the loop's own thread.
     """
     door.elsewhere(what)
-    closing = Call(door, call)
+    closing = PortalCall(door, call)
     try:
         closing.run(None)
     except CommError:
@@ -116,7 +116,7 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
     :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
     """
     door.elsewhere(what)
-    return Call(door, call).run(None if timeout is None else checks.seconds("timeout", timeout))
+    return PortalCall(door, call).run(None if timeout is None else checks.seconds("timeout", timeout))
 
 
 class BlockingWork(Pending, Generic[T_co]):

@@ -22,9 +22,9 @@ except ImportError as _error:
 
 from aiocomms.integrations.ray.awaiting import get
 from aiocomms.integrations.ray.rendezvous import rendezvous
-from aiocomms.integrations.ray.transport import NAME, EndpointTransport
+from aiocomms.integrations.ray.transport import NAME, RayTransport
 
-__all__ = ["EndpointTransport", "get", "rendezvous"]
+__all__ = ["RayTransport", "get", "rendezvous"]
 
 if NAME not in transport_manager_info:  # Ray itself may have registered it, in an actor
-    register_tensor_transport(NAME, ["cpu"], EndpointTransport, torch.Tensor)
+    register_tensor_transport(NAME, ["cpu"], RayTransport, torch.Tensor)

@@ -51,7 +51,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks for what is not there yet."""
 
 
-class Record(msgspec.Struct, array_like=True):
+class RayRecord(msgspec.Struct, array_like=True):
     """Where rank 0 serves the store, and what it has been told."""
 
     host: str
@@ -60,7 +60,7 @@ class Record(msgspec.Struct, array_like=True):
     size: int
 
 
-class Meeting:
+class RayMeeting:
     """One rank's part of a meeting."""
 
     def __init__(self, name: str, rank: int, size: int, seconds: float) -> None:
@@ -93,7 +93,7 @@ class Meeting:
         host = own_host()
         store, port = serve_store(host, self._seconds)
         store.set(key.hex(), b"")
-        record = Record(host, port, node(), self._size)
+        record = RayRecord(host, port, node(), self._size)
         with store.admitting():
             internal_kv._internal_kv_put(key, msgspec.msgpack.encode(record), namespace=NAMESPACE)
             try:
@@ -131,7 +131,7 @@ class Meeting:
             if not waiting:
                 return
 
-    def _rival(self, key: bytes, record: Record) -> JobStore | None:
+    def _rival(self, key: bytes, record: RayRecord) -> JobStore | None:
         """Return the store of another rank 0, if it can be found. Remove what leads nowhere; nothing else does."""
         try:
             with store_errors():
@@ -197,14 +197,14 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------------------------------ both
 
-    def _records(self) -> Iterator[tuple[bytes, Record]]:
+    def _records(self) -> Iterator[tuple[bytes, RayRecord]]:
         """Yield the records of the name, with their keys: more than one where a rank 0 was killed."""
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
             if value is not None:  # else it was just taken away
-                yield key, decoded(value, Record, "the record of a rendezvous in Ray", 0)
+                yield key, decoded(value, RayRecord, "the record of a rendezvous in Ray", 0)
 
-    def _reached(self, key: bytes, record: Record) -> JobStore | None:
+    def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
         """Return the store that a record leads to. None: nobody serves it there any more.
 
         :raises ArgumentError: it is on loopback, of another node.

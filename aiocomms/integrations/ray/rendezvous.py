@@ -13,7 +13,7 @@ from torch.distributed import Store
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator.opening import new_comm
 from aiocomms.errors import ArgumentError, CommError
-from aiocomms.integrations.ray.meeting import Meeting
+from aiocomms.integrations.ray.meeting import RayMeeting
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops.checks import Timeout
 from aiocomms.ops.numbers import as_int
@@ -74,7 +74,7 @@ class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new
         if self._size == 1:
             return None, 0, 1
         seconds = FORMING if self._timeout == inf else self._timeout
-        meeting = Meeting(self._name, self._rank, self._size, seconds)
+        meeting = RayMeeting(self._name, self._rank, self._size, seconds)
         try:
             store = await run_in_thread(meeting.run)
         except CommError as error:

@@ -125,7 +125,7 @@ class _Fetch(_FetchRequest):
         return described
 
 
-class EndpointTransport(_Manager):
+class RayTransport(_Manager):
     """One process's part of the transport, which Ray makes at its first use. See Ray's ``TensorTransportManager``."""
 
     def __init__(self) -> None:

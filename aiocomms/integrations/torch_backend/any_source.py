@@ -21,7 +21,7 @@ from torch import Tensor
 from aiocomms import blocking
 from aiocomms.communicator.portal.pending import Pending
 from aiocomms.errors import ArgumentError, CommError, MessageTruncatedError, WorkCancelledError
-from aiocomms.integrations.torch_backend.parts import Part
+from aiocomms.integrations.torch_backend.parts import WorkPart
 from aiocomms.ops import Recv
 from aiocomms.ops.writing import write
 from aiocomms.progress.work import Work
@@ -42,11 +42,11 @@ class Receive(Pending):
         """What is done, on the loop's thread, where nobody waits any more."""
 
     def done(self) -> bool:
-        """See :class:`aiocomms.integrations.torch_backend.parts.Part`."""
+        """See :class:`aiocomms.integrations.torch_backend.parts.WorkPart`."""
         return self._over
 
     def wait(self, timeout: float | None = None) -> None:
-        """See :class:`aiocomms.integrations.torch_backend.parts.Part`."""
+        """See :class:`aiocomms.integrations.torch_backend.parts.WorkPart`."""
         if not self._over:
             self._door.elsewhere("wait for recv")
             try:
@@ -75,7 +75,7 @@ class Receive(Pending):
     _fail = end
 
 
-class _Message:
+class _KeptMessage:
     """One that has come from a rank; or, where its size was not that of the receive, the error."""
 
     def __init__(self, source: int, values: Tensor, error: CommError | None) -> None:
@@ -93,12 +93,12 @@ class _Message:
         to.end(error)
 
 
-class _Queue:
+class _TagQueue:
     """The receives with one tag, and the messages that are kept for them."""
 
     def __init__(self) -> None:
         self.waiting: deque[Receive] = deque()
-        self.kept: list[_Message] = []
+        self.kept: list[_KeptMessage] = []
         self.served = False
 
 
@@ -108,10 +108,10 @@ class Receives:
     def __init__(self, comm: blocking.Communicator) -> None:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, _TagQueue] = {}
         self._lock = threading.Lock()
 
-    def from_one(self, tensor: Tensor, source: int, tag: int) -> Part:
+    def from_one(self, tensor: Tensor, source: int, tag: int) -> WorkPart:
         """Start a receive from a rank; its tensor is one-dimensional and contiguous."""
         with self._lock:  # also while it is posted, or a message that is kept might be overtaken
             if tag in self._queues:
@@ -134,7 +134,7 @@ class Receives:
         except CommError as error:
             raise error.about(comm=core.name, op=op.name, rank=core.rank) from None
         receive = Receive(self._comm, op.tensor, source, op.tag)
-        queue = self._queues.setdefault(op.tag, _Queue())
+        queue = self._queues.setdefault(op.tag, _TagQueue())
         queue.waiting.append(receive)
         if not queue.served:
             queue.served = True
@@ -143,7 +143,7 @@ class Receives:
 
     # --------------------------------------------------------------------------------------- on the loop's thread
 
-    def _begin(self, tag: int, queue: _Queue, context: Context) -> None:
+    def _begin(self, tag: int, queue: _TagQueue, context: Context) -> None:
         door = self._comm._door
         if not door.closed:
             self._comm._core.driver.spawn(partial(self._serve, tag, queue), context)
@@ -153,7 +153,7 @@ class Receives:
             with contextlib.suppress(IndexError):  # another thread has just ended it
                 queue.waiting.popleft().end(door.refusal())
 
-    async def _serve(self, tag: int, queue: _Queue) -> None:
+    async def _serve(self, tag: int, queue: _TagQueue) -> None:
         receive = None
         try:
             while (receive := self._next(tag, queue)) is not None:
@@ -164,7 +164,7 @@ class Receives:
                     left.end(self._comm._door.refusal())
             raise
 
-    async def _serve_one(self, receive: Receive, queue: _Queue) -> None:
+    async def _serve_one(self, receive: Receive, queue: _TagQueue) -> None:
         try:
             if receive.source is None:
                 await self._from_any(receive, queue)
@@ -173,7 +173,7 @@ class Receives:
         except Exception as error:
             receive.end(error)
 
-    def _next(self, tag: int, queue: _Queue) -> Receive | None:
+    def _next(self, tag: int, queue: _TagQueue) -> Receive | None:
         with self._lock:
             while queue.waiting:
                 receive = queue.waiting.popleft()
@@ -184,7 +184,7 @@ class Receives:
                 del self._queues[tag]
             return None
 
-    def _from_one(self, receive: Receive, source: int, queue: _Queue) -> None:
+    def _from_one(self, receive: Receive, source: int, queue: _TagQueue) -> None:
         for message in queue.kept:
             if message.source == source:
                 queue.kept.remove(message)
@@ -194,14 +194,14 @@ class Receives:
         receive.given_up = work._withdraw
         work.add_done_callback(lambda work: receive.end(work.exception()))
 
-    async def _from_any(self, receive: Receive, queue: _Queue) -> None:
+    async def _from_any(self, receive: Receive, queue: _TagQueue) -> None:
         if not queue.kept:
             queue.kept = await self._messages(receive)
         if receive.done():  # given up
             return
         queue.kept.pop(0).give(receive)
 
-    async def _messages(self, receive: Receive) -> list[_Message]:
+    async def _messages(self, receive: Receive) -> list[_KeptMessage]:
         """Wait for a message; there may be more of them, or none if the receive has been given up.
 
         :raises CommError: no rank can send one, or none did in time.
@@ -227,7 +227,7 @@ class Receives:
         for work in works.values():
             await work.cancel()
         order += [source for source in works if source not in order]
-        messages = [_Message(s, buffers[s], works[s].exception()) for s in order if _has_come(works[s])]
+        messages = [_KeptMessage(s, buffers[s], works[s].exception()) for s in order if _has_come(works[s])]
         if not messages and not receive.done():
             raise works[order[-1]].exception() or AssertionError("it has come")
         return messages

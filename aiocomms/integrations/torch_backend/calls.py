@@ -11,7 +11,7 @@ from torch import distributed as dist
 from aiocomms.integrations.profiler import profiling
 from aiocomms.integrations.torch_backend.dispatcher import is_seen, seen
 from aiocomms.integrations.torch_backend.forms import one_form
-from aiocomms.integrations.torch_backend.ranges import Range
+from aiocomms.integrations.torch_backend.ranges import WorkRange
 from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 
 _Method = Callable[..., GroupWork]
@@ -29,7 +29,7 @@ def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
         def begin(self: Any, *arguments: Any) -> GroupWork:
             if not profiling():
                 return method(self, *arguments)
-            span = Range(f"{BACKEND}:{name}", () if given is None else arguments[given : given + 1])
+            span = WorkRange(f"{BACKEND}:{name}", () if given is None else arguments[given : given + 1])
             try:
                 return method(self, *arguments).within(span)
             except BaseException:

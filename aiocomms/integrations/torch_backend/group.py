@@ -23,8 +23,8 @@ from aiocomms.integrations.torch_backend.calls import operation
 from aiocomms.integrations.torch_backend.completer import Completer
 from aiocomms.integrations.torch_backend.forms import UNSET, How
 from aiocomms.integrations.torch_backend.monitored import monitored_barrier
-from aiocomms.integrations.torch_backend.parts import Step
-from aiocomms.integrations.torch_backend.tensors import Tensors, cuts
+from aiocomms.integrations.torch_backend.parts import WorkStep
+from aiocomms.integrations.torch_backend.tensors import CallTensors, cuts
 from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops.checks import COMM_TIMEOUT
@@ -193,14 +193,14 @@ class Group(Handle, dist.ProcessGroup):
     @operation("reduce")
     def reduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
-        its = Tensors()
+        its = CallTensors()
         give = its.written if self.comm.rank == how.root else its.read
         return self._work([self.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
 
     @operation("broadcast")
     def broadcast(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
-        its = Tensors()
+        its = CallTensors()
         give = its.read if self.comm.rank == how.root else its.written
         return self._work([self.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
 
@@ -227,7 +227,7 @@ class Group(Handle, dist.ProcessGroup):
     @operation("reduce_scatter", 1)
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
-        its, equal = Tensors(), len({each.numel() for each in inputs}) == 1
+        its, equal = CallTensors(), len({each.numel() for each in inputs}) == 1
         scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
         part = scatter(its.written(output), [its.read(each) for each in inputs], how.op, timeout=how.timeout)
         return self._work([part], [output], its)
@@ -247,7 +247,7 @@ class Group(Handle, dist.ProcessGroup):
     @operation("all_to_all", 1)
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
-        its = Tensors()
+        its = CallTensors()
         into, given = [its.written(each) for each in outputs], [its.read(each) for each in inputs]
         return self._work([self.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
 
@@ -257,7 +257,7 @@ class Group(Handle, dist.ProcessGroup):
     ) -> GroupWork:
         """See :func:`torch.distributed.all_to_all_single`."""
         # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
-        its, size = Tensors(), self.comm.size
+        its, size = CallTensors(), self.comm.size
         into, given = its.written(output), its.read(input)
         splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
         return self._work([self.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
@@ -265,21 +265,21 @@ class Group(Handle, dist.ProcessGroup):
     @operation("gather", 1)
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
-        its, into = Tensors(), outputs if self.comm.rank == how.root else ()
+        its, into = CallTensors(), outputs if self.comm.rank == how.root else ()
         written = [its.written(each) for each in into] if self.comm.rank == how.root else None
         return self._work([self.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
 
     @operation("scatter", 1)
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
-        its = Tensors()
+        its = CallTensors()
         given = [its.read(each) for each in inputs] if self.comm.rank == how.root else None
         return self._work([self.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
 
     @operation("barrier", None)
     def barrier(self, how: How) -> GroupWork:
         """See :func:`torch.distributed.barrier`."""
-        return self._work([self.comm.barrier(timeout=how.timeout)], [], Tensors())
+        return self._work([self.comm.barrier(timeout=how.timeout)], [], CallTensors())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
@@ -293,19 +293,19 @@ class Group(Handle, dist.ProcessGroup):
     @operation("send")
     def send(self, tensor: Tensor, dst: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
-        its = Tensors()
+        its = CallTensors()
         return self._work([self.comm.send(its.read(tensor), dst, tag)], [], its)
 
     @operation("recv")
     def recv(self, tensor: Tensor, src: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
-        its = Tensors()
+        its = CallTensors()
         return self._work([self._receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
 
     @operation("recvAnySource")
     def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
-        its = Tensors()
+        its = CallTensors()
         receive = self._receives.from_any(its.written(tensor), tag)
         return self._work([receive], [tensor], its, lambda: -1 if receive.source is None else receive.source)
 
@@ -325,7 +325,7 @@ class Group(Handle, dist.ProcessGroup):
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _all_reduce(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
-        its = Tensors()
+        its = CallTensors()
         parts = [
             self.comm.all_reduce(its.written(tensor), how.op, timeout=how.timeout)
             if tensor.layout is torch.strided
@@ -334,15 +334,15 @@ class Group(Handle, dist.ProcessGroup):
         ]
         return self._work(parts, tensors, its)
 
-    def _sum(self, tensor: Tensor, how: How) -> Step:
+    def _sum(self, tensor: Tensor, how: How) -> WorkStep:
         sparse.check(tensor, how.op)
         self._sums += 1
-        return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
+        return WorkStep((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
             self.completer, here=False
         )
 
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its, parts = Tensors(), []
+        its, parts = CallTensors(), []
         for into, tensor in zip(outputs, inputs, strict=True):
             equal = len({each.numel() for each in into}) == 1
             gather = self.comm.all_gather if equal else self.comm.all_gather_v
@@ -350,7 +350,7 @@ class Group(Handle, dist.ProcessGroup):
         return self._work(parts, [each for into in outputs for each in into], its)
 
     def _all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its = Tensors()
+        its = CallTensors()
         parts = [
             self.comm.all_gather_single(its.written(output), its.read(given), timeout=how.timeout)
             for output, given in zip(outputs, inputs, strict=True)
@@ -358,7 +358,7 @@ class Group(Handle, dist.ProcessGroup):
         return self._work(parts, outputs, its)
 
     def _reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its = Tensors()
+        its = CallTensors()
         parts = [
             self.comm.reduce_scatter_single(its.written(output), its.read(given), how.op, timeout=how.timeout)
             for output, given in zip(outputs, inputs, strict=True)
@@ -366,7 +366,7 @@ class Group(Handle, dist.ProcessGroup):
         return self._work(parts, outputs, its)
 
     def _work(
-        self, parts: Sequence[Any], outputs: Sequence[Tensor], its: Tensors, source: Callable[[], int] = lambda: -1
+        self, parts: Sequence[Any], outputs: Sequence[Tensor], its: CallTensors, source: Callable[[], int] = lambda: -1
     ) -> GroupWork:
         self._number += 1
         work = GroupWork(its.parts(list(parts), self.completer), list(outputs), self.completer, source)

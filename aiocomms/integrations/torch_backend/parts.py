@@ -12,7 +12,7 @@ from aiocomms.errors import CommError
 from aiocomms.integrations.torch_backend.completer import Completer
 
 
-class Part(Protocol):
+class WorkPart(Protocol):
     """What a work consists of: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or what is like one."""
 
     def done(self) -> bool:
@@ -28,7 +28,7 @@ class Part(Protocol):
         """Have ``call()`` called once it has ended, for nobody who waits."""
 
 
-def when_done(parts: Sequence[Part], call: Callable[[], object], *, waits: bool = True) -> None:
+def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
     """Call it when all parts have ended: here and now, or on the thread that ends the last.
 
     :param waits: whether somebody waits for them by this.
@@ -51,20 +51,20 @@ def when_done(parts: Sequence[Part], call: Callable[[], object], *, waits: bool 
         (part.add_done_callback if waits else part.add_step)(one_less)
 
 
-def wait_for(parts: Sequence[Part], patience: float | None) -> None:
+def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
     """Block until all have ended, for ``patience`` seconds at most; and raise why the first has failed."""
     ends = None if patience is None else monotonic() + patience
     for part in parts:
         part.wait(None if ends is None else max(0.0, ends - monotonic()))
 
 
-class Step:
+class WorkStep:
     """What is done after parts, once, whoever waits: the last of them that a work consists of.
 
     Who waits for it waits for them, so that a receive that Ctrl-C ends is withdrawn.
     """
 
-    def __init__(self, parts: Sequence[Part], call: Callable[[], object]) -> None:
+    def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
         """Note what it follows.
 
         :param call: what it does once they have ended, well or not; what it raises is why it failed.
@@ -74,7 +74,7 @@ class Step:
         self._error: BaseException | None = None
         self._calls: list[Callable[[], object]] = []
 
-    def after(self, completer: Completer, *, here: bool) -> Step:
+    def after(self, completer: Completer, *, here: bool) -> WorkStep:
         """Have it done by the completer once its parts have ended; or, if they have by now, ``here``."""
         if here and all(part.done() for part in self._parts):
             self._run()
@@ -83,11 +83,11 @@ class Step:
         return self
 
     def done(self) -> bool:
-        """See :class:`Part`."""
+        """See :class:`WorkPart`."""
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """See :class:`Part`."""
+        """See :class:`WorkPart`."""
         ends = None if timeout is None else monotonic() + timeout
         for part in self._parts:
             with contextlib.suppress(CommError):  # what it does is still to be done
@@ -98,13 +98,13 @@ class Step:
             raise self._error
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """See :class:`Part`."""
+        """See :class:`WorkPart`."""
         self.add_step(call)
         for part in self._parts:
             part.add_done_callback(_nothing)
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """See :class:`Part`."""
+        """See :class:`WorkPart`."""
         with self._lock:
             if not self._over.is_set():
                 self._calls.append(call)

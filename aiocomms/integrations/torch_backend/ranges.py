@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from aiocomms.integrations import profiler
 from aiocomms.integrations.torch_backend.completer import Completer
-from aiocomms.integrations.torch_backend.parts import Part, Step, wait_for
+from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_for
 
 
-class Range(profiler.Range):
+class WorkRange(profiler.Range):
     """One range: from here until an operation has ended, on another thread."""
 
-    def around(self, parts: list[Part], completer: Completer) -> list[Part]:
+    def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
         """Return the started parts with the end of the range behind them, before whoever waits goes on."""
 
         def end() -> None:
             self.end()
             wait_for(parts, None)  # which raises why they failed
 
-        return [Step(parts, end).after(completer, here=False)]
+        return [WorkStep(parts, end).after(completer, here=False)]

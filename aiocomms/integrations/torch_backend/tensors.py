@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError
 from aiocomms.integrations.torch_backend.completer import Completer
-from aiocomms.integrations.torch_backend.parts import Part, Step, wait_for
+from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_for
 from aiocomms.ops.writing import write
 
 
@@ -34,7 +34,7 @@ def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
     return [count * (tensor.numel() // (rows or 1)) for count in counts]
 
 
-class Tensors:
+class CallTensors:
     """The tensors of one call: those that aiocomms moves in place of those that it cannot move as they are."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Tensors:
         self._copies.append((tensor, copy))
         return _flat(copy)
 
-    def parts(self, started: list[Part], completer: Completer) -> list[Part]:
+    def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
         """Return the started parts, and behind them what puts values back, if any is to be."""
         if not self._copies:
             return started
@@ -70,4 +70,4 @@ class Tensors:
             for tensor, copy in self._copies:
                 write(tensor, copy)
 
-        return [Step(started, put_back).after(completer, here=True)]
+        return [WorkStep(started, put_back).after(completer, here=True)]

@@ -15,8 +15,8 @@ from torch import distributed as dist
 from aiocomms.blocking.compound import CompoundWork
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, UnsupportedOperation
 from aiocomms.integrations.torch_backend.completer import Completer
-from aiocomms.integrations.torch_backend.parts import Part, wait_for, when_done
-from aiocomms.integrations.torch_backend.ranges import Range
+from aiocomms.integrations.torch_backend.parts import WorkPart, wait_for, when_done
+from aiocomms.integrations.torch_backend.ranges import WorkRange
 from aiocomms.progress.loops import Waiter, running_loop
 
 BACKEND: Final = "aiocomms"
@@ -43,11 +43,11 @@ class GroupWork(CompoundWork):
     raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
     """
 
-    _parts: Sequence[Part]
+    _parts: Sequence[WorkPart]
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[WorkPart],
         outputs: list[Tensor],
         completer: Completer,
         source: Callable[[], int] = lambda: -1,
@@ -69,7 +69,7 @@ class GroupWork(CompoundWork):
         outputs = [tensor for work in works for tensor in work._outputs]
         return cls([part for work in works for part in work._parts], outputs, completer)
 
-    def within(self, span: Range) -> Self:
+    def within(self, span: WorkRange) -> Self:
         """Have a profiler's range end with it; nobody has waited for it yet."""
         self._parts = span.around(list(self._parts), self._completer)
         return self

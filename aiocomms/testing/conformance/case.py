@@ -81,7 +81,7 @@ class Outcome(NamedTuple):
     spans: tuple[Span, ...] = ()
 
 
-class Board:
+class CaseBoard:
     """The notes that the ranks of one check send each other by a channel beside the transport that is tested."""
 
     def __init__(self, publish: Callable[[int, str], None] = lambda rank, note: None) -> None:
@@ -112,7 +112,7 @@ class Case:
     by raising. By :meth:`agree` and :meth:`synchronised` it hands over what is compared between the ranks.
     """
 
-    def __init__(self, comm: Communicator, place: Place, board: Board, store: Store, name: str, seed: int) -> None:
+    def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:
         self.comm = comm
         self.place = place
         self.rank: int = comm.rank
@@ -230,7 +230,7 @@ class Case:
         carried = "collectives" in self.comm.transports  # otherwise the core makes them of messages
         return carried and dtype in self.capabilities("collectives").rounds_each_step
 
-    def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.Expected:
+    def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.ExpectedResult:
         """Compute what a reduction of one tensor per rank must give."""
         return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 

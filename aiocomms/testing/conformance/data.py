@@ -181,14 +181,14 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(raw)
 
 
-class Expected(NamedTuple):
+class ExpectedResult(NamedTuple):
     """A result, and the allowance by which each element may differ from it; None: not at all."""
 
     value: Tensor
     allowance: Tensor | None
 
 
-def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = False) -> Expected:
+def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = False) -> ExpectedResult:
     """Reduce one tensor per rank with torch.
 
     Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
@@ -199,11 +199,11 @@ def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = Fa
 
 
 @functools.lru_cache(maxsize=None, typed=True)
-def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) -> Expected:
+def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) -> ExpectedResult:
     stack = torch.stack(tensors)
     dtype, n = stack.dtype, len(tensors)
     if op.kind in ("min", "max") or not (dtype.is_floating_point or dtype.is_complex):
-        return Expected(_exactly(op, stack), None)
+        return ExpectedResult(_exactly(op, stack), None)
     wide = stack.to(_wide(dtype))
     factor = {"avg": 1 / n, "premul_sum": op.factor}.get(op.kind, 1.0)
     value = wide.prod(0) if op.kind == "product" else wide.sum(0) * factor
@@ -214,7 +214,7 @@ def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) 
     if n > 1 or factor != 1:
         rounded = n * (magnitude if op.kind != "product" else value.abs()) if rounds_each_step else value.abs()
         allowance = allowance + info.eps * rounded + info.smallest_normal * info.eps
-    return Expected(value, allowance)
+    return ExpectedResult(value, allowance)
 
 
 def of_none(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from aiocomms import new_comm
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.testing.conformance.case import Board, Case, Outcome, Place
+from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 
 TURNS = 100
 """The number of turns of the loop in which all that a check has started should be done after its end."""
@@ -74,7 +74,7 @@ class Reports(logging.Handler):
 class Rank:
     """One rank of a world."""
 
-    def __init__(self, place: Place, rank: int, store: Store, board: Board, reports: Reports) -> None:
+    def __init__(self, place: Place, rank: int, store: Store, board: CaseBoard, reports: Reports) -> None:
         self._place = place
         self._rank = rank
         self._store = store
@@ -86,7 +86,7 @@ class Rank:
         self.comm: Communicator | None = None
         """The communicator, which stays open from check to check."""
 
-    def prepare(self, store: Store, board: Board) -> None:
+    def prepare(self, store: Store, board: CaseBoard) -> None:
         """Prepare for another check."""
         self._store, self._board = store, board
         self._scope = anyio.CancelScope()

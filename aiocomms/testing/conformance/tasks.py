@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import Board, Outcome, Place
+from aiocomms.testing.conformance.case import CaseBoard, Outcome, Place
 from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 
@@ -109,7 +109,7 @@ class _Run:
             self.error = "".join(traceback.format_exception(error))
 
     async def _main(self) -> None:
-        reports, store, board = Reports(), HashStore(), Board()
+        reports, store, board = Reports(), HashStore(), CaseBoard()
         reports.install()
         self._changed = anyio.Event()
         ranks = [Rank(self._place, index, store, board, reports) for index in range(self._place.size)]

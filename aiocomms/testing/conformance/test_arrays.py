@@ -43,7 +43,7 @@ class Foreign:
         return self._tensor.__dlpack_device__()
 
 
-class Kind:
+class ArrayLibrary:
     """Arrays of one library."""
 
     def __init__(self, name: str) -> None:
@@ -74,7 +74,7 @@ class Kind:
         return int(array.ctypes.data if self.name == "numpy" else array._tensor.data_ptr())
 
 
-KINDS = [Kind("numpy"), Kind("foreign")]
+KINDS = [ArrayLibrary("numpy"), ArrayLibrary("foreign")]
 kinds: pytest.MarkDecorator = pytest.mark.parametrize("kind", KINDS, ids=str)
 COLLECTIVES = [name for name in GOOD if not name.endswith("object") and name not in ("barrier", "send", "recv")]
 FORMS: list[Any] = [
@@ -99,10 +99,10 @@ def arguments(comm: Any, name: str) -> dict[str, Any]:
     return {**good, "root": comm.size - 1} if "root" in good else good
 
 
-class Call:
+class ArrayCall:
     """A collective that is called with tensors, and with arrays of the same content."""
 
-    kind: Kind
+    kind: ArrayLibrary
     name: str
     given: dict[str, Any]
     arrays: dict[str, Any]
@@ -111,7 +111,7 @@ class Call:
     items: list[Any]
     places: list[int]
 
-    def __init__(self, comm: Any, name: str, kind: Kind) -> None:
+    def __init__(self, comm: Any, name: str, kind: ArrayLibrary) -> None:
         self.kind, self.name = kind, name
         self.given = arguments(comm, name)
         self.arrays = {key: each(value, kind.make) for key, value in self.given.items()}
@@ -138,10 +138,10 @@ def _listed(value: Any) -> list[Any]:
 @ranks(2, more=(1, 3))
 @kinds
 @pytest.mark.parametrize("name", COLLECTIVES)
-async def test_collectives(comm: Communicator, case: Case, kind: Kind, name: str) -> None:
+async def test_collectives(comm: Communicator, case: Case, kind: ArrayLibrary, name: str) -> None:
     kind.need(comm)
     for where in (comm, comm.lane("arrays")):
-        call = Call(comm, name, kind)
+        call = ArrayCall(comm, name, kind)
         await getattr(where, name)(**call.given)
         call.verify(await getattr(where, name)(**call.arrays))
 
@@ -152,7 +152,7 @@ def test_on_other_threads(comm: Portal, case: Case) -> None:
     for kind in KINDS:
         if kind.fits(comm):
             for name in COLLECTIVES:
-                call = Call(comm, name, kind)
+                call = ArrayCall(comm, name, kind)
                 getattr(comm, name)(**call.given).wait()
                 call.verify(getattr(comm, name)(**call.arrays).wait())
             if "p2p" in comm.transports:
@@ -167,7 +167,7 @@ def test_on_other_threads(comm: Portal, case: Case) -> None:
 
 @ranks(2)
 @kinds
-async def test_messages(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_messages(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     case.need("p2p")
     other = 1 - comm.rank
@@ -225,7 +225,7 @@ async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None
 
 @ranks(2)
 @kinds
-async def test_windows(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_windows(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     _, win = await window(comm, case, torch.float32, 1)  # skips where there are none
     await win.aclose()
@@ -248,7 +248,7 @@ async def test_windows(comm: Communicator, case: Case, kind: Kind) -> None:
 @pytest.mark.network
 @ranks(2)
 @kinds
-async def test_regions(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_regions(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:
@@ -272,7 +272,7 @@ async def test_regions(comm: Communicator, case: Case, kind: Kind) -> None:
 
 @ranks(2)
 @kinds
-async def test_streams(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_streams(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     """What is received is a new tensor, whatever was sent."""
     kind.need(comm)
     case.need("p2p")
@@ -284,7 +284,7 @@ async def test_streams(comm: Communicator, case: Case, kind: Kind) -> None:
 
 @ranks(2)
 @kinds
-async def test_functional_forms(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_functional_forms(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     """Their results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
     kind.need(comm)
     content = torch.arange(4.0, device=comm.device) + comm.rank
@@ -302,7 +302,7 @@ async def test_functional_forms(comm: Communicator, case: Case, kind: Kind) -> N
 
 @ranks(2)
 @kinds
-async def test_an_array_lives_as_long_as_its_operation(comm: Communicator, case: Case, kind: Kind) -> None:
+async def test_an_array_lives_as_long_as_its_operation(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     """Also of one that is withdrawn, which leaves it as it was."""
     kind.need(comm)
     case.need("p2p")

@@ -26,7 +26,7 @@ pytestmark: pytest.MarkDecorator = pytest.mark.network
 PART = 11
 
 
-class Ends(NamedTuple):
+class EndpointPair(NamedTuple):
     """One rank's endpoint, and the other rank's as it sees it."""
 
     here: Endpoint
@@ -34,7 +34,7 @@ class Ends(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def connected(comm: Communicator, case: Case) -> AsyncIterator[Ends]:
+async def connected(comm: Communicator, case: Case) -> AsyncIterator[EndpointPair]:
     """Rank 0 connects with rank 1, which accepts; the endpoints are closed when both are through."""
     case.need("p2p")
     transport, device = case.place.transport, case.place.device
@@ -51,7 +51,7 @@ async def connected(comm: Communicator, case: Case) -> AsyncIterator[Ends]:
             if why := await comm.recv_object(0):
                 raise unittest.SkipTest(why)
             peer = await here.accept()
-        yield Ends(here, peer)
+        yield EndpointPair(here, peer)
         await comm.barrier()
 
 

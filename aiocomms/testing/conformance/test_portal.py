@@ -166,7 +166,7 @@ def test_windows_and_streams(comm: Portal, case: Case) -> None:
 
 
 @dataclasses.dataclass
-class Step:
+class StreamStep:
     """An item of a stream."""
 
     number: int
@@ -178,8 +178,8 @@ class Step:
 @synchronous
 def test_a_stream_of_items(comm: Portal, case: Case) -> None:
     case.need("p2p")
-    with comm.open_stream(1 - comm.rank, items=Step, capacity_bytes=1 << 20) as stream:
-        stream.send(Step(comm.rank, torch.ones(comm.rank + 1)), timeout=case.place.deadline)
+    with comm.open_stream(1 - comm.rank, items=StreamStep, capacity_bytes=1 << 20) as stream:
+        stream.send(StreamStep(comm.rank, torch.ones(comm.rank + 1)), timeout=case.place.deadline)
         stream.send_eof()
         (step,) = stream
         assert step.number == 1 - comm.rank and step.logits.numel() == step.number + 1

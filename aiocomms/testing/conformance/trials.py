@@ -229,7 +229,7 @@ def exscan(comm: Communicator, case: Case, s: Setting) -> Trial:
     contents = [case.numbers(s.dtype, s.shape, s.key, r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
     before = contents[: comm.rank]
-    want = case.reduced(s.op, before) if before else data.Expected(data.of_none(s.op, s.dtype, s.shape), None)
+    want = case.reduced(s.op, before) if before else data.ExpectedResult(data.of_none(s.op, s.dtype, s.shape), None)
     return Trial(comm.exscan(slot.tensor, s.op), slot.tensor).writes(slot, *want)
 
 
@@ -260,7 +260,7 @@ def reduce_scatter_single(comm: Communicator, case: Case, s: Setting) -> Trial:
 
 def _scattered(
     comm: Communicator, case: Case, s: Setting, shapes: Sequence[Shape]
-) -> tuple[list[data.Slot], data.Expected]:
+) -> tuple[list[data.Slot], data.ExpectedResult]:
     everyone = range(comm.size)
     ins = [case.full(case.numbers(s.dtype, shape, s.key, comm.rank, r)) for r, shape in enumerate(shapes)]
     mine = [case.numbers(s.dtype, shapes[comm.rank], s.key, r, comm.rank) for r in everyone]

@@ -18,7 +18,7 @@ from torch.distributed import FileStore
 
 from aiocomms.progress.loops import running_loop
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import Board, Outcome, Place
+from aiocomms.testing.conformance.case import CaseBoard, Outcome, Place
 from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS
 
@@ -53,7 +53,7 @@ class _Worker:
         self._reports = Reports()
         self._reports.install()
         self._rank: Rank | None = None
-        self._board = Board()
+        self._board = CaseBoard()
         threading.Thread(target=self._listen, name="conformance requests", daemon=True).start()
         while True:
             while self._messages:
@@ -83,7 +83,7 @@ class _Worker:
                 self._rank.stop()
         else:
             if kind == "run":
-                self._board = Board(lambda rank, note: self._pipe.send(("note", note)))
+                self._board = CaseBoard(lambda rank, note: self._pipe.send(("note", note)))
             self._messages.append(message)
             self._came.set()
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.collectives import PLANS
-from aiocomms_c10d.matching import Matcher
+from aiocomms_c10d.matching import PeerMatcher
 from aiocomms_c10d.transport import C10dTransport
 from processes import LARGE, PATIENCE, Rank, Run, held, let_go, listening, numbers
 
@@ -194,7 +194,7 @@ def stop_when(place: Rank, what: str) -> None:
     """This process stops as soon as it has asked for the data of an op, and tells when gloo has it all."""
     if what == "message":
         # between a request and its data, a moment that nothing else shows
-        request_data, handle = Matcher._request_data, Matcher.handle
+        request_data, handle = PeerMatcher._request_data, PeerMatcher.handle
 
         def stop_then(*args: Any) -> Any:
             outcome = request_data(*args)
@@ -202,12 +202,12 @@ def stop_when(place: Rank, what: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return outcome
 
-        def handle_then(matcher: Matcher, frame: wire.Frame) -> None:
+        def handle_then(matcher: PeerMatcher, frame: wire.C10dFrame) -> None:
             handle(matcher, frame)
             if frame.header.kind in (wire.DATA, wire.VOID):
                 place.tell("read")
 
-        patch.multiple(Matcher, _request_data=stop_then, handle=handle_then).start()
+        patch.multiple(PeerMatcher, _request_data=stop_then, handle=handle_then).start()
         return
     plan = PLANS[what]
     start, end = plan.start, plan.end

@@ -14,7 +14,7 @@ import torch
 from aiocomms_c10d import bringup, transport, wire
 from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.transport import C10dTransport
-from aiocomms_c10d.wire import Header
+from aiocomms_c10d.wire import C10dHeader
 from processes import HANGS
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommError, Mismatch
 pytestmark = pytest.mark.deterministic
 
 
-def unpack(frame: Tensor) -> wire.Frame:
+def unpack(frame: Tensor) -> wire.C10dFrame:
     buffer = bytearray(wire.capacity(3))
     buffer[: frame.numel()] = bytes(frame.tolist())
     return wire.unpack(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
@@ -31,7 +31,7 @@ def unpack(frame: Tensor) -> wire.Frame:
 
 def test_a_frame_arrives_as_it_was_made() -> None:
     payload = torch.arange(100, dtype=torch.uint8)
-    header = Header(wire.CALL, channel=2, dtype=wire.CODES[torch.float16], tag=-(2**31), ident=2**62, nbytes=100)
+    header = C10dHeader(wire.CALL, channel=2, dtype=wire.CODES[torch.float16], tag=-(2**31), ident=2**62, nbytes=100)
     frame = unpack(wire.pack(header, b"all_reduce(...)", (1, -2), payload))
     assert frame.header == header._replace(text=15, sizes=2)
     assert frame.header.type is torch.float16
@@ -54,7 +54,7 @@ def test_a_frame_arrives_as_it_was_made() -> None:
 )
 def test_a_frame_that_makes_no_sense(at: int, value: bytes) -> None:
     """Everything in it that is used is looked at first."""
-    frame = wire.pack(Header(wire.EAGER, nbytes=8), payload=torch.zeros(8, dtype=torch.uint8))
+    frame = wire.pack(C10dHeader(wire.EAGER, nbytes=8), payload=torch.zeros(8, dtype=torch.uint8))
     frame[at : at + len(value)] = torch.tensor(list(value), dtype=torch.uint8)
     with pytest.raises(ProtocolError, match=r"makes no sense|is of version 99 of c10d's frames"):
         unpack(frame)

@@ -22,7 +22,7 @@ from processes import HANGS
 
 from aiocomms.cli import main
 from aiocomms.cli.bench import arguments, measure, turns
-from aiocomms.cli.bench.cases import Case
+from aiocomms.cli.bench.cases import BenchCase
 from aiocomms.cli.bench.measure import lateness, percentile
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.report import Missing, Report, Row
@@ -127,7 +127,7 @@ def test_percentiles_are_values_that_there_are():
 @pytest.mark.deterministic
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
 def test_what_was_not_done_is_wrong(op):
-    cases = [Case(op, 64, rank, 2) for rank in range(2)]
+    cases = [BenchCase(op, 64, rank, 2) for rank in range(2)]
     for case in cases:
         case.fill()
     assert sum(case.wrong() for case in cases) > 0

@@ -68,10 +68,10 @@ def test_a_stream_is_nobody_elses(library: Library) -> None:
 
 def test_an_event_is_waited_for(library: Library) -> None:
     event: Any = SimpleNamespace(cuda_event=7)
-    runtime.Event.synchronize(event)
+    runtime.RuntimeEvent.synchronize(event)
     assert library.waited == [7]
     library.status = 719
     with pytest.raises(RuntimeError, match=r"CUDA error: unspecified launch failure \(waiting for an event, 719\)"):
-        runtime.Event.synchronize(event)
+        runtime.RuntimeEvent.synchronize(event)
     with pytest.raises(RuntimeError, match="a new stream"):
         runtime.own_stream(DEVICE, 0)

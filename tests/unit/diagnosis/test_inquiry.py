@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from processes import PATIENCE, no_threads
 
 from aiocomms.bootstrap import notes
-from aiocomms.bootstrap.notes import Answer, Late, Notes, Place, Question, Waiting
+from aiocomms.bootstrap.notes import Answer, Late, MeetingPlace, Notes, Question, Waiting
 from aiocomms.core import inquiry
 from aiocomms.core.inquiry import Inquiry, Wait
 from aiocomms.errors import CommTimeoutError
@@ -439,7 +439,7 @@ class ToldEarly(LocalTransport):
     async def open(cls, rendezvous, options):
         self = await super().open(rendezvous, options)
         for where in (b"one place", b"another place"):
-            self.on_note(1, notes.pack(Place(where)))
+            self.on_note(1, notes.pack(MeetingPlace(where)))
         return self
 
 

@@ -873,7 +873,7 @@ def test_a_stream_and_a_service_at_rest_wait_for_nobody(run, transport, records,
             assert comm._core.recorder.snapshot("").header.brief.pending == []
             doing, waits, *_ = comm._core._inquiry._look()  # what the others are told who ask
             assert (doing, waits) == ("has finished no collective and is in no operation", [])
-        assert looking.Group("", 2, {comm.rank: comm._sight() for comm in world}).waits() == []
+        assert looking.TopGroup("", 2, {comm.rank: comm._sight() for comm in world}).waits() == []
 
     async def main():
         nonlocal world

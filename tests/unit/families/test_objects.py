@@ -331,7 +331,7 @@ def test_large_tensors_bytes_and_texts_are_their_own_messages():
     parcel = parcels.Parcel([tensor, data, text], cpu, pickle=False)
     assert not parcel.late
     assert parcel.messages[0].data_ptr() == tensor.data_ptr()
-    arrival = parcels.Arrival(codec.to_bytes(parcel.header), cpu)
+    arrival = parcels.ArrivingObject(codec.to_bytes(parcel.header), cpu)
     arrival.body = parcel.body
     into = arrival.unpack()
     value = arrival.open(pickle=False)
@@ -350,7 +350,7 @@ def test_what_is_not_on_the_communicators_device_is_copied_there_and_back():
     parcel = parcels.Parcel(obj, device, pickle=False)
     assert parcel.late
     parcel.prepare()
-    arrival = parcels.Arrival(codec.to_bytes(parcel.header), device)
+    arrival = parcels.ArrivingObject(codec.to_bytes(parcel.header), device)
     arrival.body = parcel.body
     into = arrival.unpack()
     assert arrival.settle is not None

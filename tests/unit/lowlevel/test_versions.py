@@ -35,7 +35,7 @@ def of_other_version(dialect: Dialect) -> bytes:
 
 
 def c10d_frame() -> bytes:
-    frame = bytearray(c10d_wire.pack(c10d_wire.Header(c10d_wire.BYE)).tolist())
+    frame = bytearray(c10d_wire.pack(c10d_wire.C10dHeader(c10d_wire.BYE)).tolist())
     frame[4] = OTHER & 0xFF
     return bytes(frame)
 
@@ -46,7 +46,7 @@ def read_c10d(data: bytes) -> object:
 
 
 def read_object(data: bytes) -> object:
-    return parcels.Arrival(data.ljust(parcels.HEADER_BYTES, b"\0"), torch.device("cpu"))
+    return parcels.ArrivingObject(data.ljust(parcels.HEADER_BYTES, b"\0"), torch.device("cpu"))
 
 
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes, int, int]] = {

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms.errors import CommAbortedError
 from aiocomms.lowlevel import Inbox, Waker, run_in_thread
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
@@ -191,7 +191,7 @@ def test_ranks_in_several_threads_loops(loops):
 def test_one_driver_serves_all_communicators_of_a_loop(run):
     async def main():
         async with local_world(2) as world, local_world(2, name="other") as others:
-            assert {comm._core.driver for comm in (*world, *others)} == {Driver.current()}
+            assert {comm._core.driver for comm in (*world, *others)} == {LoopDriver.current()}
 
     run(main)
 
@@ -222,7 +222,7 @@ def test_what_other_threads_call_is_called_on_the_loops_thread_in_order(run):
 @pytest.mark.real
 def test_a_promise_lets_every_waiter_go_on(run):
     async def main():
-        promise, gone_on = Promise(Driver.current()), []
+        promise, gone_on = Promise(LoopDriver.current()), []
 
         async def wait(i):
             await promise
@@ -243,7 +243,7 @@ def test_a_promise_lets_every_waiter_go_on(run):
 
 def test_no_loop_is_an_error_that_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"needs a running event loop .*: call it in a coroutine"):
-        Driver.current()
+        LoopDriver.current()
 
 
 # ---------------------------------------------------------------------------------------- spinning and breaking
@@ -504,7 +504,7 @@ def several():
 
 def test_those_that_have_one_descriptor_are_served_as_one(run, several):
     async def main():
-        driver = Driver.current()
+        driver = LoopDriver.current()
         those, asked = several()
         for one in those:
             driver.attach(one)
@@ -535,7 +535,7 @@ def test_what_breaks_one_of_them_breaks_all(run, loop, several, caplog):
     async def main():
         if loop != "trio":
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        driver = Driver.current()
+        driver = LoopDriver.current()
         those, asked = several(3)
         for one in those:
             driver.attach(one)

@@ -31,10 +31,10 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
 from aiocomms.lowlevel import Inbox, buffers, disagreement
 from aiocomms.transport import Completion, conclude
-from aiocomms_c10d.collectives import PLANS, Plan
+from aiocomms_c10d.collectives import PLANS, C10dCall
 from aiocomms_c10d.control import ControlConnection
-from aiocomms_c10d.group import Group
-from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
+from aiocomms_c10d.group import C10dGroup
+from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, C10dFrame, C10dHeader, pack
 
 _EMPTY = buffers.empty(0, dtype=torch.uint8, device="cpu")
 _SMALL = object()
@@ -54,12 +54,12 @@ class _Announcement(NamedTuple):
     payload: Tensor
 
 
-class _Call:
+class _AnnouncedCall:
     """A collective that this rank has called."""
 
     __slots__ = ("agreed", "announcements", "number", "plan", "text", "work")
 
-    def __init__(self, number: int, plan: Plan, work: Completion, text: bytes) -> None:
+    def __init__(self, number: int, plan: C10dCall, work: Completion, text: bytes) -> None:
         self.number = number
         self.plan = plan
         self.work = work
@@ -73,7 +73,7 @@ class Agreement:
 
     def __init__(
         self,
-        group: Group,
+        group: C10dGroup,
         connections: Mapping[int, ControlConnection],
         inbox: Inbox,
         fail: Callable[[CommError], None],
@@ -91,13 +91,13 @@ class Agreement:
         self._lost = lost
         self._lock = threading.Lock()
         self._count = 0
-        self._calls: dict[int, _Call] = {}  # the ranks have not agreed on them yet
+        self._calls: dict[int, _AnnouncedCall] = {}  # the ranks have not agreed on them yet
         self._early: dict[int, dict[int, _Announcement]] = {}  # announcements of calls that this rank has not made yet
-        self._large: deque[_Call] = deque()  # calls that are large or may turn out so, in order
-        self._running: set[_Call] = set()  # gloo has their tensors
-        self._landing: dict[int, _Call] = {}  # gloo is done with them on this rank, but not on all
+        self._large: deque[_AnnouncedCall] = deque()  # calls that are large or may turn out so, in order
+        self._running: set[_AnnouncedCall] = set()  # gloo has their tensors
+        self._landing: dict[int, _AnnouncedCall] = {}  # gloo is done with them on this rank, but not on all
         self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where gloo is done, by number of call
-        self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_AnnouncedCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._mismatch_error: MismatchError | None = None
         self.disputed = -1
@@ -108,7 +108,7 @@ class Agreement:
     def post(self, op: ops.Op, work: Completion) -> None:
         """Call a collective."""
         plan = PLANS[op.kind](op, self._group.rank, self._group.size)
-        call = _Call(self._count, plan, work, _describe(op))
+        call = _AnnouncedCall(self._count, plan, work, _describe(op))
         self._count += 1
         self._announce(call)
         with self._lock:
@@ -123,7 +123,7 @@ class Agreement:
         elif outcome is not None:
             conclude(work, outcome)
 
-    def _announce(self, call: _Call) -> None:
+    def _announce(self, call: _AnnouncedCall) -> None:
         """Announce to every rank what this rank calls, with its part of the data if that is small."""
         plan = call.plan
         small = self._is_small(plan, plan.nbytes)
@@ -133,11 +133,11 @@ class Agreement:
             part = plan.part(peer) if small else None
             place = (0, 0) if part is None else (part.data_ptr(), part.numel())
             if frame is None or place != before:
-                frame = pack(Header(CALL, ident=call.number, nbytes=place[1]), call.text, plan.sizes, part)
+                frame = pack(C10dHeader(CALL, ident=call.number, nbytes=place[1]), call.text, plan.sizes, part)
                 before = place
             connection.send(frame)
 
-    def _finish(self, call: _Call) -> None:
+    def _finish(self, call: _AnnouncedCall) -> None:
         """Perform a small op with the data that came in the announcements."""
         if not call.work.done():
             announcements = call.announcements
@@ -146,7 +146,7 @@ class Agreement:
 
     # -------------------------------------------------------------------------------------- on the readers' threads
 
-    def handle_call(self, peer: int, frame: Frame) -> None:
+    def handle_call(self, peer: int, frame: C10dFrame) -> None:
         """Store a peer's announcement of a collective."""
         number = frame.header.ident
         if not 0 <= number < self._count + _AHEAD:
@@ -200,7 +200,7 @@ class Agreement:
 
     # ------------------------------------------------------------------------------------------- under the lock
 
-    def _evaluate(self, call: _Call, peers: Iterable[int]) -> object | None:
+    def _evaluate(self, call: _AnnouncedCall, peers: Iterable[int]) -> object | None:
         """Look at a call again after new announcements.
 
         :returns: an error; :data:`_SMALL` if the call is small and can be finished now; None if neither.
@@ -231,12 +231,12 @@ class Agreement:
         self._start_agreed()
         return _SMALL if small else None
 
-    def _disagree(self, call: _Call, error: MismatchError) -> MismatchError:
+    def _disagree(self, call: _AnnouncedCall, error: MismatchError) -> MismatchError:
         del self._calls[call.number]
         self.disputed, self._mismatch_error = call.number, error
         return error
 
-    def _is_small(self, plan: Plan, nbytes: int) -> bool:
+    def _is_small(self, plan: C10dCall, nbytes: int) -> bool:
         others = self._group.size - 1
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
@@ -262,7 +262,7 @@ class Agreement:
             self._start(call)
             del call  # so that its tensors are not kept while this thread waits for the next call
 
-    def _start(self, call: _Call) -> None:
+    def _start(self, call: _AnnouncedCall) -> None:
         try:
             works = call.plan.start(self._group)
         except Exception as error:
@@ -270,7 +270,7 @@ class Agreement:
         else:
             self._follow(call, works)
 
-    def _follow(self, call: _Call, works: Sequence[Any]) -> None:
+    def _follow(self, call: _AnnouncedCall, works: Sequence[Any]) -> None:
         ended = itertools.count(1)
 
         def land(future: Any) -> None:
@@ -284,12 +284,12 @@ class Agreement:
         for work in works:
             work.get_future().add_done_callback(land)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _AnnouncedCall) -> None:
         """Tell the other ranks that gloo is done with a call on this rank; it is complete when that holds on all."""
         self._running.discard(call)
         if self._lost.is_set():
             return
-        frame = pack(Header(LANDED, ident=call.number))
+        frame = pack(C10dHeader(LANDED, ident=call.number))
         for connection in self._connections.values():
             connection.send(frame)
         call.plan.end()

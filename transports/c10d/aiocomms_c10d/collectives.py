@@ -14,14 +14,14 @@ from aiocomms.ops import reductions
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import ordinary, write
 from aiocomms_c10d.control import FOREVER
-from aiocomms_c10d.group import Group
+from aiocomms_c10d.group import C10dGroup
 from aiocomms_c10d.wire import flat
 
 Parts = Sequence[Tensor]
 """What each rank sent to this rank, as bytes. The entry of this rank itself is empty."""
 
 
-class Plan:
+class C10dCall:
     """One call of a collective on one rank.
 
     A small call uses :meth:`part` and :meth:`finish`, both on the loop's thread. A large call uses :meth:`start`, on a
@@ -47,7 +47,7 @@ class Plan:
     def finish(self, parts: Parts) -> None:
         """Perform the op with what the ranks have sent."""
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         """Start the op on the group. Returns the ``torch.distributed.Work`` of each part of it."""
         raise NotImplementedError
 
@@ -55,11 +55,11 @@ class Plan:
         """Do what is left when all parts that :meth:`start` returned are done."""
 
 
-class _Barrier(Plan):
+class _Barrier(C10dCall):
     """No rank goes on before all ranks have called."""
 
 
-class _Broadcast(Plan):
+class _Broadcast(C10dCall):
     """Send the root's bytes to all ranks."""
 
     spread = True
@@ -75,11 +75,11 @@ class _Broadcast(Plan):
         if self.rank != self.op.root:
             write(flat(self.op.tensor), parts[self.op.root])
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         return [group.broadcast(flat(self.op.tensor), self.op.root)]
 
 
-class _AllReduce(Plan):
+class _AllReduce(C10dCall):
     """Reduce all ranks' tensors on all ranks.
 
     A small call is reduced by each rank, in rank order. A large call is reduced in place by gloo. Where gloo would get
@@ -99,7 +99,7 @@ class _AllReduce(Plan):
     def finish(self, parts: Parts) -> None:
         _reduce(self, parts, self.op.tensor, self.op.tensor)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         op = self.op
         if group.reduces(op.op, op.tensor.dtype):
             return [group.all_reduce(ordinary(op.tensor).detach(), op.op)]
@@ -123,7 +123,7 @@ class _Reduce(_AllReduce):
         if self.rank == self.op.root:
             super().finish(parts)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         op = self.op
         if group.reduces(op.op, op.tensor.dtype):
             self._whole = op.tensor.detach().view(-1).clone()  # gloo overwrites the tensor on all ranks
@@ -148,7 +148,7 @@ class _Scan(_AllReduce):
     def finish(self, parts: Parts) -> None:
         _reduce(self, parts[: self.rank + self.op.own], self.op.tensor, self.op.tensor)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         self._whole, pieces = _pieces(group, self.op.tensor)
         results = torch.empty_like(pieces)
         for rank, result in enumerate(results):
@@ -157,7 +157,7 @@ class _Scan(_AllReduce):
         return [group.exchange(flat(self._whole), flat(results), even, even)]
 
 
-class _AllGather(Plan):
+class _SendAllGather(C10dCall):
     """Send every rank's bytes to all ranks."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
@@ -171,7 +171,7 @@ class _AllGather(Plan):
     def finish(self, parts: Parts) -> None:
         _fill(self._outs, parts, self.rank, self.op.input)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         mine = flat(self.op.input)
         if isinstance(self.op, ops.AllGatherSingle):
             return [group.all_gather(flat(self.op.output), mine)]
@@ -181,7 +181,7 @@ class _AllGather(Plan):
         return [group.broadcast(out, root) for root, out in enumerate(self._outs) if out.numel()]
 
 
-class _Gather(Plan):
+class _SendGather(C10dCall):
     """Send every rank's bytes to the root."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
@@ -196,11 +196,11 @@ class _Gather(Plan):
         if self.rank == self.op.root:
             _fill(self._outs, parts, self.rank, self.op.input)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         return [group.gather(self._outs, flat(self.op.input), self.op.root)]
 
 
-class _Scatter(Plan):
+class _Scatter(C10dCall):
     """Send a chunk of the root's bytes to each rank."""
 
     def __init__(self, op: ops.Scatter, rank: int, size: int) -> None:
@@ -215,11 +215,11 @@ class _Scatter(Plan):
         mine = self._ins[self.rank] if self._ins else parts[self.op.root]
         _fill([flat(self.op.output)], [mine], 0, mine)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         return [group.scatter(flat(self.op.output), self._ins, self.op.root)]
 
 
-class _AllToAll(Plan):
+class _SendAllToAll(C10dCall):
     """Send a chunk of each rank's bytes to each rank."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
@@ -238,7 +238,7 @@ class _AllToAll(Plan):
     def finish(self, parts: Parts) -> None:
         _fill(self._outs, parts, self.rank, self._ins[self.rank])
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         if isinstance(self.op, ops.AllToAll):
             self._got = buffers.empty(sum(self._gets), dtype=torch.uint8, device="cpu")
             return [group.exchange(self._got, torch.cat(self._ins), self._gets, self._gives)]
@@ -250,7 +250,7 @@ class _AllToAll(Plan):
                 write(out, got)
 
 
-class _ReduceScatter(Plan):
+class _SendReduceScatter(C10dCall):
     """Send each rank its chunk from all ranks; each rank reduces what it gets, in rank order."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
@@ -265,7 +265,7 @@ class _ReduceScatter(Plan):
     def finish(self, parts: Parts) -> None:
         _reduce(self, parts, self._ins[self.rank], self.op.output)
 
-    def start(self, group: Group) -> list[Any]:
+    def start(self, group: C10dGroup) -> list[Any]:
         single = isinstance(self.op, ops.ReduceScatterSingle)
         given = flat(self.op.input) if single else torch.cat([flat(tensor) for tensor in self._ins])
         mine = self.op.output.nbytes
@@ -277,15 +277,15 @@ class _ReduceScatter(Plan):
         _reduce(self, self._got.chunk(self.size) if self._got.numel() else [], None, self.op.output)
 
 
-PLANS: dict[str, type[Plan]] = {
-    "all_gather": _AllGather,
+PLANS: dict[str, type[C10dCall]] = {
+    "all_gather": _SendAllGather,
     "all_reduce": _AllReduce,
-    "all_to_all": _AllToAll,
+    "all_to_all": _SendAllToAll,
     "barrier": _Barrier,
     "broadcast": _Broadcast,
-    "gather": _Gather,
+    "gather": _SendGather,
     "reduce": _Reduce,
-    "reduce_scatter": _ReduceScatter,
+    "reduce_scatter": _SendReduceScatter,
     "scan": _Scan,
     "exscan": _Scan,
     "scatter": _Scatter,
@@ -300,7 +300,7 @@ def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
             write(out, part)
 
 
-def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
+def _reduce(plan: C10dCall, parts: Parts, own: Tensor | None, out: Tensor) -> None:
     """Reduce all ranks' bytes into ``out``. This rank's own tensor takes the place of its bytes if it is given."""
     given = [
         own if own is not None and src == plan.rank else part.view(out.dtype).view(out.shape)
@@ -310,7 +310,7 @@ def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
         reductions.reduce(plan.op.op, given, out)
 
 
-def _pieces(group: Group, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _pieces(group: C10dGroup, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Give each rank one piece of the tensor of every rank. Blocks.
 
     :returns: memory of the tensor's elements, padded to equal pieces; and what this rank got, a row from each rank.
@@ -325,7 +325,7 @@ def _pieces(group: Group, tensor: Tensor) -> tuple[Tensor, Tensor]:
     return whole, pieces
 
 
-def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce_scatter(group: C10dGroup, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Reduce one piece of the tensor on each rank. Blocks.
 
     :returns: memory for the whole result, padded to equal pieces; and this rank's piece of the result, a view of it.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommError
 from aiocomms_c10d import wire
-from aiocomms_c10d.wire import ACK, Frame, Header
+from aiocomms_c10d.wire import ACK, C10dFrame, C10dHeader
 
 FOREVER: Final = timedelta(days=100)
 """The timeout of every wait. gloo closes all connections of a rank when one wait expires, so none may expire.
@@ -42,7 +42,7 @@ class ControlConnection:
         group: Any,
         peer: int,
         size: int,
-        on_frame: Callable[[Frame], None],
+        on_frame: Callable[[C10dFrame], None],
         on_lost: Callable[[CommError | None], None],
     ) -> None:
         """Take up a connection.
@@ -145,7 +145,7 @@ class ControlConnection:
         with contextlib.suppress(RuntimeError):
             self._slots.append((self._group.recv([tensor], self.peer, _FRAMES), buffer, tensor))
 
-    def _handle(self, frame: Frame) -> None:
+    def _handle(self, frame: C10dFrame) -> None:
         if frame.header.kind == ACK:
             with self._sending:
                 for _ in range(min(frame.header.ident, len(self._sent))):
@@ -155,4 +155,4 @@ class ControlConnection:
         self._unacked += 1
         if self._unacked == _UNACKED:
             self._unacked = 0
-            self.send(wire.pack(Header(ACK, ident=_UNACKED)))
+            self.send(wire.pack(C10dHeader(ACK, ident=_UNACKED)))

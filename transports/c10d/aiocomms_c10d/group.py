@@ -36,7 +36,7 @@ _RIGHT: Final = {
 }
 
 
-class Group:
+class C10dGroup:
     """Starts collectives. Each call returns a ``torch.distributed.Work``. Data that is only moved travels as bytes."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:

@@ -23,7 +23,22 @@ from aiocomms.lowlevel import Inbox, has_room, misfit
 from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.control import FOREVER, ControlConnection
-from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, VOID, Frame, Header, flat, pack, void
+from aiocomms_c10d.wire import (
+    CODES,
+    CREDIT,
+    CTS,
+    DATA,
+    DONE,
+    EAGER,
+    INLINE,
+    RTS,
+    VOID,
+    C10dFrame,
+    C10dHeader,
+    flat,
+    pack,
+    void,
+)
 
 Key = tuple[int, int]
 """Channel and tag."""
@@ -37,7 +52,7 @@ _PENDING = object()
 """The outcome of an op that is not complete yet."""
 
 
-class Matcher:
+class PeerMatcher:
     """Matches the messages from and to one peer. Works are completed on the loop's thread."""
 
     def __init__(self, connection: ControlConnection, inbox: Inbox) -> None:
@@ -45,7 +60,7 @@ class Matcher:
         self._inbox = inbox
         self._lock = threading.Lock()
         self._posted: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
-        self._unexpected: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
+        self._unexpected: defaultdict[Key, deque[tuple[C10dHeader, Tensor | None]]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[int, tuple[Tensor, Completion]] = {}
         self._sending: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
@@ -71,7 +86,7 @@ class Matcher:
         """Start a send."""
         payload = flat(op.tensor)
         nbytes = payload.numel()
-        header = Header(EAGER, op.channel, CODES[op.tensor.dtype], op.tag, nbytes=nbytes)
+        header = C10dHeader(EAGER, op.channel, CODES[op.tensor.dtype], op.tag, nbytes=nbytes)
         cost = nbytes + _OVERHEAD
         with self._lock:
             close_error = self._close_error
@@ -146,7 +161,7 @@ class Matcher:
 
     # --------------------------------------------------------------------------------------- on the reader's thread
 
-    def handle(self, frame: Frame) -> None:
+    def handle(self, frame: C10dFrame) -> None:
         """Act on a frame of the peer.
 
         :raises ProtocolError: the frame makes no sense.
@@ -178,7 +193,7 @@ class Matcher:
         with self._lock:
             return bool(self._receiving or self._sending)
 
-    def _match(self, frame: Frame) -> None:
+    def _match(self, frame: C10dFrame) -> None:
         header = frame.header
         key = (header.channel, header.tag)
         with self._lock:
@@ -195,7 +210,7 @@ class Matcher:
         if outcome is not _PENDING:
             self._inbox.put(conclude, work, outcome)
 
-    def _deliver(self, header: Header, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
+    def _deliver(self, header: C10dHeader, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
         """Deliver a message or, if it was only announced, request its data."""
         buffer = flat(op.tensor)
         outcome = _outcome_of(header, op, self._connection.peer)
@@ -207,7 +222,7 @@ class Matcher:
         write(buffer[:n], payload[:n])
         self._credit_owed += header.nbytes + _OVERHEAD
         if self._credit_owed >= _CREDIT // 4:
-            self._connection.send(pack(Header(CREDIT, ident=self._credit_owed)))
+            self._connection.send(pack(C10dHeader(CREDIT, ident=self._credit_owed)))
             self._credit_owed = 0
         return outcome
 
@@ -218,10 +233,10 @@ class Matcher:
             except RuntimeError:
                 return _PENDING  # the peer is lost, and the reader is about to report it
             self._receiving.append((ident, received, op, work, outcome))
-        self._connection.send(pack(Header(CTS, ident=ident, nbytes=buffer.numel())))
+        self._connection.send(pack(C10dHeader(CTS, ident=ident, nbytes=buffer.numel())))
         return _PENDING if buffer.numel() else outcome
 
-    def _send_data(self, frame: Frame) -> None:
+    def _send_data(self, frame: C10dFrame) -> None:
         header = frame.header
         with self._lock:
             payload, work = self._announced.pop(header.ident, (None, None))
@@ -232,7 +247,7 @@ class Matcher:
         if not header.nbytes:
             self._inbox.put(conclude, work)
             return
-        behind = pack(Header(DATA, ident=header.ident))
+        behind = pack(C10dHeader(DATA, ident=header.ident))
         with self._lock:
             self._sending[header.ident] = (payload, work, behind, None)
         # Either abandon() has seen the frame behind the data, or this line sees that abandon() was called.
@@ -241,7 +256,7 @@ class Matcher:
             with self._lock:
                 self._sending[header.ident] = (payload, work, behind, sent)
 
-    def _finish_recv(self, frame: Frame) -> None:
+    def _finish_recv(self, frame: C10dFrame) -> None:
         with self._lock:
             if not self._receiving or self._receiving[0][0] != frame.header.ident:
                 raise ProtocolError(
@@ -255,17 +270,17 @@ class Matcher:
         with self._lock:
             self._receiving.popleft()
         # DONE is sent first, so that it reaches the peer even if the loop closes as soon as the work is complete.
-        self._connection.send(pack(Header(DONE, ident=frame.header.ident)))
+        self._connection.send(pack(C10dHeader(DONE, ident=frame.header.ident)))
         self._inbox.put(conclude, work, outcome)
 
-    def _finish_send(self, frame: Frame) -> None:
+    def _finish_send(self, frame: C10dFrame) -> None:
         with self._lock:
             _, work, *_ = self._sending.pop(frame.header.ident, (None, None))
         if work is None:
             raise ProtocolError(f"rank {self._connection.peer} confirms what was not sent", peer=self._connection.peer)
         self._inbox.put(conclude, work)
 
-    def _add_credit(self, frame: Frame) -> None:
+    def _add_credit(self, frame: C10dFrame) -> None:
         with self._lock:
             self._credit = min(_CREDIT, self._credit + frame.header.ident)
 
@@ -288,12 +303,12 @@ class Matcher:
         self._unexpected.clear()
 
 
-def _seen(probe: ops.Probe, header: Header) -> ops.Message:
+def _seen(probe: ops.Probe, header: C10dHeader) -> ops.Message:
     """Return what a probe ends with that has found a message."""
     return probe.message(header.nbytes, header.type)
 
 
-def _outcome_of(header: Header, op: ops.Recv, peer: int) -> CommError | object:
+def _outcome_of(header: C10dHeader, op: ops.Recv, peer: int) -> CommError | object:
     """Return the outcome of a receive that has taken a message."""
     wanted = op.tensor
     if not has_room(wanted):

@@ -23,9 +23,9 @@ from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
 from aiocomms_c10d.control import ControlConnection
-from aiocomms_c10d.group import Group
-from aiocomms_c10d.matching import Matcher
-from aiocomms_c10d.wire import Frame, Header
+from aiocomms_c10d.group import C10dGroup
+from aiocomms_c10d.matching import PeerMatcher
+from aiocomms_c10d.wire import C10dFrame, C10dHeader
 
 _ABORT_PATIENCE: Final = 2.0
 """Seconds that telling all peers the reason of an abort may take, on however busy a machine: a peer whose connection
@@ -64,8 +64,10 @@ class C10dTransport(Transport):
         self._closed: frozenset[int] = frozenset()  # the peers that have closed
         peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
         self._connections = {peer: self._connection(peer, size) for peer in peers}
-        self._matchers = {peer: Matcher(connection, self._inbox) for peer, connection in self._connections.items()}
-        self._agreement = Agreement(Group(group, rank, size), self._connections, self._inbox, self._fail, self._lost)
+        self._matchers = {peer: PeerMatcher(connection, self._inbox) for peer, connection in self._connections.items()}
+        self._agreement = Agreement(
+            C10dGroup(group, rank, size), self._connections, self._inbox, self._fail, self._lost
+        )
         try:
             for connection in self._connections.values():
                 connection.start()
@@ -177,12 +179,12 @@ class C10dTransport(Transport):
     def say(self, rank: int, note: bytes) -> bool:
         """See :meth:`Transport.say`. The reader's thread hears it, whatever the loop is doing."""
         if not self._lost.is_set() and rank in self._connections:
-            self._connections[rank].send(wire.pack(Header(wire.NOTE), note))
+            self._connections[rank].send(wire.pack(C10dHeader(wire.NOTE), note))
         return not self._lost.is_set()
 
     # ---------------------------------------------------------------------------------------- on a reader's thread
 
-    def _handle_frame(self, peer: int, frame: Frame) -> None:
+    def _handle_frame(self, peer: int, frame: C10dFrame) -> None:
         kind = frame.header.kind
         if kind == wire.CALL:
             self._agreement.handle_call(peer, frame)
@@ -192,7 +194,7 @@ class C10dTransport(Transport):
             self._handle_abort(frame)
         elif kind == wire.BYE:
             self._closed |= {peer}
-            self._connections[peer].send(wire.pack(Header(wire.BYE_ACK)))
+            self._connections[peer].send(wire.pack(C10dHeader(wire.BYE_ACK)))
             self._matchers[peer].close(closed_by(peer))
             self._fail_if_needed(peer)
         elif kind == wire.BYE_ACK:
@@ -202,7 +204,7 @@ class C10dTransport(Transport):
         else:
             self._matchers[peer].handle(frame)
 
-    def _handle_abort(self, frame: Frame) -> None:
+    def _handle_abort(self, frame: C10dFrame) -> None:
         error = wire.unpack_error(frame)
         if isinstance(error, MismatchError):
             self._agreement.dispute(frame.header.ident, error)
@@ -271,7 +273,7 @@ class C10dTransport(Transport):
     def _say_goodbye(self) -> None:
         """Say goodbye to all peers, and wait until they have received everything that was sent."""
         for connection in self._connections.values():
-            connection.send(wire.pack(Header(wire.BYE)))
+            connection.send(wire.pack(C10dHeader(wire.BYE)))
         ends = time.monotonic() + _GOODBYE
         for connection in self._connections.values():
             connection.flushed.wait(max(0.0, ends - time.monotonic()))

@@ -65,7 +65,7 @@ CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError", "DriverLostError")
 
 
-class Header(NamedTuple):
+class C10dHeader(NamedTuple):
     """A frame's header. A field that a kind does not use is 0.
 
     :param ident: the number of a large message or of a collective, or an amount.
@@ -89,10 +89,10 @@ class Header(NamedTuple):
         return _DTYPES[self.dtype]
 
 
-class Frame(NamedTuple):
+class C10dFrame(NamedTuple):
     """A frame as it was received. Its payload is a view of a buffer that a later frame overwrites."""
 
-    header: Header
+    header: C10dHeader
     text: bytes
     sizes: tuple[int, ...]
     payload: Tensor
@@ -103,7 +103,7 @@ def capacity(size: int) -> int:
     return _HEADER.size + TEXT + 16 * size + INLINE
 
 
-def pack(header: Header, text: bytes = b"", sizes: Sequence[int] = (), payload: Tensor | None = None) -> Tensor:
+def pack(header: C10dHeader, text: bytes = b"", sizes: Sequence[int] = (), payload: Tensor | None = None) -> Tensor:
     """Make a frame.
 
     :param payload: flat and of dtype uint8.
@@ -130,7 +130,7 @@ def void(frame: Tensor) -> None:
     frame[_KIND] = VOID
 
 
-def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
+def unpack(buffer: bytearray, tensor: Tensor) -> C10dFrame:
     """Read a frame.
 
     :param buffer: the memory into which it was received.
@@ -140,7 +140,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
     magic, version, *fields = _HEADER.unpack_from(buffer)
     if magic == _MAGIC and version != VERSION:
         raise ProtocolError(f"a frame is of version {version} of c10d's frames, this rank speaks version {VERSION}")
-    header = Header(*fields)
+    header = C10dHeader(*fields)
     inside = header.nbytes if header.kind in (EAGER, CALL) else 0
     start = _HEADER.size + header.text + 8 * header.sizes
     if (
@@ -154,7 +154,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
         raise ProtocolError(f"a frame makes no sense: {bytes(buffer[: _HEADER.size]).hex()}")
     text = bytes(buffer[_HEADER.size : _HEADER.size + header.text])
     sizes = struct.unpack_from(f"<{header.sizes}q", buffer, _HEADER.size + header.text)
-    return Frame(header, text, sizes, tensor[start : start + inside])
+    return C10dFrame(header, text, sizes, tensor[start : start + inside])
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -171,11 +171,11 @@ def pack_error(error: CommError, rank: int, call: int) -> Tensor:
     :param call: the number of the collective that ranks disagree on, or -1.
     """
     reason = Reason.of(error, rank)
-    header = Header(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)
+    header = C10dHeader(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)
     return pack(header, reason.message.encode()[:TEXT], reason.late)
 
 
-def unpack_error(frame: Frame) -> CommError:
+def unpack_error(frame: C10dFrame) -> CommError:
     """Return the reason of an abort, from a peer's ABORT frame."""
     code = frame.header.dtype
     kind = _REASONS[code] if code < len(_REASONS) else _REASONS[0]

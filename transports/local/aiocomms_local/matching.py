@@ -12,7 +12,7 @@ from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by, copy_message, disagreement, has_room
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
-from aiocomms_local.window import Window
+from aiocomms_local.window import LocalWindow
 
 Done = list[tuple[int, Completion, Any]]
 """The works that are complete now: the rank of each, the work, and its value or its :class:`CommError`."""
@@ -21,7 +21,7 @@ Key = tuple[int, int, int, int]
 """Source, destination, channel and tag. A send and a receive match if these are equal."""
 
 
-class Rank(Protocol):
+class LocalRank(Protocol):
     """One rank, as the others reach it."""
 
     def settle(self, work: Completion, value: Any) -> None:
@@ -34,14 +34,14 @@ class Rank(Protocol):
         """Hear that the communicator is lost."""
 
 
-class Matcher:
+class SharedMatcher:
     """The state that the ranks share. They may live in several threads: every method is called under :attr:`lock`."""
 
     def __init__(self, size: int) -> None:
         # The lock is reentrant because a signal handler may abort: under the lock, an abort only stores the failure.
         self.lock = threading.RLock()
         self.size = size
-        self.ranks: list[Rank | None] = [None] * size
+        self.ranks: list[LocalRank | None] = [None] * size
         self.failure: CommError | None = None
         self.left: set[int] = set()
         """The ranks that have closed."""
@@ -51,7 +51,7 @@ class Matcher:
         """Those for which there is no send."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
         """The collectives that some ranks have not called yet: by number, then by rank."""
-        self._windows: list[Window] = []
+        self._windows: list[LocalWindow] = []
 
     # ------------------------------------------------------------------------------------------ point to point
 
@@ -104,7 +104,7 @@ class Matcher:
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
         """Forget a receive, a probe or a wait. Returns False if a send or a signal has already matched it."""
         if isinstance(op, ops.WaitSignal):
-            window: Window = op.window.handle
+            window: LocalWindow = op.window.handle
             return window.withdraw(op, rank, work)
         key = (op.src, rank, op.channel, op.tag)
         waiting: dict[Key, Any] = self._probes if isinstance(op, ops.Probe) else self._recvs
@@ -137,7 +137,7 @@ class Matcher:
         records = [calls[r][0] for r in range(self.size)]
         value: Any = OP_RESULT
         if isinstance(op, ops.WindowOpen):
-            value = Window([record.tensor for record in records])
+            value = LocalWindow([record.tensor for record in records])
             self._windows.append(value)
         elif isinstance(op, ops.WindowClose):
             self._windows.remove(op.window.handle)

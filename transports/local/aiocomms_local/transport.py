@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank of a communicator, which shares a :class:`Matcher` with the others."""
+"""The plug-in itself: one rank of a communicator, which shares a :class:`SharedMatcher` with the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel import Inbox
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
-from aiocomms_local.matching import Done, Matcher
+from aiocomms_local.matching import Done, SharedMatcher
 from aiocomms_local.semantics import perform
 
-_forming: dict[bytes, Matcher] = {}
+_forming: dict[bytes, SharedMatcher] = {}
 """Matchers of communicators that are opening, by token. Every rank looks up the token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
@@ -39,7 +39,7 @@ class LocalTransport(Transport):
         in_process=True,
     )
 
-    def __init__(self, matcher: Matcher, rank: int) -> None:
+    def __init__(self, matcher: SharedMatcher, rank: int) -> None:
         self._matcher = matcher
         self._rank = rank
         self._thread = threading.get_ident()
@@ -70,7 +70,7 @@ class LocalTransport(Transport):
         """See :meth:`Transport.open`."""
         ours = b"%d " % os.getpid()
         token = ours + secrets.token_hex(16).encode()
-        matcher = Matcher(rendezvous.size)
+        matcher = SharedMatcher(rendezvous.size)
         with _forming_lock:
             _forming[token] = matcher
         try:

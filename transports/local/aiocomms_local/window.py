@@ -12,7 +12,7 @@ from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Completion
 
 
-class Window:
+class LocalWindow:
     """Every rank's part of one window, and the signals between the ranks."""
 
     def __init__(self, tensors: list[Tensor]) -> None:

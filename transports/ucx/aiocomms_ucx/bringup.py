@@ -49,7 +49,7 @@ _CONNECT: Final = 5.0
 """Seconds for one attempt to connect to another host."""
 
 
-class Hello(msgspec.Struct, array_like=True):
+class EngineHello(msgspec.Struct, array_like=True):
     """What each rank tells the others first."""
 
     byte_order: str
@@ -66,7 +66,7 @@ class Hello(msgspec.Struct, array_like=True):
         return f"<Hello of process {self.pid} on {self.name}>"
 
 
-class Place(msgspec.Struct, array_like=True):
+class EnginePlace(msgspec.Struct, array_like=True):
     """What each rank tells the others when it knows which rank is on which host."""
 
     address: bytes
@@ -158,7 +158,7 @@ async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
 
 
 def _introduce(
-    shared: SharedEngine, rank: int, hellos: Sequence[Hello], places: Sequence[Place],
+    shared: SharedEngine, rank: int, hellos: Sequence[EngineHello], places: Sequence[EnginePlace],
     connections: Mapping[int, socket.socket], cookies: Sequence[tuple[int, int]],
 ) -> Ranks:  # fmt: skip
     """Let an engine know those of the other ranks."""
@@ -194,7 +194,7 @@ def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> N
             raise CommError("; ".join((trouble, *reasons)), peer=None if peer == rank else peer)
 
 
-def _closed(rank: int, hellos: Sequence[Hello]) -> str:
+def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
     """Return which process of this host does not let this one open its memory; UCX may not survive to find out."""
     for peer, hello in enumerate(hellos):
         if hello.host == hellos[rank].host and hello.pid != os.getpid():
@@ -252,16 +252,16 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
     return engine
 
 
-def _place(rank: int, hellos: Sequence[Hello], shared: SharedEngine | CommError) -> Place:
+def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
     """Where the others find this rank's engine, or why they do not."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:
         address, text = shared.engine.address(), _closed(rank, hellos)
-    return Place(address, None, text, hindrances(), _reads_in_place(rank, hellos))
+    return EnginePlace(address, None, text, hindrances(), _reads_in_place(rank, hellos))
 
 
-def _reads_in_place(rank: int, hellos: Sequence[Hello]) -> bool:
+def _reads_in_place(rank: int, hellos: Sequence[EngineHello]) -> bool:
     """Return, on the first of several ranks of a host, whether these should read large parts where they lie."""
     here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
     if here[0] != rank or len(here) == 1:
@@ -270,10 +270,10 @@ def _reads_in_place(rank: int, hellos: Sequence[Hello]) -> bool:
     return found is not None and found.reads_in_place
 
 
-def _introduction() -> Hello:
+def _introduction() -> EngineHello:
     host = f"{host_id('net', 'pid')}/{os.getuid()}"
     path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
-    return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), usable_cores(), path, nonce)
+    return EngineHello(sys.byteorder, host, socket.gethostname(), os.getpid(), usable_cores(), path, nonce)
 
 
 def _engine(number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
@@ -327,7 +327,7 @@ def _wants_tcp() -> bool:
     return named != text.startswith("^")
 
 
-async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:
+async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[EngineHello], bytes]:
     """Return all ranks' hellos; and a key, new each time, that nobody knows without the job's token.
 
     If the job has no token, whoever reads the store can compute the key.
@@ -345,13 +345,13 @@ def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
     return [(cookie(rank, peer), cookie(peer, rank)) for peer in range(size)]
 
 
-async def _places(rendezvous: Rendezvous, mine: Place) -> list[Place]:
+async def _places(rendezvous: Rendezvous, mine: EnginePlace) -> list[EnginePlace]:
     raw_places = await rendezvous.exchange("ucx places", msgspec.msgpack.encode(mine))
-    return [wire.record(peer, raw, Place) for peer, raw in enumerate(raw_places)]
+    return [wire.record(peer, raw, EnginePlace) for peer, raw in enumerate(raw_places)]
 
 
-def _hello(rank: int, raw: bytes) -> Hello:
-    hello = wire.record(rank, wire.dialect().check(raw, f"rank {rank}", rank), Hello)
+def _hello(rank: int, raw: bytes) -> EngineHello:
+    hello = wire.record(rank, wire.dialect().check(raw, f"rank {rank}", rank), EngineHello)
     if hello.byte_order != sys.byteorder:
         raise ProtocolError(f"rank {rank} has byte order {hello.byte_order}, this rank {sys.byteorder}", peer=rank)
     return hello
@@ -364,7 +364,9 @@ def _listen_here(path: str) -> socket.socket:
     return listener
 
 
-def _connectors(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[int, Callable[[], socket.socket]]:
+def _connectors(
+    rank: int, hellos: Sequence[EngineHello], places: Sequence[EnginePlace]
+) -> dict[int, Callable[[], socket.socket]]:
     """Return for each lower rank a function that connects to it."""
 
     def connector(peer: int) -> Callable[[], socket.socket]:

@@ -24,7 +24,7 @@ from aiocomms_ucx.bringup import Ranks
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
-from aiocomms_ucx.windows import Handle, Part, Windows
+from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _GLANCES: Final = 3
 """How often a post looks whether its caller's stream is done, before the loop does: on an idle GPU it soon is."""
@@ -39,7 +39,7 @@ class CudaWindows(Windows):
         "torch's expandable segments"
     )
 
-    def _describe(self, number: int, tensor: Tensor) -> Part:
+    def _describe(self, number: int, tensor: Tensor) -> WindowPart:
         """See :meth:`Windows._describe`. CUDA counts the processes that map memory, so each gets its own handle."""
         transport = self._transport
         rkey = transport.engine.map_window(transport.group, number, tensor, True)
@@ -48,9 +48,9 @@ class CudaWindows(Windows):
         for rank in range(transport.size) if tensor.nbytes else ():
             if not transport.far(rank) and transport.pids[rank] != transport.pids[transport.rank]:
                 ipc[rank] = self._export(tensor.untyped_storage())
-        return Part(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc, self._gpu(tensor))
+        return WindowPart(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc, self._gpu(tensor))
 
-    def _reach(self, handle: Handle, rank: int, part: Part) -> Tensor | None:
+    def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
         """See :meth:`Windows._reach`."""
         if rank == self._transport.rank:
             return handle.tensor

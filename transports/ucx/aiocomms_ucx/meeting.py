@@ -43,7 +43,7 @@ _SHARE: Final = 0.5
 _PAUSE: Final = 0.0002
 
 
-class Member(msgspec.Struct, array_like=True):
+class MemberRecord(msgspec.Struct, array_like=True):
     """What each rank tells the others when a communicator opens."""
 
     number: int
@@ -70,9 +70,11 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
     pooled = first and rendezvous.home is None  # the connections of an endpoint do not know each other
     segment, trouble = _create(rank, here, pooled)
     try:
-        mine = Member(transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances())
+        mine = MemberRecord(
+            transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances()
+        )
         raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
-        members = [wire.record(peer, value, Member) for peer, value in enumerate(raw)]
+        members = [wire.record(peer, value, MemberRecord) for peer, value in enumerate(raw)]
         why = [member.hindrances for member in members]
         blame(rank, [member.trouble for member in members], why)
         transport.named([member.number for member in members])
@@ -109,7 +111,7 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
         return _NONE, f"rank {rank} cannot create shared memory: {error}"
 
 
-def _open(transport: FormingMember, members: list[Member], here: list[int], pooled: bool) -> str:
+def _open(transport: FormingMember, members: list[MemberRecord], here: list[int], pooled: bool) -> str:
     """Open the communicator in the engine; what fails hinders no messages, so that the proofs of others go on."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]

@@ -27,7 +27,7 @@ _PREFIX: Final = 4
 """Bytes of the length in front of a record."""
 
 
-class Part(msgspec.Struct, array_like=True):
+class WindowPart(msgspec.Struct, array_like=True):
     """One rank's part of a window, as it is described to the others."""
 
     shared: int
@@ -46,7 +46,7 @@ class Part(msgspec.Struct, array_like=True):
         return f"<part of shape {self.shape}>"
 
 
-class Handle:
+class WindowHandle:
     """One window, with the transport's own state of it."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
@@ -73,8 +73,8 @@ class Windows:
         self._transport = transport
         register(self)
         self._opened = 0
-        self._handles: dict[int, Handle] = {}
-        self._opening: dict[int, Handle] = {}  # the windows that are opening, by ticket
+        self._handles: dict[int, WindowHandle] = {}
+        self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
         """The collectives behind a window that closes, and waits for its one-sided operations before it can take its
         place among the collectives; None: no window does that."""
@@ -87,7 +87,7 @@ class Windows:
             return self._take_place(op, work)
         transport, ticket = self._transport, id(work)
         engine, group = transport.engine, transport.group
-        handle: Handle = op.window.handle
+        handle: WindowHandle = op.window.handle
         number, size = handle.number, handle.itemsize
         match op:
             case ops.PutSignal(tensor=tensor, dst=rank):
@@ -144,14 +144,16 @@ class Windows:
         for handle in list(self._handles.values()):
             self._forget(handle)
 
-    def _atomic(self, ticket: int, handle: Handle, rank: int, offset: int, swap: bool, first: int, second: int) -> bool:
+    def _atomic(
+        self, ticket: int, handle: WindowHandle, rank: int, offset: int, swap: bool, first: int, second: int
+    ) -> bool:
         transport, size = self._transport, handle.itemsize
         mask = (1 << 8 * size) - 1
         return transport.engine.atomic(
             ticket, transport.group, handle.number, rank, offset * size, swap, size, first & mask, second & mask
         )
 
-    def _map(self, handle: Handle, rank: int, work: Completion) -> None:
+    def _map(self, handle: WindowHandle, rank: int, work: Completion) -> None:
         if rank in handle.mapped:
             work.complete(handle.mapped[rank].detach())
             return
@@ -178,7 +180,7 @@ class Windows:
         transport = self._transport
         number = self._opened
         self._opened += 1
-        handle = Handle(number, tensor)
+        handle = WindowHandle(number, tensor)
         try:
             mine = _record(self._describe(number, tensor), self.record)
         finally:  # not before: the memory is in use from now on
@@ -191,14 +193,14 @@ class Windows:
         )
         transport.follow_collective(work, done=ended > 0)
 
-    def _describe(self, number: int, tensor: Tensor) -> Part:
+    def _describe(self, number: int, tensor: Tensor) -> WindowPart:
         """Return what the other ranks need to know of this rank's part."""
         transport = self._transport
         shared = self._share(tensor)
         remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
         rkey = transport.engine.map_window(transport.group, number, tensor, remote)
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        return Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
+        return WindowPart(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
 
     def _share(self, tensor: Tensor) -> int:
         """Move a tensor's storage to memory that can be shared, in place, so that all its views follow.
@@ -244,7 +246,7 @@ class Windows:
             return
         work.complete(handle)
 
-    def _reach(self, handle: Handle, rank: int, part: Part) -> Tensor | None:
+    def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
         """Return a rank's part as a tensor of this process; None if they do not share memory."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
@@ -266,7 +268,7 @@ class Windows:
             os.close(fd)
         return memory[part.offset : part.offset + count * handle.itemsize].view(dtype).view(part.shape)
 
-    def _meet_to_close(self, handle: Handle, work: Completion) -> None:
+    def _meet_to_close(self, handle: WindowHandle, work: Completion) -> None:
         transport = self._transport
         ended = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
         transport.follow_collective(work, done=ended > 0)
@@ -285,7 +287,7 @@ class Windows:
         finally:
             self.posting = False
 
-    def _forget(self, handle: Handle) -> None:
+    def _forget(self, handle: WindowHandle) -> None:
         transport = self._transport
         if self._handles.pop(handle.number, None) is not None:
             transport.engine.close_window(transport.group, handle.number)
@@ -315,7 +317,7 @@ def open_segment(rank: int, pid: int, number: int) -> int:
     return fd
 
 
-def _record(part: Part, size: int) -> Tensor:
+def _record(part: WindowPart, size: int) -> Tensor:
     encoded = msgspec.msgpack.encode(part)
     if len(encoded) + _PREFIX > size:
         raise CommError(f"UCX's key for the window takes {len(part.rkey)} bytes, more than fit into {size}")
@@ -323,10 +325,10 @@ def _record(part: Part, size: int) -> Tensor:
     return torch.frombuffer(bytearray(record.ljust(size)), dtype=torch.uint8)
 
 
-def _part(rank: int, record: Tensor) -> Part:
+def _part(rank: int, record: Tensor) -> WindowPart:
     raw = bytes(record.tolist())
     length = int.from_bytes(raw[:_PREFIX], "big")
-    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], Part)
+    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], WindowPart)
     sizes = all(0 <= n < 2**62 for n in part.shape) and math.prod(part.shape) < 2**59
     if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or not sizes:
         raise ProtocolError(f"rank {rank} describes its part of a window in a way that makes no sense", peer=rank)

@@ -1,6 +1,6 @@
 """Other libraries that move tensors between processes, measured beside ours with ``--vs``.
 
-A module here is a peer by the name of the module, and has a class ``Peer``. Every other name is that of a backend of
+A module here is a peer by the name of the module, and ``PEER`` is its class. Every other name is that of a backend of
 ``torch.distributed``.
 """
 
@@ -19,7 +19,7 @@ from aiocomms.communicator.communicator import Communicator
 _BASE = "torch_backend"
 
 
-class Peer(Contender, Protocol):
+class BenchPeer(Contender, Protocol):
     """One of them, on this rank."""
 
     def missing(self) -> str | None:
@@ -47,8 +47,8 @@ def _modules() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(__path__) if module.name != _BASE]
 
 
-def make(name: str) -> Peer:
+def make(name: str) -> BenchPeer:
     """Return the peer of that name, which may be missing."""
     if name in _modules():
-        return cast("Peer", import_module(f"{__name__}.{name}").Peer())
-    return cast("Peer", import_module(f"{__name__}.{_BASE}").Peer(name))
+        return cast("BenchPeer", import_module(f"{__name__}.{name}").PEER())
+    return cast("BenchPeer", import_module(f"{__name__}.{_BASE}").PEER(name))

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.cases import ROOT, BenchCase
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
@@ -27,7 +27,7 @@ def launcher(ranks: int) -> list[str]:
     return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
 
 
-class Peer:
+class MpichPeer:
     """One rank of MPI's world, which its launcher has made one."""
 
     blocking = True
@@ -36,7 +36,7 @@ class Peer:
         self._mpi: Any = None
 
     def missing(self) -> str | None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         if find_spec("mpi4py") is None:
             return "mpi4py is not installed: pip install mpi4py mpich"
         try:
@@ -47,13 +47,13 @@ class Peer:
         return None if vendor == "MPICH" else f"mpi4py is built for {vendor} {'.'.join(map(str, version))} here"
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`. To load mpi4py has opened it."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. To load mpi4py has opened it."""
         world = self._mpi.COMM_WORLD
         if (world.rank, world.size) != (comm.rank, comm.size):
             raise NotImplementedError(f"MPI's world has {world.size} of {comm.size} ranks: start them with its mpiexec")
 
     async def aclose(self) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`. mpi4py does so when the process ends: it cannot open it again."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. mpi4py does so at the end: it opens MPI once."""
 
     async def enter(self) -> None:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
@@ -62,7 +62,7 @@ class Peer:
     leave = enter
 
     @asynccontextmanager
-    async def bound(self, case: Case) -> AsyncIterator[Call]:
+    async def bound(self, case: BenchCase) -> AsyncIterator[Call]:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
         world, into, out = self._mpi.COMM_WORLD, self._spec(case.input), self._spec(case.output)
         root = case.rank == ROOT
@@ -95,3 +95,7 @@ def _ping_pong(world: Any, rank: int, into: list[Any], out: list[Any]) -> None:
     else:
         world.Recv(out, 0)
         world.Send(into, 0)
+
+
+PEER = MpichPeer
+"""The class that the benchmark looks for."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.cases import ROOT, BenchCase
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
@@ -22,7 +22,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Peer:
+class TorchPeer:
     """One rank of its default process group."""
 
     blocking = True
@@ -32,7 +32,7 @@ class Peer:
         self._store: dist.Store | None = None
 
     def missing(self) -> str | None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         if not dist.is_available() or not dist.is_backend_available(self._name):
             return "this torch is built without it"
         if "cpu" not in dist.Backend.backend_capability.get(self._name, ()):
@@ -42,7 +42,7 @@ class Peer:
         return None
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         connect = partial(dist.TCPStore, world_size=None, timeout=_TIMEOUT, wait_for_workers=False)
         port = 0
         if comm.rank == ROOT:
@@ -55,7 +55,7 @@ class Peer:
         await asyncio.to_thread(form, store=self._store)
 
     async def aclose(self) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         dist.destroy_process_group()
         self._store = None
 
@@ -66,7 +66,7 @@ class Peer:
     leave = enter
 
     @asynccontextmanager
-    async def bound(self, case: Case) -> AsyncIterator[Call]:
+    async def bound(self, case: BenchCase) -> AsyncIterator[Call]:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
         into, out, inputs, outputs = case.input, case.output, case.inputs, case.outputs
         rows = [len(into) // case.size] * case.size
@@ -92,10 +92,14 @@ class Peer:
         yield calls[case.op]
 
 
-def _ping_pong(case: Case) -> None:
+def _ping_pong(case: BenchCase) -> None:
     if case.rank == 0:
         dist.send(case.input, 1)
         dist.recv(case.output, 1)
     else:
         dist.recv(case.output, 0)
         dist.send(case.input, 0)
+
+
+PEER = TorchPeer
+"""The class that the benchmark looks for."""

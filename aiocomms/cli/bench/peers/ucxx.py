@@ -9,14 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.cases import ROOT, BenchCase
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
 _NAME = __name__.rpartition(".")[2]
 
 
-class Peer:
+class TagPeer:
     """One of two ranks: the first listens, the second connects."""
 
     blocking = False
@@ -27,7 +27,7 @@ class Peer:
         self._listener: Any = None
 
     def missing(self) -> str | None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         if find_spec(_NAME) is None:
             return f"it is not installed: pip install {_NAME}-cu13, which needs no GPU"
         try:
@@ -37,7 +37,7 @@ class Peer:
         return None
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         if comm.size != 2:
             raise NotImplementedError("it is measured between two ranks")
         self._library.init(progress_mode="polling")
@@ -50,7 +50,7 @@ class Peer:
         await self.leave()
 
     async def aclose(self) -> None:
-        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
         self._poll()
         await self._endpoint.close()
         if self._listener is not None:
@@ -88,7 +88,7 @@ class Peer:
         await asyncio.wait([task])
 
     @asynccontextmanager
-    async def bound(self, case: Case) -> AsyncIterator[Call]:
+    async def bound(self, case: BenchCase) -> AsyncIterator[Call]:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
         if case.op != "send":
             raise NotImplementedError("it has sends and receives only")
@@ -103,3 +103,7 @@ class Peer:
             await endpoint.send(into)
 
         yield ping if case.rank == 0 else pong
+
+
+PEER = TagPeer
+"""The class that the benchmark looks for."""
