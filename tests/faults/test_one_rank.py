@@ -64,7 +64,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_an_object_collective(run: Callable[..., Any], transport: str, name: str, monkeypatch: Any) -> None:
     """The first rank to read a header cannot make sense of it, while others wait for what it was to send or take."""
-    whole, refusing = objects.Arrival, [True]
+    whole, refusing = objects.ArrivingObject, [True]
 
     def arrival(header: bytes, device: torch.device) -> Any:
         if refusing:
