@@ -39,7 +39,9 @@ _TESTED_PARTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "speeds",
 _MESSAGES = ("message_reduce", "message_moving", "reduce")
 _HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "pool", "segment", "shared_collectives")
 _ENGINE = sorted(
-    f"src/{source.parent.name}/{source.stem}" for source in UCX.glob("src/*/*.cpp") if source.parent.name != "bindings"
+    f"src/{source.parent.name}/{source.stem}"
+    for source in UCX.glob("src/*/*.cpp")
+    if source.parent.name not in ("bindings", "launcher")
 )
 
 PROGRAMS = {
@@ -71,6 +73,7 @@ PROGRAMS = {
             "_ZN8aiocomms5lowerERKNS_9ReductionEPvPKvmi",
         ),
     ),
+    "launcher": Program((*_named("tests", "launcher_test"), *_named("src/launcher", "launcher", "launch_threads"))),
     "engine": Program((*_named("tests", "engine_test"), *_ENGINE)),
 }
 """All programs of ``transports/ucx/tests``."""

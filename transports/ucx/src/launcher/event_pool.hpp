@@ -1,0 +1,103 @@
+// Events of CUDA that are used again once they have fired.
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "launcher/gpu_api.hpp"
+
+namespace aiocomms {
+
+// A call of CUDA's runtime has failed. The text begins as torch's does.
+class CudaFailure : public std::runtime_error {
+ public:
+  CudaFailure(const GpuApi& api, int code, const char* what)
+      : std::runtime_error("CUDA error: " + std::string(api.error_string(code)) + " (" + what + ", " +
+                           std::to_string(code) + ")"),
+        code(code) {}
+
+  const int code;
+};
+
+class EventPool;
+
+// An event that goes back to its pool when nobody has it any more.
+class PooledEvent {
+ public:
+  PooledEvent(std::shared_ptr<EventPool> pool, GpuEvent event) : event(event), pool_(std::move(pool)) {}
+  PooledEvent(const PooledEvent&) = delete;
+  PooledEvent& operator=(const PooledEvent&) = delete;
+  ~PooledEvent();
+
+  const GpuEvent event;
+  bool fired = false;  // guarded by the launcher's lock
+
+ private:
+  const std::shared_ptr<EventPool> pool_;
+};
+
+// Its own lock is the last that is taken, and no function of CUDA is called under it.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  explicit EventPool(const GpuApi& api) : api_(api) {}
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+  // The last of its events or the launcher goes. A forked child calls nothing of CUDA.
+  ~EventPool() {
+    if (getpid() == process_) clear();
+  }
+
+  // Call it without the launcher's lock, for it may call CUDA.
+  std::shared_ptr<PooledEvent> take() {
+    destroy(limbo_);
+    GpuEvent event = nullptr;
+    {
+      const std::lock_guard guard(mutex_);
+      if (!idle_.empty()) {
+        event = idle_.back();
+        idle_.pop_back();
+      }
+    }
+    if (event == nullptr) {
+      if (const int code = api_.event_create(&event, GpuApi::kSleepsOn)) throw CudaFailure(api_, code, "a new event");
+    }
+    return std::make_shared<PooledEvent>(shared_from_this(), event);
+  }
+
+  // One that may not have fired is not used again, but destroyed: its last record may be waited for.
+  void give_back(GpuEvent event, bool fired) {
+    const std::lock_guard guard(mutex_);
+    (fired ? idle_ : limbo_).push_back(event);
+  }
+
+  void clear() {
+    destroy(limbo_);
+    destroy(idle_);
+  }
+
+ private:
+  void destroy(std::vector<GpuEvent>& events) {
+    std::vector<GpuEvent> gone;
+    {
+      const std::lock_guard guard(mutex_);
+      gone.swap(events);
+    }
+    for (GpuEvent event : gone) api_.event_destroy(event);
+  }
+
+  const GpuApi api_;
+  const pid_t process_ = getpid();
+  std::mutex mutex_;
+  std::vector<GpuEvent> idle_;
+  std::vector<GpuEvent> limbo_;
+};
+
+inline PooledEvent::~PooledEvent() { pool_->give_back(event, fired); }
+
+}  // namespace aiocomms

@@ -1,0 +1,259 @@
+// What the launcher's own threads do.
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "launcher/launcher.hpp"
+
+namespace aiocomms {
+namespace {
+
+using Kind = LaunchOutcome::Kind;
+
+// How long the launching thread naps between two looks where no thread could be made to sleep on an event.
+constexpr std::chrono::milliseconds kNap{1};
+
+}  // namespace
+
+void Launcher::enter_thread() const {
+  int mode = GpuApi::kThreadLocal;  // else a call of CUDA here would break a capture that another thread makes
+  api_.exchange_capture_mode(&mode);
+  api_.set_device(device_);  // what it has to say, the next call says, too
+}
+
+// Detached: NCCL and CUDA let go of a thread when they like. What it uses it keeps alive. Under the lock.
+void Launcher::start(void (Launcher::*run)(LinePtr), LinePtr line) {
+  std::thread([self = shared_from_this(), run, line = std::move(line)] {
+    pthread_setname_np(pthread_self(), line == nullptr ? "aiocomms calls" : "aiocomms sleeps");
+    self->enter_thread();
+    bool goes_on = true;
+    while (goes_on) {
+      try {
+        (self.get()->*run)(line);
+        goes_on = false;
+      } catch (const std::bad_alloc&) {  // nothing else is thrown; an op that it cost ends with its deadline
+      }
+    }
+    const Lock lock(self->mutex_);
+    --self->threads_;
+    self->moved_.notify_all();
+  }).detach();
+  ++threads_;
+}
+
+void Launcher::run_calls(LinePtr) {
+  Lock lock(mutex_);
+  while (!ending_) {
+    if (!queue_.empty()) {
+      issue(lock);
+    } else if (!looked_at_.empty()) {
+      look(lock);
+    } else if (LaunchClock::now() - active_since_ < spin_) {
+      pause(lock);  // the next op is often near, and a thread that sleeps wakes late
+    } else {
+      given_.wait(lock);
+    }
+  }
+}
+
+void Launcher::issue(Lock& lock) {
+  const WorkPtr work = queue_.front();
+  queue_.pop_front();
+  CommLine& line = *work->line;
+  LaunchOutcome outcome{work->id, Kind::kDropped, 0};
+  if (!line.cut && !line.port->lost) {
+    calling_ = work->number;
+    lock.unlock();
+    outcome = call(*work);
+    lock.lock();
+    calling_ = 0;
+  }
+  --line.queued;
+  work->called = true;
+  active_since_ = LaunchClock::now();
+  if (outcome.kind == Kind::kDone) {
+    if (line.pending.empty() && !line.slept_on) looked_at_.push_back(work->line);
+    line.pending.push_back(work);
+  } else {
+    conclude(work, outcome);
+  }
+  moved_.notify_all();
+}
+
+void Launcher::look(Lock& lock) {
+  bool moved = false;
+  for (const LinePtr& line : std::vector(looked_at_)) moved |= look_at(lock, line);
+  std::erase_if(looked_at_, [](const LinePtr& line) { return line->pending.empty(); });
+  if (moved) {
+    active_since_ = LaunchClock::now();
+  } else if (queue_.empty() && LaunchClock::now() - active_since_ >= spin_) {
+    hand_to_sleepers();
+    if (!looked_at_.empty()) given_.wait_for(lock, kNap);
+  } else {
+    pause(lock);
+  }
+}
+
+// Conclude what has ended of a line whose pending ops are this thread's. Returns whether anything has.
+bool Launcher::look_at(Lock& lock, const LinePtr& line) {
+  bool moved = false;
+  while (!line->pending.empty()) {
+    const GpuEvent event = line->pending.front()->end->event;
+    lock.unlock();
+    const int code = query(event);
+    lock.lock();
+    if (code == GpuApi::kNotReady) break;
+    conclude_head(*line, code);
+    moved = true;
+  }
+  return moved;
+}
+
+void Launcher::pause(Lock& lock) {
+  lock.unlock();
+  sched_yield();
+  lock.lock();
+}
+
+void Launcher::hand_to_sleepers() {
+  std::erase_if(looked_at_, [this](const LinePtr& line) {
+    try {
+      if (!line->has_thread) start(&Launcher::run_sleep, line);
+    } catch (const std::system_error&) {  // there are as many threads as there may be
+      return false;
+    }
+    line->has_thread = line->slept_on = true;
+    line->wake.notify_all();
+    return true;
+  });
+}
+
+void Launcher::run_sleep(LinePtr line) {
+  Lock lock(mutex_);
+  while (true) {
+    line->wake.wait(lock, [&] { return line->slept_on || over(*line); });
+    if (!line->slept_on) break;
+    const GpuEvent event = line->pending.front()->end->event;
+    lock.unlock();
+    const int code = api_.event_synchronize(event);
+    lock.lock();
+    conclude_head(*line, code);
+    look_at(lock, line);  // which CUDA has done meanwhile, too: the loop is woken once for all
+    line->slept_on = !line->pending.empty();
+  }
+  line->has_thread = false;
+}
+
+bool Launcher::over(const CommLine& line) const {
+  return ending_ || line.port->closed || (line.cut && line.queued == 0 && line.pending.empty());
+}
+
+LaunchOutcome Launcher::call(LaunchWork& work) const {
+  if (const int code = api_.stream_wait_event(work.line->stream, work.after->event, 0)) {
+    return {work.id, Kind::kCuda, code};
+  }
+  const LaunchOutcome outcome = call_nccl(work);
+  if (outcome.kind != Kind::kDone) return outcome;
+  try {
+    work.end = events_->take();
+  } catch (const CudaFailure& failure) {
+    return {work.id, Kind::kCuda, failure.code};
+  }
+  const int code = api_.event_record(work.end->event, work.line->stream);
+  return {work.id, code ? Kind::kCuda : Kind::kDone, code};
+}
+
+// Copies come first, and NCCL's calls are one group if they are several.
+LaunchOutcome Launcher::call_nccl(const LaunchWork& work) const {
+  std::size_t calls = 0;
+  for (const LaunchCall& call : work.calls) {
+    if (call.what != LaunchCall::kCopy) {
+      ++calls;
+    } else if (const int code =
+                   api_.memcpy_async(call.recv, call.send, call.count, GpuApi::kDeviceToDevice, work.line->stream)) {
+      return {work.id, Kind::kCuda, code};
+    }
+  }
+  int status = calls > 1 ? api_.group_start() : 0;
+  const bool grouped = calls > 1 && status == 0;
+  for (const LaunchCall& call : work.calls) {
+    if (status != 0 && status != GpuApi::kNcclInProgress) break;
+    if (call.what != LaunchCall::kCopy) status = call_one(work, call);
+  }
+  if (grouped) {
+    const int last = api_.group_end();
+    if (status == 0 || status == GpuApi::kNcclInProgress) status = last;
+  }
+  if (status == GpuApi::kNcclInProgress) status = 0;
+  return {work.id, status ? Kind::kNccl : Kind::kDone, status};
+}
+
+int Launcher::call_one(const LaunchWork& work, const LaunchCall& call) const {
+  const NcclComm comm = work.line->comm;
+  const GpuStream stream = work.line->stream;
+  switch (call.what) {
+    case LaunchCall::kAllReduce:
+      return api_.all_reduce(call.send, call.recv, call.count, call.dtype, call.op, comm, stream);
+    case LaunchCall::kReduce:
+      return api_.reduce(call.send, call.recv, call.count, call.dtype, call.op, call.peer, comm, stream);
+    case LaunchCall::kBroadcast:
+      return api_.broadcast(call.send, call.recv, call.count, call.dtype, call.peer, comm, stream);
+    case LaunchCall::kAllGather:
+      return api_.all_gather(call.send, call.recv, call.count, call.dtype, comm, stream);
+    case LaunchCall::kReduceScatter:
+      return api_.reduce_scatter(call.send, call.recv, call.count, call.dtype, call.op, comm, stream);
+    case LaunchCall::kSend:
+      return api_.send(call.send, call.count, call.dtype, call.peer, comm, stream);
+    case LaunchCall::kRecv:
+      return api_.recv(call.recv, call.count, call.dtype, call.peer, comm, stream);
+    case LaunchCall::kCopy:
+      break;
+  }
+  return 0;
+}
+
+int Launcher::query(GpuEvent event) const {
+  const int code = api_.event_query(event);
+  if (code == GpuApi::kNotReady) api_.last_error();  // CUDA keeps it as this thread's last error, for NCCL to find
+  return code;
+}
+
+void Launcher::conclude_head(CommLine& line, int code) {
+  const WorkPtr work = line.pending.front();
+  line.pending.pop_front();
+  conclude(work, {work->id, code ? Kind::kCuda : Kind::kDone, code});
+}
+
+void Launcher::conclude(const WorkPtr& work, LaunchOutcome outcome) {
+  LaunchPort& port = *work->line->port;
+  if (outcome.kind == Kind::kDone) work->after->fired = work->end->fired = true;
+  if (outcome.kind == Kind::kNccl || outcome.kind == Kind::kCuda) port.lost = true;
+  port.works.erase(work->id);
+  if (!port.closed) {
+    port.ended.push_back(outcome);
+    const std::uint64_t one = 1;
+    if (!port.readable) port.readable = ::write(port.fd, &one, sizeof one) == sizeof one;
+  }
+  moved_.notify_all();
+}
+
+// Of one line, or of all lines of a port.
+void Launcher::drop_queued(const CommLine* line, const LaunchPort* port) {
+  std::vector<WorkPtr> dropped;
+  std::erase_if(queue_, [&](const WorkPtr& work) {
+    const bool drops = work->line.get() == line || work->line->port.get() == port;
+    if (drops) dropped.push_back(work);
+    return drops;
+  });
+  for (const WorkPtr& work : dropped) {
+    --work->line->queued;
+    conclude(work, {work->id, Kind::kDropped, 0});
+  }
+  moved_.notify_all();
+}
+
+}  // namespace aiocomms
