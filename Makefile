@@ -188,7 +188,8 @@ ENGINE_SECONDS ?= 0
 
 ## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
 test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
-	AIOCOMMS_ENGINE_TEST_SECONDS=$(ENGINE_SECONDS) $(PYTEST) tests/transports/ucx/test_ucx_engine.py
+	AIOCOMMS_ENGINE_TEST_SECONDS=$(ENGINE_SECONDS) $(PYTEST) tests/transports/ucx/test_ucx_engine.py \
+		tests/transports/nccl/test_launcher.py
 	$(call SANITIZED,address) --ranks 2,3 --transport=ucx --transport=ucx@processes
 	$(call SANITIZED,thread) --ranks 2,3 --transport=ucx --transport=ucx@processes
 	@git diff --quiet HEAD -- $(UCX)/src && git rev-parse HEAD:$(UCX)/src > tests/sanitized.txt

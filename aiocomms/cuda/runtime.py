@@ -5,11 +5,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
 _NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: the stream and the default stream do not wait for each other
+
+FUNCTIONS: Final = (
+    "cudaSetDevice",
+    "cudaThreadExchangeStreamCaptureMode",
+    "cudaGetErrorString",
+    "cudaGetLastError",
+    "cudaEventCreateWithFlags",
+    "cudaEventDestroy",
+    "cudaEventRecord",
+    "cudaEventQuery",
+    "cudaEventSynchronize",
+    "cudaStreamWaitEvent",
+    "cudaMemcpyAsync",
+)
+"""What native code calls that is given the runtime's addresses."""
+_DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 
 _idle: dict[tuple[int | None, int], list[int]] = {}  # streams that have no owner any more, by device and priority
 
@@ -32,6 +49,22 @@ def check(status: int, what: str) -> None:
         text = library().cudaGetErrorString
         text.restype = ctypes.c_char_p
         raise RuntimeError(f"CUDA error: {text(status).decode()} ({what}, {status})")
+
+
+def addresses(loaded: Any, names: Iterable[str]) -> dict[str, int]:
+    """Return the addresses of functions of a library that is loaded, for native code.
+
+    :raises AttributeError: the library has no such function.
+    """
+    found = {name: ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value for name in names}
+    return {name: address for name, address in found.items() if address is not None}
+
+
+def copy(stream: int, to: int, source: int, nbytes: int) -> None:
+    """Enqueue a copy within a device's memory."""
+    to_, source_, stream_ = ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_void_p(stream)
+    status = library().cudaMemcpyAsync(to_, source_, ctypes.c_size_t(nbytes), _DEVICE_TO_DEVICE, stream_)
+    check(status, "a copy")
 
 
 def own_stream(device: torch.device, priority: int) -> Any:

@@ -1,4 +1,4 @@
-"""CUDA streams and events on the event loop: the interface to torch's CUDA, and the queues of events that are awaited.
+"""CUDA streams and events on the event loop: the queues of events that are awaited.
 
 This module knows CUDA and no transport. A transport that works on GPU memory orders its ops with events, and is told on
 the loop's thread when an event has fired. The loop queries the event for a few turns; after that a thread sleeps on it
@@ -8,17 +8,16 @@ without the GIL.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Generator
+from typing import Any, Final
 
 import torch
 
 from aiocomms import ops
-from aiocomms.cuda import runtime
+from aiocomms.cuda.device import Cuda, Event, Stream, TorchCuda
 from aiocomms.errors import CapturedWorkError, CommError
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.progress.driver import LoopDriver, Promise
@@ -26,122 +25,6 @@ from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
 """The number of turns of the loop in which events are queried before a thread sleeps on them: some 100 µs."""
-_THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
-
-
-class Event(Protocol):
-    """The methods of a ``torch.cuda.Event`` that are used here."""
-
-    def record(self, stream: Any) -> None:
-        """Make the event fire when the stream has done all work that has been enqueued on it so far."""
-
-    def query(self) -> bool:
-        """Return whether the event has fired. Holds the GIL."""
-
-    def synchronize(self) -> None:
-        """Sleep until the event has fired. Releases the GIL, and costs no CPU."""
-
-
-class Stream(Protocol):
-    """The methods of a ``torch.cuda.Stream`` that are used here."""
-
-    @property
-    def cuda_stream(self) -> int:
-        """The ``cudaStream_t``."""
-
-    def wait_event(self, event: Any) -> None:
-        """Make all work that is enqueued from now on wait for the event."""
-
-
-class Cuda(Protocol):
-    """The calls to the CUDA device, which tests replace where there is no GPU."""
-
-    def activate(self) -> None:
-        """Make the device the current one of this thread."""
-
-    def stream(self, priority: int) -> Stream:
-        """Return a stream that has no other owner. A lower ``priority`` is served first; 0 is the default."""
-
-    def current_stream(self) -> Stream:
-        """Return this thread's current stream."""
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Make a stream this thread's current one, within the context."""
-
-    def event(self) -> Event:
-        """Return a new event without timing, on which a thread sleeps rather than spins."""
-
-    def capturing(self, stream: Stream | None = None) -> bool:
-        """Return whether a stream is being captured into a graph; None: this thread's current stream."""
-
-    def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
-        """Run ``call``, which enqueues torch operations, with a stream as the current one."""
-
-    def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a tensor of the shape and dtype of ``tensor`` in a stream's memory pool.
-
-        :raises torch.OutOfMemoryError: no memory is left.
-        """
-
-    def harmless(self) -> contextlib.AbstractContextManager[None]:
-        """Keep this thread's calls from invalidating another thread's capture (thread-local capture mode)."""
-
-
-class TorchCuda:
-    """The implementation of :class:`Cuda` with torch and the CUDA runtime."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-        self._exchange: Callable[[Any], int] = runtime.library().cudaThreadExchangeStreamCaptureMode
-
-    def activate(self) -> None:
-        """See :meth:`Cuda.activate`."""
-        torch.cuda.set_device(self.device)
-
-    def stream(self, priority: int) -> Stream:
-        """See :meth:`Cuda.stream`."""
-        stream: Stream = runtime.own_stream(self.device, priority)
-        return stream
-
-    def current_stream(self) -> Stream:
-        """See :meth:`Cuda.current_stream`."""
-        return torch.cuda.current_stream(self.device)
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """See :meth:`Cuda.on`."""
-        return torch.cuda.stream(stream)
-
-    def event(self) -> Event:
-        """See :meth:`Cuda.event`."""
-        return runtime.RuntimeEvent(blocking=True)  # type: ignore[no-untyped-call]
-
-    def capturing(self, stream: Stream | None = None) -> bool:
-        """See :meth:`Cuda.capturing`."""
-        if stream is None:
-            return self._capturing()
-        with torch.cuda.stream(stream):  # type: ignore[arg-type]
-            return self._capturing()
-
-    def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
-        """See :meth:`Cuda.enqueue`."""
-        with torch.cuda.stream(stream):  # type: ignore[arg-type]
-            call()
-
-    def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Cuda.empty_like`."""
-        with torch.cuda.stream(stream):  # type: ignore[arg-type]
-            return torch.empty_like(tensor)
-
-    @contextlib.contextmanager
-    def harmless(self) -> Iterator[None]:
-        """See :meth:`Cuda.harmless`."""
-        mode = ctypes.c_int(_THREAD_LOCAL)
-        self._exchange(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            self._exchange(ctypes.byref(mode))
 
 
 class Completions:
@@ -304,18 +187,6 @@ class _Sleeper:
             while self.target is None and not self._closed:
                 self._changed.wait()
             return None if self._closed else self.target
-
-
-def no_gpu(device: torch.device) -> str | None:
-    """Return the reason why torch cannot use the GPU ``device``, or None if it can."""
-    if torch.version.cuda is None:
-        return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
-    if not torch.cuda.is_available():
-        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
-    return None
 
 
 class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)``

@@ -7,6 +7,8 @@ queue until none can continue, so that a task which waits blocks its own stream 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import itertools
 import threading
 from collections import deque
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_functions import PerThread, runtime_functions
 
 Task = Callable[[], bool]
 """A function that is called again until it returns True; then the task is done."""
@@ -197,7 +200,7 @@ class Gpu:
         """Whether every call fails, as after an assertion in a kernel."""
         self.memory: int | None = None
         """How many allocations succeed before memory is exhausted; None if all do."""
-        self._local = threading.local()
+        self._modes = PerThread(lambda: GLOBAL)
         self._dirty = False
         self.batch = Batch()
         threading.Thread(target=self._run, name="fake GPU", daemon=True).start()
@@ -205,12 +208,11 @@ class Gpu:
     @property
     def mode(self) -> str:
         """This thread's capture mode."""
-        mode: str = getattr(self._local, "mode", GLOBAL)
-        return mode
+        return self._modes.get()
 
     @mode.setter
     def mode(self, value: str) -> None:
-        self._local.mode = value
+        self._modes.set(value)
 
     def check(self) -> None:
         """Raise the error of every call after an assertion in a kernel, if the GPU is broken."""
@@ -262,11 +264,20 @@ class Gate:
 class FakeCuda:
     """See :class:`aiocomms.cuda.Cuda`."""
 
+    index = 0
+
     def __init__(self, gpu: Gpu | None = None) -> None:
         self.gpu = gpu or Gpu()
         self.default = FakeStream(self.gpu)
         self._local = threading.local()
         self.made: list[FakeStream] = []
+
+    @functools.cached_property
+    def _functions(self) -> dict[str, int]:
+        return runtime_functions(self, (GLOBAL, THREAD_LOCAL))
+
+    def functions(self) -> dict[str, int]:
+        return self._functions
 
     def activate(self) -> None:
         pass
@@ -278,6 +289,12 @@ class FakeCuda:
     def current_stream(self) -> FakeStream:
         stream: FakeStream = getattr(self._local, "current", self.default)
         return stream
+
+    def current_handle(self) -> int:
+        return self.current_stream().cuda_stream
+
+    def copy(self, stream: FakeStream, to: int, source: int, nbytes: int) -> None:
+        self.enqueue(stream, functools.partial(ctypes.memmove, to, source, nbytes))
 
     def event(self) -> FakeEvent:
         return FakeEvent(self.gpu)

@@ -10,7 +10,6 @@ import functools
 import itertools
 import secrets
 import socket
-import threading
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.nccl import Nccl
 from fake_cuda import FakeCuda, FakeStream, Gpu, Task
+from fake_functions import PerThread, nccl_functions
 from torch import Tensor
 
 from aiocomms.cuda import Cuda
@@ -169,6 +169,7 @@ class FakeComm:
         self._splits = itertools.count()
         self.calls: list[What] = []
         library.comms.append(self)
+        self.comm = len(library.comms)
 
     def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
         self._call(What("all_reduce", count, dtype, op), send, recv, stream)
@@ -267,7 +268,7 @@ class FakeNccl:
         self.cuda = cuda
         self.comms: list[FakeComm] = []
         self._shared: dict[bytes, Shared] = {}
-        self._local = threading.local()
+        self._groups: PerThread[list[dict[tuple[FakeComm, FakeStream], list[Call]]]] = PerThread(list)
 
     def version(self) -> int:
         return 23203
@@ -289,23 +290,31 @@ class FakeNccl:
                 gpu.changed.wait()
         return FakeComm(self, shared, rank)
 
+    def functions(self) -> dict[str, int]:
+        return self._functions
+
+    @functools.cached_property
+    def _functions(self) -> dict[str, int]:
+        return nccl_functions(self)
+
     def group_start(self) -> None:
-        self._local.depth = getattr(self._local, "depth", 0) + 1
+        self._groups.get().append({})
 
     def group_end(self) -> None:
-        if not getattr(self._local, "depth", 0):
+        groups = self._groups.get()
+        if not groups:
             raise FakeNcclError(5)
-        self._local.depth -= 1
-        if not self._local.depth:
-            given, self._local.given = getattr(self._local, "given", {}), {}
-            for (comm, stream), calls in given.items():
-                stream.add(functools.partial(self._node, comm, calls))
+        given = groups.pop()
+        if groups:
+            groups[-1].update(given)
+            return
+        for (comm, stream), calls in given.items():
+            stream.add(functools.partial(self._node, comm, calls))
 
     def give(self, comm: FakeComm, call: Call, stream: FakeStream) -> None:
         """Enqueue a call: with its group if there is one, else alone."""
-        if getattr(self._local, "depth", 0):
-            given = self._local.given = getattr(self._local, "given", {})
-            given.setdefault((comm, stream), []).append(call)
+        if groups := self._groups.get():
+            groups[-1].setdefault((comm, stream), []).append(call)
         else:
             stream.add(functools.partial(self._node, comm, [call]))
 

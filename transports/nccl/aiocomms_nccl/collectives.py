@@ -1,9 +1,9 @@
-"""How each collective is carried out: as calls of NCCL, enqueued on one stream."""
+"""What each collective is made of: calls of NCCL, which are enqueued on one stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,20 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel import buffers
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import nccl
+from aiocomms_nccl.calls import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    COPY,
+    NONE,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SEND,
+    Call,
+    Kernel,
+    Plan,
+)
 from aiocomms_nccl.dtypes import Reduction, reduction
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
@@ -23,6 +37,8 @@ CAPTURED: Final = (
     "await aiocomms.cuda.recorded()"
 )
 """What the work of a captured op says."""
+NOTHING: Final = Plan([])
+"""The plan of an op with nothing to do."""
 
 
 def no_memory(what: str, error: Exception) -> CommError:
@@ -51,35 +67,62 @@ class CommStream:
         self.size = size
         self.stream: Stream = cuda.stream(-1 if high else 0)
         self.handle = self.stream.cuda_stream
+        self.line: Any = None
+        """What a launcher knows it by."""
         self._given = scratch[:1].data_ptr()
         self._got = scratch[1:].data_ptr()
         self._scratch = scratch
         self._high = high
-        self._kept: list[Tensor] = []
+        self.meeting: Final = Plan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
+        """Makes the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return the same for another communicator of this rank, with a stream of its own."""
         return CommStream(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
 
-    def taken(self) -> list[Tensor]:
-        """Return the temporary memory that the last op has allocated. The caller keeps it until the op is done."""
-        kept, self._kept = self._kept, []
-        return kept
+    # ------------------------------------------------------------------------------------------------- carrying out
 
-    # ---------------------------------------------------------------------------------- parts of collectives
+    def carry_out(self, plan: Plan) -> None:
+        """Enqueue all of a plan on the stream, from this thread."""
+        for kernel in plan.before:
+            self.cuda.enqueue(self.stream, kernel)
+        calls = []
+        for call in plan.calls:
+            if call[0] == COPY:
+                self.cuda.copy(self.stream, call[2], call[1], call[3])
+            else:
+                calls.append(call)
+        if len(calls) == 1:
+            self._call(*calls[0])
+        elif calls:
+            self._call_group(calls)
+        for kernel in plan.after:
+            self.cuda.enqueue(self.stream, kernel)
 
-    def meet(self) -> None:
-        """Make the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
-        self.comm.allReduce(self._given, self._got, 1, nccl.UINT8, nccl.SUM, self.handle)
-
-    @contextmanager
-    def group(self) -> Iterator[None]:
-        """Make the calls within the block one NCCL group."""
+    def _call_group(self, calls: Sequence[Call]) -> None:
         self.nccl.group_start()
         try:
-            yield
+            for call in calls:
+                self._call(*call)
         finally:
             self.nccl.group_end()
+
+    def _call(self, what: int, send: int, recv: int, count: int, dtype: int, op: int, peer: int) -> None:
+        comm, stream = self.comm, self.handle
+        if what == ALL_REDUCE:
+            comm.allReduce(send, recv, count, dtype, op, stream)
+        elif what == REDUCE:
+            comm.reduce(send, recv, count, dtype, op, peer, stream)
+        elif what == BROADCAST:
+            comm.broadcast(send, recv, count, dtype, peer, stream)
+        elif what == ALL_GATHER:
+            comm.allGather(send, recv, count, dtype, stream)
+        elif what == REDUCE_SCATTER:
+            comm.reduceScatter(send, recv, count, dtype, op, stream)
+        elif what == SEND:
+            comm.send(send, count, dtype, peer, stream)
+        else:
+            comm.recv(recv, count, dtype, peer, stream)
 
     def warm(self, sends: bool | None = None) -> None:
         """Open all of NCCL's connections. Blocks, off the loop. NCCL would else do it in its first calls and block.
@@ -87,49 +130,66 @@ class CommStream:
         :param sends: on one end of a lane, whether it is the sender's end; None: every rank sends to every rank.
         """
         if sends is None:
-            self.meet()
-        with self.group():
-            for peer in range(self.size):
-                if peer != self.rank and sends is not False:
-                    self.comm.send(self._given, 1, nccl.UINT8, peer, self.handle)
-                if peer != self.rank and sends is not True:
-                    self.comm.recv(self._got, 1, nccl.UINT8, peer, self.handle)
+            self.carry_out(self.meeting)
+        calls: list[Call] = []
+        for peer in range(self.size):
+            if peer != self.rank and sends is not False:
+                calls.append((SEND, self._given, NONE, 1, nccl.UINT8, NONE, peer))
+            if peer != self.rank and sends is not True:
+                calls.append((RECV, NONE, self._got, 1, nccl.UINT8, NONE, peer))
+        self.carry_out(Plan(calls))
         event = self.cuda.event()
         event.record(self.stream)
         event.synchronize()
 
-    def copy(self, out: Tensor, source: Tensor) -> None:
-        """Enqueue a copy on the stream."""
-        if out.numel() and out.data_ptr() != source.data_ptr():
-            self.cuda.enqueue(self.stream, lambda: out.view(-1).copy_(source.detach().view(-1), non_blocking=True))
+    # ----------------------------------------------------------------------------------------------- parts of plans
 
-    def send(self, tensor: Tensor, peer: int) -> None:
-        """Send to a rank, within a group. An empty tensor is sent as one byte, so that it synchronises too."""
+    def copies(self, out: Tensor, source: Tensor) -> list[Call]:
+        """Return the copy from one tensor to another, if there is something to copy."""
+        given, taken, nbytes = source.data_ptr(), out.data_ptr(), out.nbytes
+        return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
+
+    def send(self, tensor: Tensor, peer: int) -> Call:
+        """Return a send to a rank. An empty tensor is sent as one byte, so that it synchronises too."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
-        self.comm.send(pointer, nbytes, nccl.UINT8, peer, self.handle)
+        return SEND, pointer, NONE, nbytes, nccl.UINT8, NONE, peer
 
-    def recv(self, tensor: Tensor, peer: int) -> None:
-        """Receive from a rank, within a group."""
+    def recv(self, tensor: Tensor, peer: int) -> Call:
+        """Return a receive from a rank."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._got, 1)
-        self.comm.recv(pointer, nbytes, nccl.UINT8, peer, self.handle)
+        return RECV, NONE, pointer, nbytes, nccl.UINT8, NONE, peer
 
-    def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors that NCCL reads: the ones given, or their products in temporary memory of the stream.
+    def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Kernel]]:
+        """Return the tensors that NCCL reads, and the kernels that write them.
+
+        They are the ones given; or their products, in temporary memory of the stream.
 
         :raises torch.OutOfMemoryError: there is no memory. Nothing was enqueued.
         """
         if not how.scaled:
-            return tensors
+            return tensors, []
         temporary = [self.cuda.empty_like(self.stream, tensor) for tensor in tensors]
-        for out, tensor in zip(temporary, tensors, strict=True):
-            self.cuda.enqueue(self.stream, lambda out=out, tensor=tensor: torch.mul(tensor, factor, out=out))  # type: ignore[misc]
-        self._kept = temporary
-        return temporary
+        pairs = zip(temporary, tensors, strict=True)
+        return temporary, [functools.partial(torch.mul, tensor, factor, out=out) for out, tensor in pairs]
 
-    def finish(self, how: Reduction, out: Tensor) -> None:
-        """Turn NCCL's result into the operator's result."""
-        if how.odd and out.numel():
-            self.cuda.enqueue(self.stream, lambda: out.view(torch.uint8).bitwise_and_(1))
+
+def reducing(
+    how: Reduction, calls: list[Call], given: Sequence[Tensor], before: list[Kernel], out: Tensor | None
+) -> Plan:
+    """Return the plan of a reduction, which turns NCCL's result into the operator's result.
+
+    :param given: what NCCL reads.
+    :param before: the kernels that write it; empty if it is the caller's.
+    :param out: where the result is; None: on another rank.
+    """
+    if not how.scaled and not how.odd:
+        return Plan(calls)
+    after = [] if out is None or not how.odd else [functools.partial(_keep_lowest_bit, out)]
+    return Plan(calls, before, after, given if before else ())
+
+
+def _keep_lowest_bit(out: Tensor) -> None:
+    out.view(torch.uint8).bitwise_and_(1)
 
 
 def open_comm_stream(
@@ -142,131 +202,121 @@ def open_comm_stream(
     return comm_stream
 
 
-Start = Callable[[CommStream, Any], None]
-"""A function that enqueues a collective. It raises before it has enqueued anything, or what NCCL raises."""
+Start = Callable[[CommStream, Any], Plan]
+"""A function that plans a collective. It enqueues nothing. It may raise ``torch.OutOfMemoryError``."""
 
 
-def barrier(cs: CommStream, op: ops.Op) -> None:
-    """Enqueue an all_reduce of one byte."""
-    cs.meet()
+def barrier(cs: CommStream, op: ops.Op) -> Plan:
+    """Plan an all_reduce of one byte."""
+    return cs.meeting
 
 
-def broadcast(cs: CommStream, op: ops.Broadcast) -> None:
-    """Native, as bytes."""
+def broadcast(cs: CommStream, op: ops.Broadcast) -> Plan:
+    """Plan the native one, of bytes."""
     pointer = op.tensor.data_ptr()
-    if op.tensor.nbytes:
-        cs.comm.broadcast(pointer, pointer, op.tensor.nbytes, nccl.UINT8, op.root, cs.handle)
+    if not op.tensor.nbytes:
+        return NOTHING
+    return Plan([(BROADCAST, pointer, pointer, op.tensor.nbytes, nccl.UINT8, NONE, op.root)])
 
 
-def all_reduce(cs: CommStream, op: ops.AllReduce) -> None:
-    """Native."""
+def all_reduce(cs: CommStream, op: ops.AllReduce) -> Plan:
+    """Plan the native one."""
+    tensor = op.tensor
+    count = tensor.numel()
+    if not count:
+        return cs.meeting
+    how = reduction(op.op, tensor.dtype)
+    given, before = cs.scaled(how, op.op.factor, [tensor])
+    call = (ALL_REDUCE, given[0].data_ptr(), tensor.data_ptr(), count * how.parts, how.dtype, how.op, NONE)
+    return reducing(how, [call], given, before, tensor)
+
+
+def reduce(cs: CommStream, op: ops.Reduce) -> Plan:
+    """Plan the native one. Only the root passes memory for the result."""
     tensor = op.tensor
     if not tensor.numel():
-        return cs.meet()
+        return NOTHING
     how = reduction(op.op, tensor.dtype)
-    (given,) = cs.scaled(how, op.op.factor, [tensor])
-    count = tensor.numel() * how.parts
-    cs.comm.allReduce(given.data_ptr(), tensor.data_ptr(), count, how.dtype, how.op, cs.handle)
-    return cs.finish(how, tensor)
+    given, before = cs.scaled(how, op.op.factor, [tensor])
+    out = tensor if cs.rank == op.root else None
+    target = NONE if out is None else out.data_ptr()
+    call = (REDUCE, given[0].data_ptr(), target, tensor.numel() * how.parts, how.dtype, how.op, op.root)
+    return reducing(how, [call], given, before, out)
 
 
-def reduce(cs: CommStream, op: ops.Reduce) -> None:
-    """Native. Only the root passes memory for the result."""
-    tensor = op.tensor
-    if not tensor.numel():
-        return
-    how = reduction(op.op, tensor.dtype)
-    (given,) = cs.scaled(how, op.op.factor, [tensor])
-    out = tensor.data_ptr() if cs.rank == op.root else 0
-    cs.comm.reduce(given.data_ptr(), out, tensor.numel() * how.parts, how.dtype, how.op, op.root, cs.handle)
-    if cs.rank == op.root:
-        cs.finish(how, tensor)
-
-
-def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> None:
-    """Native, as bytes."""
+def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> Plan:
+    """Plan the native one, of bytes."""
     if not op.input.numel():
-        return cs.meet()
-    cs.comm.allGather(op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, cs.handle)
-    return None
+        return cs.meeting
+    return Plan([(ALL_GATHER, op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, NONE, NONE)])
 
 
-def all_gather(cs: CommStream, op: ops.AllGather) -> None:
-    """Enqueue a group of broadcasts, one from each rank."""
-    if not any(out.numel() for out in op.outputs):
-        return cs.meet()
-    with cs.group():
-        for root, out in enumerate(op.outputs):
-            given = op.input if root == cs.rank else out
-            if out.numel():
-                cs.comm.broadcast(given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, root, cs.handle)
-    return None
+def all_gather(cs: CommStream, op: ops.AllGather) -> Plan:
+    """Plan a group of broadcasts, one from each rank."""
+    calls: list[Call] = []
+    for root, out in enumerate(op.outputs):
+        given = op.input if root == cs.rank else out
+        if out.numel():
+            calls.append((BROADCAST, given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, NONE, root))
+    return Plan(calls) if calls else cs.meeting
 
 
-def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> None:
-    """Native."""
+def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> Plan:
+    """Plan the native one."""
     out = op.output
     if not out.numel():
-        return cs.meet()
+        return cs.meeting
     how = reduction(op.op, out.dtype)
-    (given,) = cs.scaled(how, op.op.factor, [op.input])
-    cs.comm.reduceScatter(given.data_ptr(), out.data_ptr(), out.numel() * how.parts, how.dtype, how.op, cs.handle)
-    return cs.finish(how, out)
+    given, before = cs.scaled(how, op.op.factor, [op.input])
+    count = out.numel() * how.parts
+    call = (REDUCE_SCATTER, given[0].data_ptr(), out.data_ptr(), count, how.dtype, how.op, NONE)
+    return reducing(how, [call], given, before, out)
 
 
-def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> None:
-    """Enqueue a group of reductions, one to each rank."""
+def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> Plan:
+    """Plan a group of reductions, one to each rank."""
     if not any(part.numel() for part in op.inputs):
-        return cs.meet()
+        return cs.meeting
     how = reduction(op.op, op.output.dtype)
-    given = cs.scaled(how, op.op.factor, op.inputs)
-    with cs.group():
-        for root, part in enumerate(given):
-            if part.numel():
-                out = op.output.data_ptr() if root == cs.rank else 0
-                cs.comm.reduce(part.data_ptr(), out, part.numel() * how.parts, how.dtype, how.op, root, cs.handle)
-    return cs.finish(how, op.output)
+    given, before = cs.scaled(how, op.op.factor, op.inputs)
+    calls: list[Call] = []
+    for root, part in enumerate(given):
+        if part.numel():
+            out = op.output.data_ptr() if root == cs.rank else NONE
+            calls.append((REDUCE, part.data_ptr(), out, part.numel() * how.parts, how.dtype, how.op, root))
+    return reducing(how, calls, given, before, op.output)
 
 
-def all_to_all(cs: CommStream, op: ops.AllToAll) -> None:
-    """Enqueue a group of sends and receives, one of each per peer. This rank's own part is copied."""
+def all_to_all(cs: CommStream, op: ops.AllToAll) -> Plan:
+    """Plan a group of sends and receives, one of each per peer. This rank's own part is copied."""
     ins, outs = op.ins(cs.size), op.outs(cs.size)
-    cs.copy(outs[cs.rank], ins[cs.rank])
-    with cs.group():
-        for peer in range(cs.size):
-            if peer != cs.rank:
-                cs.send(ins[peer], peer)
-                cs.recv(outs[peer], peer)
+    calls = cs.copies(outs[cs.rank], ins[cs.rank])
+    for peer in range(cs.size):
+        if peer != cs.rank:
+            calls += cs.send(ins[peer], peer), cs.recv(outs[peer], peer)
+    return Plan(calls)
 
 
-def gather(cs: CommStream, op: ops.Gather) -> None:
-    """Enqueue a group of receives on the root, and a send on the other ranks."""
+def gather(cs: CommStream, op: ops.Gather) -> Plan:
+    """Plan a group of receives on the root, and a send on the other ranks."""
     if not op.input.numel():
-        return
+        return NOTHING
     if cs.rank != op.root:
-        cs.send(op.input, op.root)
-        return
+        return Plan([cs.send(op.input, op.root)])
     outs = op.outs(cs.size)
-    cs.copy(outs[cs.rank], op.input)
-    with cs.group():
-        for peer in range(cs.size):
-            if peer != cs.rank:
-                cs.recv(outs[peer], peer)
+    received = [cs.recv(outs[peer], peer) for peer in range(cs.size) if peer != cs.rank]
+    return Plan([*cs.copies(outs[cs.rank], op.input), *received])
 
 
-def scatter(cs: CommStream, op: ops.Scatter) -> None:
-    """Enqueue a group of sends on the root, and a receive on the other ranks."""
+def scatter(cs: CommStream, op: ops.Scatter) -> Plan:
+    """Plan a group of sends on the root, and a receive on the other ranks."""
     if not op.output.numel():
-        return
+        return NOTHING
     if cs.rank != op.root:
-        cs.recv(op.output, op.root)
-        return
+        return Plan([cs.recv(op.output, op.root)])
     ins = op.ins(cs.size)
-    cs.copy(op.output, ins[cs.rank])
-    with cs.group():
-        for peer in range(cs.size):
-            if peer != cs.rank:
-                cs.send(ins[peer], peer)
+    sent = [cs.send(ins[peer], peer) for peer in range(cs.size) if peer != cs.rank]
+    return Plan([*cs.copies(op.output, ins[cs.rank]), *sent])
 
 
 START: Final[dict[type[ops.Op], Start]] = {
@@ -287,4 +337,4 @@ START: Final[dict[type[ops.Op], Start]] = {
     ops.GatherSingle: gather,
     ops.Scatter: scatter,
 }
-"""The function that starts each collective."""
+"""The function that plans each collective."""

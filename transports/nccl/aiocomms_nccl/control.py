@@ -40,6 +40,10 @@ class Control:
             self._epoll.register(fd, select.EPOLLIN)
         self.fileno = self._epoll.fileno
 
+    def watch(self, fd: int) -> None:
+        """Wake the loop when another descriptor is readable, too."""
+        self._epoll.register(fd, select.EPOLLIN)
+
     @property
     def peers(self) -> list[int]:
         """The ranks whose connections are open."""
@@ -62,7 +66,7 @@ class Control:
         for fd, events in self._epoll.poll(0):
             peer = self._peers.get(fd)
             if peer is None:
-                continue  # the waker
+                continue  # the waker, or a descriptor of somebody else's
             if events & select.EPOLLOUT:
                 with self._lock:
                     self._push(peer)

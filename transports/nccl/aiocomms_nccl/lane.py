@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from aiocomms import ops
-from aiocomms.cuda import Completions, Cuda, Event
+from aiocomms.cuda import Cuda
 from aiocomms.errors import CommError
 from aiocomms.transport import Completion, conclude
 from aiocomms_nccl import nccl
+from aiocomms_nccl.calls import NONE, RECV, SEND, Plan
 from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.launcher import Launcher
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 _SENDER: Final = 0
@@ -33,7 +35,7 @@ class Forming(Protocol):
 
     cuda: Cuda
     library: Nccl
-    completions: Completions
+    launcher: Launcher
     aborted: bool
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
@@ -42,19 +44,16 @@ class Forming(Protocol):
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return a communicator with a stream."""
 
-    def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL. Returns False if the call failed and the communicator is lost."""
-
     def end(self, comm_stream: CommStream) -> None:
         """Abort a communicator of a lane, in a thread."""
 
 
 class Posted:
-    """A send or a receive, and the event of the caller's stream for which it waits."""
+    """A send or a receive, and the point of the caller's stream for which it waits."""
 
     __slots__ = ("after", "op", "work")
 
-    def __init__(self, op: ops.Send | ops.Recv, work: Completion, after: Event) -> None:
+    def __init__(self, op: ops.Send | ops.Recv, work: Completion, after: Any) -> None:
         self.op = op
         self.work = work
         self.after = after
@@ -73,7 +72,7 @@ class Lane:
         self.begun = False
         """Whether this rank has begun to form it."""
         self.carried = 0
-        """How many messages this rank has given to NCCL."""
+        """How many messages this rank has launched."""
         self._owner = owner
         self._sends = sends
         self._rank = _SENDER if sends else 1 - _SENDER
@@ -113,6 +112,7 @@ class Lane:
 
     def _formed(self, comm_stream: CommStream | None) -> None:
         if comm_stream is not None:
+            self._owner.launcher.adopt(comm_stream)
             self.comm_stream = comm_stream
             self._flush()
 
@@ -125,17 +125,15 @@ class Lane:
         comm_stream = self.comm_stream
         while comm_stream is not None and self._waiting and self.carried - self._finished < AT_ONCE:
             posted, nbytes, outcome = self._waiting.popleft()
-            comm_stream.stream.wait_event(posted.after)
-            call = comm_stream.comm.send if self._sends else comm_stream.comm.recv
             pointer, other = posted.op.tensor.data_ptr(), 1 - self._rank
-            enqueue = functools.partial(call, pointer, nbytes, nccl.UINT8, other, comm_stream.handle)
-            if not self._owner.call_nccl(posted.op.name, enqueue):
+            source, target = (pointer, NONE) if self._sends else (NONE, pointer)
+            call = (SEND if self._sends else RECV, source, target, nbytes, nccl.UINT8, NONE, other)
+            finish = functools.partial(self._finish, posted, outcome)
+            if self._owner.launcher.launch(comm_stream, posted.op.name, Plan([call]), posted.after, finish) is None:
                 return
             self.carried += 1
-            self._owner.completions.add(comm_stream.stream, functools.partial(self._finish, posted, outcome))
 
     def _finish(self, posted: Posted, outcome: Any) -> None:
-        self._owner.completions.release(posted.after)
         self._finished += 1
         if self._owner.aborted:
             return  # the event may have fired because NCCL has stopped

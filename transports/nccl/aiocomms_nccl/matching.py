@@ -84,7 +84,7 @@ class Matcher:
         if closed is not None:
             work.fail(closed)
             return
-        posted = Posted(op, work, owner.completions.mark(owner.cuda.current_stream()))
+        posted = Posted(op, work, owner.launcher.mark())
         if isinstance(op, ops.Send):
             self._number += 1
             self._announced[peer, self._number] = posted

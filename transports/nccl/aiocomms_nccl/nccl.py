@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from aiocomms.cuda import Cuda
+from aiocomms.cuda import Cuda, addresses
 from aiocomms.errors import CommError
 
 T = TypeVar("T")
@@ -21,6 +23,14 @@ INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 =
 """The values of ``ncclDataType_t``."""
 SUM, PROD, MAX, MIN, AVG = range(5)
 """The values of ``ncclRedOp_t``."""
+FUNCTIONS: Final = tuple(
+    f"nccl{name}"
+    for name in (
+        *("GroupStart", "GroupEnd", "AllReduce", "Reduce", "Broadcast"),
+        *("AllGather", "ReduceScatter", "Send", "Recv"),
+    )
+)
+"""What a native launcher calls."""
 
 _STATUS: Final = {
     1: ("ncclUnhandledCudaError", "a CUDA call within NCCL failed; NCCL_DEBUG=INFO says which"),
@@ -34,6 +44,14 @@ _STATUS: Final = {
 }
 
 
+class NcclStatusError(Exception):
+    """A status that a function of NCCL has returned."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NCCL has returned {status}")
+        self.status = status
+
+
 class CudaBrokenError(CommError):
     """The device cannot be used any more by this process."""
 
@@ -43,6 +61,10 @@ class NcclComm(Protocol):
 
     Pointers, counts of elements, and streams are integers. A call only enqueues. No call may follow :meth:`abort`.
     """
+
+    @property
+    def comm(self) -> int:
+        """The ``ncclComm_t``."""
 
     def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
     def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
@@ -78,6 +100,9 @@ class Nccl(Protocol):
     def group_end(self) -> None:
         """Enqueue the group."""
 
+    def functions(self) -> Mapping[str, int] | None:
+        """Return the addresses of the functions that a native launcher calls; None if they are not to be had."""
+
 
 class CupyNccl:
     """The real :class:`Nccl`."""
@@ -103,6 +128,16 @@ class CupyNccl:
         """See :meth:`Nccl.communicator`."""
         comm: NcclComm = self._nccl.NcclCommunicator(size, unique_id, rank)
         return comm
+
+    def functions(self) -> Mapping[str, int] | None:
+        """See :meth:`Nccl.functions`. The library is the one that CuPy has loaded."""
+        try:
+            library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:  # CuPy has found it under another name
+            return None
+        version = ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(version))
+        return addresses(library, FUNCTIONS) if version.value == self.version() else None
 
 
 def no_cupy() -> str | None:
@@ -167,7 +202,7 @@ def explain(what: str, error: Exception) -> CommError:
     """Translate an exception that a call raised.
 
     :param what: what was tried, such as ``"all_reduce"``.
-    :param error: an instance of one of :attr:`Nccl.errors`.
+    :param error: an instance of one of :attr:`Nccl.errors`, or a :class:`NcclStatusError`.
     """
     status = status_of(error)
     name, text = _STATUS.get(status, (f"status {status}", str(error)))

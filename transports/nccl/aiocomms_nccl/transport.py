@@ -14,17 +14,20 @@ from weakref import WeakKeyDictionary
 import torch
 
 from aiocomms import ops
-from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda, no_gpu
+from aiocomms.cuda import SPIN, Cuda, TorchCuda, no_gpu
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
 from aiocomms_nccl.agreement import Agreement
 from aiocomms_nccl.bringup import Hello
+from aiocomms_nccl.calls import Plan
 from aiocomms_nccl.collectives import CAPTURED, START, CommStream, Start, no_memory, open_comm_stream
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
+from aiocomms_nccl.launcher import end_comm
 from aiocomms_nccl.matching import Matcher
+from aiocomms_nccl.native import make_launcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.threads import Threads
 from aiocomms_nccl.wire import Note
@@ -53,19 +56,20 @@ class NcclTransport(Transport):
         self.cuda = cuda
         self.library = library
         self.control = control
-        self.completions = Completions(cuda, control.wake, self.capabilities.spin)
         self._comm_stream = cs
         self._hellos = list(hellos)
-        self._agreement = Agreement(control, cs.rank, self.capabilities.detects_mismatch, self._fail)
+        self._agreement = Agreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
-        self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Completion, Any] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
-        self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # collectives, during a split
+        self._held: deque[tuple[Plan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
         self._threads = Threads(control.wake)
         self._failure: CommError | None = None
         self._ending = threading.RLock()
         self.aborted = False
+        self.launcher = make_launcher(self, control, self.capabilities.spin)
+        self.launcher.adopt(cs)
 
     # --------------------------------------------------------------------------------------------------- opening
 
@@ -148,22 +152,18 @@ class NcclTransport(Transport):
     def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
         """Hold back collectives while this communicator is split. Returns the split, to be called on another thread."""
         self._held = deque()
-        quiet = self.cuda.event()
-        quiet.record(self._comm_stream.stream)
+        quiet = self.launcher.quiet(self._comm_stream)
 
         def split() -> Any:
-            quiet.synchronize()  # ncclCommSplit requires that no operation is outstanding
+            quiet()  # ncclCommSplit requires that no operation is outstanding
             return self._comm_stream.comm.commSplit(color, key)
 
         return split
 
     def _post_held(self) -> None:
         held, self._held = self._held or deque(), None
-        for start, op, work, after in held:
-            try:
-                self._enqueue(start, op, work, after, captured=False)
-            except CommError as error:
-                work.fail(error)
+        for plan, op, work, after in held:
+            self._launch(plan, op, work, after)
 
     # ----------------------------------------------------------------------------------------------------- posting
 
@@ -181,7 +181,7 @@ class NcclTransport(Transport):
         except RuntimeError as error:
             if captured or "CUDA" not in str(error):
                 raise  # a broken capture fails by itself; the communicator is not lost
-            self._fail_cuda(error)
+            self.lose_cuda(error)
 
     def _collective(self, start: Start, op: ops.Op, work: Completion, captured: bool) -> None:
         if captured and self._held is not None:
@@ -193,54 +193,50 @@ class NcclTransport(Transport):
                     "end the capture first, or call the op on a stream of the capture"
                 )
             self._captured.clear()  # the graph keeps its own memory; its maker keeps the rest
-        after = self._mark(captured)
-        if self._held is not None:
-            self._held.append((start, op, work, after))
-        else:
-            self._enqueue(start, op, work, after, captured)
-
-    def _mark(self, captured: bool) -> Event:
-        """Return an event at the present end of the caller's stream."""
-        stream = self.cuda.current_stream()
-        if not captured:
-            return self.completions.mark(stream)
-        event = self.cuda.event()  # the event belongs to the graph, so it is not of the pool
-        event.record(stream)
-        return event
-
-    def _enqueue(self, start: Start, op: ops.Op, work: Completion, after: Event, captured: bool) -> None:
-        comm_stream = self._comm_stream
-        comm_stream.stream.wait_event(after)
         try:
-            if not self.call_nccl(op.name, functools.partial(start, comm_stream, op)):
-                return
+            plan = start(self._comm_stream, op)
         except torch.OutOfMemoryError as error:
             raise no_memory(op.name, error) from error
-        kept = comm_stream.taken()
         if captured:
-            end = self.cuda.event()
-            end.record(comm_stream.stream)
-            self._captured.append((op, after, end, kept))
-            self._ends[work] = end
-            self._agreement.call(op, None)
-            work.fail(CapturedWorkError(CAPTURED))
+            self._capture(plan, op, work)
+        elif self._held is not None:
+            self._held.append((plan, op, work, self.launcher.mark()))
         else:
-            index = self._agreement.call(op, work)
-            finish = functools.partial(self._finish_collective, work, index, after, kept)
-            self._ends[work] = self.completions.add(comm_stream.stream, finish)
+            self._launch(plan, op, work, self.launcher.mark())
 
-    def _finish_collective(self, work: Completion, index: int, after: Event, kept: object) -> None:
-        """Finish a collective whose end event has fired."""
-        self.completions.release(after)
+    def _capture(self, plan: Plan, op: ops.Op, work: Completion) -> None:
+        """Enqueue a collective from this thread, whose capture it is to be part of."""
+        comm_stream = self._comm_stream
+        self.launcher.settle()  # what was launched before is no part of it
+        after, end = self.cuda.event(), self.cuda.event()  # they belong to the graph
+        after.record(self.cuda.current_stream())
+        comm_stream.stream.wait_event(after)
+        if not self.call_nccl(op.name, functools.partial(comm_stream.carry_out, plan)):
+            return
+        end.record(comm_stream.stream)
+        self._captured.append((op, after, end, plan))
+        self._ends[work] = end
+        self._agreement.call(op, None)
+        work.fail(CapturedWorkError(CAPTURED))
+
+    def _launch(self, plan: Plan, op: ops.Op, work: Completion, after: Any) -> None:
+        index = self._agreement.call(op, work)
+        finish = functools.partial(self._finish_collective, work, index)
+        end = self.launcher.launch(self._comm_stream, op.name, plan, after, finish)
+        if end is not None:
+            self._ends[work] = end
+
+    def _finish_collective(self, work: Completion, index: int) -> None:
+        """Finish a collective that the GPU has done."""
         self._ends.pop(work, None)
         if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """See :meth:`Transport.wait_stream`."""
-        event = self._ends.get(work)
-        if event is not None:
-            (stream or self.cuda.current_stream()).wait_event(event)
+        end = self._ends.get(work)
+        if end is not None:
+            self.launcher.wait_stream(end, stream)
         elif not work.done() and not self._agreement.is_pending(work):
             raise UnsupportedOperation(
                 "wait_stream() orders a CUDA stream; this op begins once ranks agree: await the work instead"
@@ -256,7 +252,7 @@ class NcclTransport(Transport):
     def progress(self) -> bool:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
         if self._capturing():
-            return bool(self.completions)  # True makes the loop ask again: nothing tells when a capture ends
+            return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
         frames = self.control.poll()
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
         self._agreement.handle(frames, self.on_note)
@@ -271,22 +267,22 @@ class NcclTransport(Transport):
         try:
             return self.cuda.capturing()
         except RuntimeError as error:
-            self._fail_cuda(error)
+            self.lose_cuda(error)
             return False
 
     def _poll_events(self) -> bool:
         """Poll the events, and while some have not fired, NCCL's asynchronous errors."""
-        if not self.completions or isinstance(self._failure, CudaBrokenError):
+        if not len(self.launcher) or isinstance(self._failure, CudaBrokenError):
             return False
         try:
-            did = self.completions.poll()
+            did = self.launcher.poll()
         except RuntimeError as error:
-            self._fail_cuda(error)
+            self.lose_cuda(error)
             return True
-        if self.completions and not self.aborted:
+        if len(self.launcher) and not self.aborted:
             for comm_stream in self._comm_streams():
                 self.call_nccl("what is under way", comm_stream.comm.check_async_error)
-            if self.completions.parked and self._agreement.pending:
+            if self.launcher.parked and self._agreement.pending:
                 self._agreement.tell_calls()
         return did
 
@@ -309,11 +305,12 @@ class NcclTransport(Transport):
         self.control.send(rank, Note(note))
         return not self.aborted
 
-    def _fail_cuda(self, error: RuntimeError) -> None:
+    def lose_cuda(self, error: RuntimeError) -> None:
         """Lose the communicator: after a kernel has failed, every later CUDA call fails with torch's error."""
-        self._fail(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
+        self.lose(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
-    def _fail(self, error: CommError) -> None:
+    def lose(self, error: CommError) -> None:
+        """Lose the communicator."""
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
@@ -330,7 +327,7 @@ class NcclTransport(Transport):
                 failure = explain(what, error)
             else:
                 return True
-        self._fail(failure)
+        self.lose(failure)
         return False
 
     # ----------------------------------------------------------------------------------------------------- threads
@@ -349,15 +346,17 @@ class NcclTransport(Transport):
             then(outcome)
         else:
             error = failure if isinstance(failure, CommError) else CommError(f"NCCL could not be used: {failure!r}")
-            self._fail(error)
+            self.lose(error)
 
     def end(self, comm_stream: CommStream) -> None:
         """Abort a communicator of a lane, in a thread."""
         with self._ending:
             if not self.aborted:
-                self._end_all([comm_stream.comm.abort])
+                self.launcher.cut(comm_stream)
+                self._end_all([comm_stream], abort=True)
 
-    def _end_all(self, calls: Sequence[Callable[[], object]]) -> None:
+    def _end_all(self, comm_streams: Sequence[CommStream], abort: bool) -> None:
+        calls = [functools.partial(end_comm, self.launcher, it, abort, _PATIENCE) for it in comm_streams]
         self._threads.adopt(end_all(self.cuda, calls))
 
     # ----------------------------------------------------------------------------------------- abort and close
@@ -367,8 +366,9 @@ class NcclTransport(Transport):
         with self._ending:
             if not self.aborted:
                 self.aborted = True
+                self.launcher.cut()
                 self._agreement.send_abort(error)
-                self._end_all([comm_stream.comm.abort for comm_stream in self._comm_streams()])
+                self._end_all(self._comm_streams(), abort=True)
 
     def _comm_streams(self) -> list[CommStream]:
         return [self._comm_stream, *self._matcher.comm_streams()]
@@ -384,7 +384,7 @@ class NcclTransport(Transport):
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
-                self._end_all([comm_stream.comm.destroy for comm_stream in self._comm_streams()])
+                self._end_all(self._comm_streams(), abort=False)
         self.control.close(_PATIENCE)
         self._threads.join(_PATIENCE)
         if self._matcher.release(CommClosedError("it was closed on this rank")):
@@ -396,5 +396,5 @@ class NcclTransport(Transport):
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             self.cuda.activate()
             with self.cuda.harmless():
-                self.completions.wait()
-        self.completions.close()
+                self.launcher.drain()
+        self.launcher.close()

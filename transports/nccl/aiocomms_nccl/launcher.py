@@ -1,0 +1,187 @@
+"""The launcher of one transport: it has NCCL called for ops, and tells the loop when they are done.
+
+There are two. :class:`PythonLauncher` calls NCCL on the loop's thread, with CuPy and torch: it is the reference.
+:class:`aiocomms_nccl.native.NativeLauncher` has a native thread do it. The transport does not know which it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from aiocomms.cuda import Completions, Cuda, Event
+from aiocomms.errors import CommError
+from aiocomms_nccl.calls import Plan
+from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.nccl import Nccl
+
+Then = Callable[[], object]
+"""What is called on the loop's thread when an op is done. It has what the op uses: it is kept until then."""
+
+
+class Owner(Protocol):
+    """What a launcher needs of its transport."""
+
+    cuda: Cuda
+    library: Nccl
+    aborted: bool
+
+    def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
+        """Call NCCL. Returns False if the call failed and the communicator is lost."""
+
+    def lose(self, error: CommError) -> None:
+        """Lose the communicator."""
+
+    def lose_cuda(self, error: RuntimeError) -> None:
+        """Lose the communicator, because CUDA has failed."""
+
+
+class Launcher(Protocol):
+    """Has NCCL called for the ops of one transport. All is called on the loop's thread but where it says otherwise."""
+
+    @property
+    def parked(self) -> bool:
+        """Whether it was polled in vain for so long that threads sleep on what is under way."""
+
+    def __len__(self) -> int:
+        """Return how many ops are under way."""
+
+    def adopt(self, cs: CommStream) -> None:
+        """Take a communicator, before its first op."""
+
+    def mark(self) -> Any:
+        """Return a point at the present end of the caller's stream, for one :meth:`launch`."""
+
+    def launch(self, cs: CommStream, what: str, plan: Plan, after: Any, then: Then) -> Any:
+        """Have a plan carried out, behind all that was launched on this communicator before.
+
+        A failure of NCCL or CUDA loses the communicator, now or when :meth:`poll` hears of it.
+
+        :param what: what is tried, for errors.
+        :param after: the point for which the communicator's stream waits.
+        :returns: the op's end, for :meth:`wait_stream`; None if the communicator is lost.
+        """
+
+    def wait_stream(self, end: Any, stream: Any) -> None:
+        """Make a stream wait for an op's end. Waits itself until NCCL was called for the op."""
+
+    def settle(self) -> None:
+        """Wait until NCCL was called for all that was launched before: what follows is called by the caller itself."""
+
+    def poll(self) -> bool:
+        """Call the functions of the ops that are done. Returns whether there was anything to do."""
+
+    def cut(self, cs: CommStream | None = None) -> None:
+        """Have NCCL called no more: for one communicator, or for all. Any thread may call this."""
+
+    def leave(self, cs: CommStream, patience: float) -> bool:
+        """Wait until nothing of a communicator is to be called, and no call is under way. Runs in a thread.
+
+        :returns: False if that takes longer than so many seconds.
+        """
+
+    def quiet(self, cs: CommStream) -> Callable[[], None]:
+        """Return what waits for all that was launched on a communicator so far. It is called in a thread."""
+
+    def drain(self) -> None:
+        """Wait until all ops have ended, and drop them. Runs in a thread, at the end."""
+
+    def close(self) -> None:
+        """Give up threads and descriptors. Runs in a thread, at the end."""
+
+
+def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
+    """Abort or destroy a communicator, once its launcher has left it. Blocks.
+
+    What keeps the launcher in a call of NCCL is the GPU, which only an abort stops: then it is one in any case.
+
+    :param patience: the seconds for which the launcher may stay.
+    """
+    left = launcher.leave(cs, patience)
+    launcher.cut(cs)
+    if abort or not left:
+        cs.comm.abort()
+    else:
+        cs.comm.destroy()
+
+
+class PythonLauncher:
+    """Calls NCCL on the loop's thread at once. See :class:`Launcher`."""
+
+    def __init__(self, owner: Owner, wake: Callable[[], None], spin: int) -> None:
+        """Start with no ops.
+
+        :param wake: makes the loop call :meth:`poll`; it is called on any thread.
+        :param spin: the number of polls in vain after which threads sleep on events.
+        """
+        self._owner = owner
+        self._cuda = owner.cuda
+        self._completions = Completions(owner.cuda, wake, spin)
+
+    @property
+    def parked(self) -> bool:
+        """See :attr:`Launcher.parked`."""
+        return self._completions.parked
+
+    def __len__(self) -> int:
+        return len(self._completions)
+
+    def adopt(self, cs: CommStream) -> None:
+        """See :meth:`Launcher.adopt`."""
+
+    def mark(self) -> Event:
+        """See :meth:`Launcher.mark`."""
+        return self._completions.mark(self._cuda.current_stream())
+
+    def launch(self, cs: CommStream, what: str, plan: Plan, after: Event, then: Then) -> Event | None:
+        """See :meth:`Launcher.launch`."""
+        cs.stream.wait_event(after)
+        return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
+
+    def carry_out(self, cs: CommStream, what: str, plan: Plan, then: Then) -> Event | None:
+        """Carry out a plan, once its stream waits for the caller's."""
+        if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
+            return None
+        return self._completions.add(cs.stream, functools.partial(_done, then, plan.kept) if plan.kept else then)
+
+    def _finish(self, after: Event, then: Then) -> None:
+        self._completions.release(after)
+        then()
+
+    def wait_stream(self, end: Event, stream: Any) -> None:
+        """See :meth:`Launcher.wait_stream`."""
+        (stream or self._cuda.current_stream()).wait_event(end)
+
+    def settle(self) -> None:
+        """See :meth:`Launcher.settle`."""
+
+    def poll(self) -> bool:
+        """See :meth:`Launcher.poll`."""
+        return self._completions.poll()
+
+    def cut(self, cs: CommStream | None = None) -> None:
+        """See :meth:`Launcher.cut`. The transport sees to it: its lock is held while NCCL is called."""
+
+    def leave(self, cs: CommStream, patience: float) -> bool:
+        """See :meth:`Launcher.leave`."""
+        return True
+
+    def quiet(self, cs: CommStream) -> Callable[[], None]:
+        """See :meth:`Launcher.quiet`."""
+        event = self._cuda.event()
+        event.record(cs.stream)
+        return event.synchronize
+
+    def drain(self) -> None:
+        """See :meth:`Launcher.drain`."""
+        self._completions.wait()
+
+    def close(self) -> None:
+        """See :meth:`Launcher.close`."""
+        self._completions.close()
+
+
+def _done(then: Then, kept: object) -> None:
+    """Call ``then``; until that, what is kept is kept."""
+    then()

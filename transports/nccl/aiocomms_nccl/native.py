@@ -1,0 +1,210 @@
+"""The launcher in native code: one thread of each device calls NCCL in the loop's place (``aiocomms_launcher``)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import aiocomms
+from aiocomms.cuda import Event
+from aiocomms_nccl.calls import Plan
+from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.control import Control
+from aiocomms_nccl.launcher import Launcher, Owner, PythonLauncher, Then
+from aiocomms_nccl.nccl import NcclStatusError, explain
+
+if TYPE_CHECKING:
+    import aiocomms_launcher as native
+
+DONE, NCCL_FAILED, CUDA_FAILED, DROPPED = range(4)
+"""How an op has ended; the native module has the same numbers. One that was dropped was not called."""
+SPIN_US: Final = 50
+"""Microseconds for which the native thread looks for the next op, and at what is under way, before it sleeps."""
+_PATIENCE: Final = 1.0
+"""Seconds that closing waits for threads which CUDA or NCCL may hold."""
+
+
+class _Shared:
+    """The native launchers of this process, one for each device, while transports use them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[object, tuple[native.Launcher, int]] = {}
+
+    def acquire(self, functions: Mapping[str, int], device: int) -> tuple[object, native.Launcher]:
+        """Return the launcher of a device, and the key with which it is given back."""
+        from aiocomms_launcher import make
+
+        key = device, tuple(sorted(functions.items()))
+        with self._lock:
+            launcher, count = self._users.get(key) or (make(dict(functions), device, SPIN_US), 0)
+            self._users[key] = launcher, count + 1
+        return key, launcher
+
+    def release(self, key: object) -> None:
+        """Give a launcher back. The last user ends its threads."""
+        with self._lock:
+            launcher, count = self._users.pop(key)
+            if count > 1:
+                self._users[key] = launcher, count - 1
+                return
+        launcher.end(_PATIENCE)
+
+    def forget(self) -> None:
+        """Start anew in a forked child, which has none of the threads."""
+        self._lock = threading.Lock()
+        self._users.clear()
+
+
+_shared = _Shared()
+os.register_at_fork(after_in_child=_shared.forget)
+
+
+def _is_there() -> bool:
+    """Return whether the native module is there, and of this version. ``AIOCOMMS_PURE=1`` forbids it."""
+    if os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0"):
+        return False
+    try:
+        import aiocomms_launcher
+    except ImportError:
+        return False
+    return aiocomms_launcher.version() == aiocomms.__version__
+
+
+def make_launcher(owner: Owner, control: Control, spin: int) -> Launcher:
+    """Return the launcher of a transport: the native one where it is there.
+
+    :param spin: the number of polls in vain after which threads sleep on what is under way.
+    """
+    if _is_there():
+        runtime, nccl = owner.cuda.functions(), owner.library.functions()
+        if runtime is not None and nccl is not None:
+            return NativeLauncher(owner, control, spin, {**runtime, **nccl})
+    return PythonLauncher(owner, control.wake, spin)
+
+
+class _UnderWay(NamedTuple):
+    """An op that was handed over. What it uses lives for as long as this."""
+
+    what: str
+    then: Then
+    cs: CommStream
+
+
+class NativeLauncher:
+    """Hands ops over to the native thread of the device. See :class:`Launcher`.
+
+    Ops with kernels of torch are enqueued on the loop's thread, behind all that was handed over before.
+    """
+
+    def __init__(self, owner: Owner, control: Control, spin: int, functions: Mapping[str, int]) -> None:
+        """Start with no ops.
+
+        :param functions: the addresses of the functions of CUDA's runtime and of NCCL that it calls.
+        """
+        self.parked = False
+        """See :attr:`Launcher.parked`."""
+        self._owner = owner
+        self._cuda = owner.cuda
+        self._spin = spin
+        self._in_vain = 0
+        self._direct = PythonLauncher(owner, control.wake, spin)
+        self._key, self._native = _shared.acquire(functions, owner.cuda.index)
+        self._port = self._native.open()
+        self._ops: dict[int, _UnderWay] = {}
+        self._lost: list[_UnderWay] = []  # those that have failed, whose memory may still be in use
+        control.watch(self._port.fd)
+
+    def __len__(self) -> int:
+        return len(self._ops) + len(self._direct)
+
+    def adopt(self, cs: CommStream) -> None:
+        """See :meth:`Launcher.adopt`."""
+        cs.line = self._native.add(self._port, cs.handle, cs.comm.comm)
+
+    def mark(self) -> Any:
+        """See :meth:`Launcher.mark`."""
+        return self._native.mark(self._cuda.current_handle())
+
+    def launch(self, cs: CommStream, what: str, plan: Plan, after: Any, then: Then) -> int | Event | None:
+        """See :meth:`Launcher.launch`."""
+        if plan.before or plan.after:
+            self._native.settle_all(self._port)
+            self._native.join(cs.handle, after)
+            return self._direct.carry_out(cs, what, plan, then)
+        number = self._native.launch(cs.line, after, plan.calls)
+        self._ops[number] = _UnderWay(what, then, cs)
+        self._in_vain = 0
+        self.parked = False
+        return number
+
+    def wait_stream(self, end: int | Event, stream: Any) -> None:
+        """See :meth:`Launcher.wait_stream`."""
+        if isinstance(end, int):
+            handle = self._cuda.current_handle() if stream is None else stream.cuda_stream
+            self._native.wait_stream(self._port, end, handle)
+        else:
+            self._direct.wait_stream(end, stream)
+
+    def settle(self) -> None:
+        """See :meth:`Launcher.settle`."""
+        self._native.settle_all(self._port)
+
+    def poll(self) -> bool:
+        """See :meth:`Launcher.poll`."""
+        did = self._direct.poll() if len(self._direct) else False
+        ended = self._native.take(self._port)
+        for number, kind, code in ended:
+            self._end(self._ops.pop(number), kind, code)
+        if did or ended:
+            self._in_vain = 0
+            return True
+        self._in_vain += 1
+        self.parked = self._in_vain >= self._spin
+        return False
+
+    def _end(self, op: _UnderWay, kind: int, code: int) -> None:
+        if kind == DONE or (kind == DROPPED and not self._lost):  # of a communicator that was cut, it ends as unmet
+            op.then()
+        elif kind == NCCL_FAILED:
+            self._lost.append(op)
+            self._owner.lose(explain(op.what, NcclStatusError(code)))
+        elif kind == CUDA_FAILED:
+            self._lost.append(op)
+            self._owner.lose_cuda(RuntimeError(self._native.cuda_error(code)))
+
+    def cut(self, cs: CommStream | None = None) -> None:
+        """See :meth:`Launcher.cut`."""
+        if cs is None:
+            self._native.cut_all(self._port)
+        else:
+            self._native.cut(cs.line)
+
+    def leave(self, cs: CommStream, patience: float) -> bool:
+        """See :meth:`Launcher.leave`."""
+        return self._native.settle(cs.line, patience)
+
+    def quiet(self, cs: CommStream) -> Callable[[], None]:
+        """See :meth:`Launcher.quiet`."""
+        direct = self._direct.quiet(cs)
+
+        def wait() -> None:
+            self._native.drain(cs.line)
+            direct()
+
+        return wait
+
+    def drain(self) -> None:
+        """See :meth:`Launcher.drain`."""
+        self._native.drain_all(self._port)
+        self._direct.drain()
+        self._ops.clear()
+        self._lost.clear()
+
+    def close(self) -> None:
+        """See :meth:`Launcher.close`."""
+        self._direct.close()
+        self._native.close(self._port)
+        _shared.release(self._key)
