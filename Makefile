@@ -310,7 +310,7 @@ test-launchers: $(VENV)/ucx.stamp $(MPI_ALL)
 	@test $$(id -u) = 0 || { echo "nodes of Slurm are network namespaces: only root can make them" >&2; exit 1; }
 	$(PYTEST) tests/launchers
 
-## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs, KV blocks, splits.
+## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs, KV blocks, launchers.
 bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.compare
 	$(BENCH_BIN)/python -m benchmarks.core
@@ -321,6 +321,7 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.many --ranks 8 --splits 1000
 	$(BENCH_BIN)/python -m benchmarks.torch_backend
 	$(BENCH_BIN)/python -m benchmarks.endpoints
+	$(BENCH_BIN)/python -m benchmarks.launcher
 
 ## What grows with the number of ranks while a communicator forms: processes, ranks of one loop, calls of the store.
 bench-scale: $(VENV)/ucx.stamp

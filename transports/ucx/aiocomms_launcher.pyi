@@ -24,6 +24,8 @@ CUDA_FAILED: int = 2
 
 DROPPED: int = 3
 
+ASLEEP: int = 4
+
 class Mark:
     pass
 

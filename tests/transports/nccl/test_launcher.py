@@ -42,6 +42,6 @@ def test_its_types(tmp_path: Path) -> None:
 def test_both_sides_count_alike() -> None:
     kinds = ("COPY", "ALL_REDUCE", "REDUCE", "BROADCAST", "ALL_GATHER", "REDUCE_SCATTER", "SEND", "RECV")
     assert [getattr(aiocomms_launcher, name) for name in kinds] == [getattr(calls, name) for name in kinds]
-    ends = ("DONE", "NCCL_FAILED", "CUDA_FAILED", "DROPPED")
+    ends = ("DONE", "NCCL_FAILED", "CUDA_FAILED", "DROPPED", "ASLEEP")
     assert [getattr(aiocomms_launcher, name) for name in ends] == [getattr(native, name) for name in ends]
     assert aiocomms_launcher.version() == aiocomms.__version__

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 import anyio.to_thread
 import pytest
 import torch
-from aiocomms_nccl import NcclTransport, bringup
+from aiocomms_nccl import NcclTransport, bringup, native
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.lane import AT_ONCE
+from aiocomms_nccl.launcher import PythonLauncher
 from aiocomms_nccl.matching import Matcher
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate, streams_at
 from fake_functions import complaints
@@ -331,10 +333,12 @@ async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None
         work = comm.all_reduce(torch.ones(4))
         await parked(cuda)
         await at_rest(comm)
-        polls: list[bool] = []
+        for _ in range(3):  # that a thread sleeps, the native launcher tells the loop
+            await asyncio.sleep(0)
+        polls: list[bool | None] = []
         progress = transport(comm).progress
 
-        def counted() -> bool:
+        def counted() -> bool | None:
             polls.append(progress())
             return polls[-1]
 
@@ -1034,6 +1038,151 @@ async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypat
     assert plan.names == {"p2p": "wire", "collectives": "nccl", "rma": "wire"}
     plan = registry.choose({"collectives": "wire", "p2p": "nccl"}, torch.device("cuda", 0), 2, {})
     assert plan.names == {"collectives": "wire", "p2p": "nccl"}
+
+
+# --------------------------------------------------------------------------------------------- the native launcher
+
+native_only = pytest.mark.parametrize("cuda", ["native"], indirect=True)
+
+
+class Held:
+    """A call of NCCL that CUDA holds, as where its queue is full."""
+
+    def __init__(self, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self.let_go = threading.Event()
+        self._call = fake_comm(comm).allReduce
+        monkeypatch.setattr(fake_comm(comm), "allReduce", self)
+
+    def __call__(self, *arguments: int) -> None:
+        self.reached.set()
+        self.let_go.wait(PATIENCE)
+        self._call(*arguments)
+
+
+@native_only
+@pytest.mark.asyncio
+async def test_a_full_queue_does_not_hold_the_loop(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+        held = Held(comm, monkeypatch)
+        works = [comm.all_reduce(torch.ones(3)) for _ in range(3)]
+        await anyio.to_thread.run_sync(held.reached.wait)
+        assert not any(work.done() for work in works)
+        held.let_go.set()
+        await asyncio.gather(*(work.wait() for work in works))
+
+
+@native_only
+@pytest.mark.asyncio
+async def test_kernels_of_torch_keep_their_order(cuda: FakeCuda) -> None:
+    """Of ops on one tensor, none of which is awaited before the next."""
+    async with world(2) as comms:
+        numbers, truths = [torch.ones(3) for _ in comms], [torch.tensor([True, comm.rank == 0]) for comm in comms]
+        works = []
+        for comm, number, truth in zip(comms, numbers, truths, strict=True):
+            works += [comm.all_reduce(number), comm.all_reduce(number, ReduceOp.PREMUL_SUM(2.0))]
+            works += [comm.all_reduce(number), comm.all_reduce(truth, ReduceOp.BXOR)]
+            works += [comm.all_reduce(truth, ReduceOp.BOR)]
+        await asyncio.gather(*(work.wait() for work in works))
+        assert all(number.tolist() == [16.0] * 3 for number in numbers)
+        assert all(truth.tolist() == [False, True] for truth in truths)
+
+
+@native_only
+@pytest.mark.asyncio
+async def test_a_stream_waits_for_an_op_that_is_not_called_yet(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+        held = Held(comm, monkeypatch)
+        tensor, seen, mine = torch.ones(3), torch.zeros(3), FakeStream(cuda.gpu)
+        cuda.enqueue(cuda.current_stream(), lambda: tensor.fill_(5))
+        work = comm.all_reduce(tensor)
+        await anyio.to_thread.run_sync(held.reached.wait)
+        waits = threading.Thread(target=held.let_go.set)  # while the loop's thread waits for the call
+        waits.start()
+        work.wait_stream(mine)
+        cuda.enqueue(mine, lambda: seen.copy_(tensor))
+        await recorded(mine, cuda=cuda)
+        assert seen.tolist() == [5, 5, 5]
+        await work
+        waits.join()
+
+
+@native_only
+@pytest.mark.asyncio
+async def test_an_abort_while_nccl_is_called(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The works end at once. NCCL is aborted when the call is back, and called no more."""
+    async with world(2) as comms:
+        held = Held(comms[0], monkeypatch)
+        works = [comms[0].all_reduce(torch.ones(3)) for _ in range(3)]
+        await anyio.to_thread.run_sync(held.reached.wait)
+        comms[0].abort("enough")
+        for work in works:
+            with pytest.raises(CommAbortedError, match="enough"):
+                await work
+        called = fake_comm(comms[0])
+        assert called.state == "open"
+        held.let_go.set()
+    assert called.state == "aborted"
+    assert [what.kind for what in called.calls].count("all_reduce") == 2  # one of which is the bring-up's
+
+
+@native_only
+@pytest.mark.real
+@pytest.mark.asyncio
+async def test_a_deadline_while_nccl_is_called(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+        held = Held(comm, monkeypatch)
+        with pytest.raises(CommTimeoutError):
+            await comm.all_reduce(torch.ones(3), timeout=0.1)
+        held.let_go.set()
+
+
+@native_only
+@pytest.mark.asyncio
+async def test_closing_leaves_no_thread_and_no_descriptor(cuda: FakeCuda) -> None:
+    names = ("aiocomms nccl", "aiocomms sleeps")
+    before, others = len(os.listdir("/proc/self/fd")), native_threads(*names)  # noqa: PTH208 - it opens one, too
+    async with world(2) as comms:
+        gate = Gate(cuda.current_stream())
+        works = [comm.all_reduce(torch.ones(3)) for comm in comms]
+        await parked(cuda, 2)
+        assert len(native_threads(*names) - others) == 4  # one calls, one looks, and one sleeps for each rank
+        gate.open()
+        await asyncio.gather(*(work.wait() for work in works))
+    while native_threads(*names) - others:  # the last step of each
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@native_only
+@pytest.mark.real
+@pytest.mark.asyncio
+async def test_a_forked_child_has_no_launcher(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        await comm.barrier()
+        with warnings.catch_warnings(action="ignore"):  # Python's own, of a fork among threads
+            child = os.fork()
+        if not child:
+            os._exit(len(native._shared._users))
+        assert (await anyio.to_thread.run_sync(os.waitpid, child, 0))[1] == 0
+        await comm.barrier()
+
+
+@native_only
+@pytest.mark.asyncio
+@pytest.mark.parametrize("why", ["no module", "another version", "no functions"])
+async def test_without_the_native_one_it_is_the_one_in_python(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "no module":
+        monkeypatch.setitem(sys.modules, "aiocomms_launcher", None)
+    elif why == "another version":
+        monkeypatch.setattr(aiocomms, "__version__", "9.0")
+    else:
+        monkeypatch.setattr(FakeNccl, "functions", lambda self: None)
+    async with world(1) as (comm,):
+        assert isinstance(transport(comm).launcher, PythonLauncher)
+        await comm.barrier()
 
 
 # --------------------------------------------------------------------------------------------------- conformance

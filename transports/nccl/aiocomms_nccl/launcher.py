@@ -42,7 +42,11 @@ class Launcher(Protocol):
 
     @property
     def parked(self) -> bool:
-        """Whether it was polled in vain for so long that threads sleep on what is under way."""
+        """Whether what is under way takes so long that threads sleep on it."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether it has to be polled for something to happen, or else makes the loop's descriptor readable."""
 
     def __len__(self) -> int:
         """Return how many ops are under way."""
@@ -123,6 +127,11 @@ class PythonLauncher:
     def parked(self) -> bool:
         """See :attr:`Launcher.parked`."""
         return self._completions.parked
+
+    @property
+    def asked(self) -> bool:
+        """See :attr:`Launcher.asked`."""
+        return True
 
     def __len__(self) -> int:
         return len(self._completions)

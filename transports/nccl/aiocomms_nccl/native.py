@@ -18,8 +18,10 @@ from aiocomms_nccl.nccl import NcclStatusError, explain
 if TYPE_CHECKING:
     import aiocomms_launcher as native
 
-DONE, NCCL_FAILED, CUDA_FAILED, DROPPED = range(4)
-"""How an op has ended; the native module has the same numbers. One that was dropped was not called."""
+DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
+"""What is told of an op, with the numbers of the native module.
+
+One that was dropped was not called. :data:`ASLEEP` is of no op: threads sleep on what is under way."""
 SPIN_US: Final = 50
 """Microseconds for which the native thread looks for the next op, and at what is under way, before it sleeps."""
 _PATIENCE: Final = 1.0
@@ -108,14 +110,17 @@ class NativeLauncher:
         """See :attr:`Launcher.parked`."""
         self._owner = owner
         self._cuda = owner.cuda
-        self._spin = spin
-        self._in_vain = 0
         self._direct = PythonLauncher(owner, control.wake, spin)
         self._key, self._native = _shared.acquire(functions, owner.cuda.index)
         self._port = self._native.open()
         self._ops: dict[int, _UnderWay] = {}
         self._lost: list[_UnderWay] = []  # those that have failed, whose memory may still be in use
         control.watch(self._port.fd)
+
+    @property
+    def asked(self) -> bool:
+        """See :attr:`Launcher.asked`."""
+        return len(self._direct) > 0
 
     def __len__(self) -> int:
         return len(self._ops) + len(self._direct)
@@ -136,7 +141,6 @@ class NativeLauncher:
             return self._direct.carry_out(cs, what, plan, then)
         number = self._native.launch(cs.line, after, plan.calls)
         self._ops[number] = _UnderWay(what, then, cs)
-        self._in_vain = 0
         self.parked = False
         return number
 
@@ -155,15 +159,13 @@ class NativeLauncher:
     def poll(self) -> bool:
         """See :meth:`Launcher.poll`."""
         did = self._direct.poll() if len(self._direct) else False
-        ended = self._native.take(self._port)
-        for number, kind, code in ended:
-            self._end(self._ops.pop(number), kind, code)
-        if did or ended:
-            self._in_vain = 0
-            return True
-        self._in_vain += 1
-        self.parked = self._in_vain >= self._spin
-        return False
+        for number, kind, code in self._native.take(self._port):
+            if kind == ASLEEP:
+                self.parked = True
+            else:
+                did = True
+                self._end(self._ops.pop(number), kind, code)
+        return did
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
         if kind == DONE or (kind == DROPPED and not self._lost):  # of a communicator that was cut, it ends as unmet

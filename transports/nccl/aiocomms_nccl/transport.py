@@ -249,7 +249,7 @@ class NcclTransport(Transport):
         self._matcher.check_not_captured()
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
-    def progress(self) -> bool:
+    def progress(self) -> bool | None:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
         if self._capturing():
             return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
@@ -260,7 +260,7 @@ class NcclTransport(Transport):
             while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
                 did = True
                 self._conclude_call(*self._threads.returned.popleft())
-        return did
+        return did or (False if self.launcher.asked else None)
 
     def _capturing(self) -> bool:
         """Return whether the current stream is being captured."""

@@ -38,6 +38,7 @@ struct World {
   std::shared_ptr<Launcher> launcher;
   std::shared_ptr<LaunchPort> port;
   FakeStream* caller;
+  std::size_t told_asleep = 0;
 
   explicit World(std::chrono::microseconds spin = kNoSpin) {
     gpu = &device;
@@ -67,11 +68,18 @@ struct World {
     pollfd asked{port->fd, POLLIN, 0};
     return poll(&asked, 1, milliseconds) == 1;
   }
+  // The ops that have ended; how often it was told that threads sleep is counted.
+  Ended taken() { return taken(*port); }
+  Ended taken(LaunchPort& of) {
+    Ended all = launcher->take(of);
+    told_asleep += std::erase_if(all, [](const auto& each) { return each.kind == LaunchOutcome::kAsleep; });
+    return all;
+  }
   // Wait until so many ops have ended.
   Ended ended(std::size_t count) {
     Ended all;
     while (all.size() < count && readable(20'000)) {
-      for (const LaunchOutcome& outcome : launcher->take(*port)) all.push_back(outcome);
+      for (const LaunchOutcome& outcome : taken()) all.push_back(outcome);
     }
     CHECK(all.size() == count);
     return all;
@@ -116,7 +124,7 @@ void ops_end_in_order_with_their_data(std::chrono::microseconds spin) {
 }
 
 void an_op_waits_for_the_callers_stream() {
-  World world;
+  World world(kLong);
   const auto line = world.line();
   float data = 1;
   const auto gate = world.device.gate(world.caller);
@@ -170,6 +178,7 @@ void a_short_op_is_looked_at_and_a_long_one_slept_on() {
     world.device.open(gate);
     world.ended(1);
     CHECK(world.device.count("synchronize") == 0);
+    CHECK(world.told_asleep == 0);
   }
   World world;
   const auto line = world.line();
@@ -183,6 +192,7 @@ void a_short_op_is_looked_at_and_a_long_one_slept_on() {
   world.device.open(gate);
   world.ended(1);
   CHECK(world.device.count("query") == asked);  // nobody asks what is slept on
+  CHECK(world.told_asleep == 1);
 }
 
 void streams_do_not_wait_for_each_other() {
@@ -198,6 +208,24 @@ void streams_do_not_wait_for_each_other() {
   CHECK(world.ended(1)[0].id == first + 1);
   world.device.open(gate);
   CHECK(world.ended(1)[0].id == first);
+}
+
+void a_call_that_is_held_delays_no_op_that_has_ended() {
+  for (const auto spin : {kNoSpin, std::chrono::microseconds(kLong)}) {
+    World world(spin);
+    const auto ends = world.line(), held = world.line();
+    float data[2] = {1, 2};
+    const auto gate = world.device.gate(world.stream_of(ends));
+    const auto first = world.sum(ends, &data[0]);
+    world.launcher->settle_all(*world.port);
+    world.device.stop("all_reduce");
+    world.sum(held, &data[1]);
+    world.device.wait_for("all_reduce");
+    world.device.open(gate);
+    CHECK(world.ended(1)[0].id == first);
+    world.device.let_go("all_reduce");
+    world.ended(1);
+  }
 }
 
 void the_loop_is_woken_once_for_a_batch() {
@@ -392,7 +420,7 @@ void ports_share_a_thread_and_nothing_else() {
   world.device.fail("all_reduce", 0);
   world.launcher->launch(theirs, world.launcher->mark(world.caller), {});
   world.launcher->drain(*other);
-  const Ended ended = world.launcher->take(*other);
+  const Ended ended = world.taken(*other);
   CHECK(ended.size() == 1 && are(ended, LaunchOutcome::kDone));
   CHECK(!world.readable());
   world.launcher->close(*other);
@@ -426,11 +454,11 @@ void at_random(unsigned seed) {
       const auto id = world.sum(lines[rank], &data[2 * op + rank]);
       if (op % 10 == 0) world.launcher->wait_stream(*world.port, id, reader);
     }
-    if (op % reads_every == 0) ended += world.launcher->take(*world.port).size();
+    if (op % reads_every == 0) ended += world.taken().size();
   }
   giver.join();
   world.launcher->drain(*world.port);
-  ended += world.launcher->take(*world.port).size();
+  ended += world.taken().size();
   CHECK(ended == handed_over);
 }
 
@@ -448,6 +476,7 @@ int main(int argc, char** argv) {
   RUN(ops_of_all_lines_are_called_in_the_order_of_the_program());
   RUN(a_short_op_is_looked_at_and_a_long_one_slept_on());
   RUN(streams_do_not_wait_for_each_other());
+  RUN(a_call_that_is_held_delays_no_op_that_has_ended());
   RUN(the_loop_is_woken_once_for_a_batch());
   RUN(a_stream_waits_for_an_op_that_is_not_called_yet());
   RUN(an_error_is_that_of_its_op_and_ends_the_port("all_reduce", LaunchOutcome::kNccl, 6));

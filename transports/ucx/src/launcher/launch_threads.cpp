@@ -14,7 +14,7 @@ namespace {
 
 using Kind = LaunchOutcome::Kind;
 
-// How long the launching thread naps between two looks where no thread could be made to sleep on an event.
+// How long the looking thread naps between two looks where no thread could be made to sleep on an event.
 constexpr std::chrono::milliseconds kNap{1};
 
 }  // namespace
@@ -28,7 +28,7 @@ void Launcher::enter_thread() const {
 // Detached: NCCL and CUDA let go of a thread when they like. What it uses it keeps alive. Under the lock.
 void Launcher::start(void (Launcher::*run)(LinePtr), LinePtr line) {
   std::thread([self = shared_from_this(), run, line = std::move(line)] {
-    pthread_setname_np(pthread_self(), line == nullptr ? "aiocomms calls" : "aiocomms sleeps");
+    pthread_setname_np(pthread_self(), line == nullptr ? "aiocomms nccl" : "aiocomms sleeps");
     self->enter_thread();
     bool goes_on = true;
     while (goes_on) {
@@ -50,12 +50,23 @@ void Launcher::run_calls(LinePtr) {
   while (!ending_) {
     if (!queue_.empty()) {
       issue(lock);
-    } else if (!looked_at_.empty()) {
-      look(lock);
     } else if (LaunchClock::now() - active_since_ < spin_) {
       pause(lock);  // the next op is often near, and a thread that sleeps wakes late
     } else {
       given_.wait(lock);
+    }
+  }
+}
+
+void Launcher::run_looks(LinePtr) {
+  Lock lock(mutex_);
+  while (!ending_) {
+    if (!looked_at_.empty()) {
+      look(lock);
+    } else if (LaunchClock::now() - active_since_ < spin_) {
+      pause(lock);
+    } else {
+      called_.wait(lock);
     }
   }
 }
@@ -76,7 +87,12 @@ void Launcher::issue(Lock& lock) {
   work->called = true;
   active_since_ = LaunchClock::now();
   if (outcome.kind == Kind::kDone) {
-    if (line.pending.empty() && !line.slept_on) looked_at_.push_back(work->line);
+    if (line.slept_on) {
+      tell_asleep(*line.port);
+    } else if (line.pending.empty()) {
+      looked_at_.push_back(work->line);
+      called_.notify_one();
+    }
     line.pending.push_back(work);
   } else {
     conclude(work, outcome);
@@ -90,9 +106,9 @@ void Launcher::look(Lock& lock) {
   std::erase_if(looked_at_, [](const LinePtr& line) { return line->pending.empty(); });
   if (moved) {
     active_since_ = LaunchClock::now();
-  } else if (queue_.empty() && LaunchClock::now() - active_since_ >= spin_) {
+  } else if (LaunchClock::now() - active_since_ >= spin_) {
     hand_to_sleepers();
-    if (!looked_at_.empty()) given_.wait_for(lock, kNap);
+    if (!looked_at_.empty()) called_.wait_for(lock, kNap);
   } else {
     pause(lock);
   }
@@ -128,6 +144,7 @@ void Launcher::hand_to_sleepers() {
     }
     line->has_thread = line->slept_on = true;
     line->wake.notify_all();
+    tell_asleep(*line->port);
     return true;
   });
 }
@@ -233,12 +250,20 @@ void Launcher::conclude(const WorkPtr& work, LaunchOutcome outcome) {
   if (outcome.kind == Kind::kDone) work->after->fired = work->end->fired = true;
   if (outcome.kind == Kind::kNccl || outcome.kind == Kind::kCuda) port.lost = true;
   port.works.erase(work->id);
-  if (!port.closed) {
-    port.ended.push_back(outcome);
-    const std::uint64_t one = 1;
-    if (!port.readable) port.readable = ::write(port.fd, &one, sizeof one) == sizeof one;
-  }
+  tell(port, outcome);
   moved_.notify_all();
+}
+
+void Launcher::tell(LaunchPort& port, LaunchOutcome outcome) {
+  if (port.closed) return;
+  port.ended.push_back(outcome);
+  const std::uint64_t one = 1;
+  if (!port.readable) port.readable = ::write(port.fd, &one, sizeof one) == sizeof one;
+}
+
+void Launcher::tell_asleep(LaunchPort& port) {
+  if (!port.told_asleep) tell(port, {0, Kind::kAsleep, 0});
+  port.told_asleep = true;
 }
 
 // Of one line, or of all lines of a port.

@@ -48,6 +48,7 @@ std::uint64_t Launcher::launch(const LinePtr& line, std::shared_ptr<PooledEvent>
   LaunchPort& port = *line->port;
   if (!started_) {
     start(&Launcher::run_calls, nullptr);
+    start(&Launcher::run_looks, nullptr);
     started_ = true;
   }
   work->id = ++port.ids;
@@ -82,6 +83,7 @@ std::vector<LaunchOutcome> Launcher::take(LaunchPort& port) {
     std::uint64_t count;
     port.readable = port.fd >= 0 && ::read(port.fd, &count, sizeof count) < 0 && errno == EINTR;
   }
+  port.told_asleep = false;
   return std::exchange(port.ended, {});
 }
 
@@ -138,6 +140,7 @@ void Launcher::end(Patience patience) {
     Lock lock(mutex_);
     ending_ = true;
     given_.notify_all();
+    called_.notify_all();
     wait(lock, patience, [&] { return threads_ == 0; });
     for (const LinePtr& line : std::exchange(looked_at_, {})) {
       for (const WorkPtr& work : std::exchange(line->pending, {}))

@@ -6,11 +6,11 @@
 // the caller's, calls NCCL, and records an event behind. CUDA may hold it there while its queue is full: the loop is
 // not held, and whoever gives the communicator up does so on a thread of their own.
 //
-// Between two ops the same thread asks the first event of each stream, so that a short op costs no thread's sleep and
-// waking. What has not fired within `spin` is slept on by a thread of that stream, for CUDA lets a thread sleep on one
-// event, and streams must not wait for each other; until its stream is empty, so that it costs no CPU where ops are
-// long. Who sees an event fire puts the op on its port's list, and makes the port's descriptor readable once for all
-// that is on it.
+// A second thread of the device asks the first event of each stream, so that a short op costs no thread's sleep and
+// waking, and a call that CUDA holds delays no op that has ended. What has not fired within `spin` is slept on by a
+// thread of that stream, for CUDA lets a thread sleep on one event, and streams must not wait for each other; until its
+// stream is empty, so that it costs no CPU where ops are long. Who sees an event fire puts the op on its port's list,
+// and makes the port's descriptor readable once for all that is on it.
 //
 // One lock guards all of it. Nothing of CUDA or NCCL is called under it, nor the interpreter's lock waited for.
 #pragma once
@@ -47,7 +47,8 @@ struct LaunchCall {
 };
 
 struct LaunchOutcome {
-  enum Kind { kDone, kNccl, kCuda, kDropped };
+  // The last one is of no op: a thread sleeps on what is under way, which is so at the first look or becomes so.
+  enum Kind { kDone, kNccl, kCuda, kDropped, kAsleep };
 
   std::uint64_t id = 0;
   Kind kind = kDone;
@@ -94,8 +95,9 @@ struct LaunchPort {
 
   int fd;
   bool readable = false;
-  bool lost = false;    // a call has failed, or the user gives up: NCCL is not called any more
-  bool closed = false;  // nobody listens
+  bool told_asleep = false;  // since the user took what has ended
+  bool lost = false;         // a call has failed, or the user gives up: NCCL is not called any more
+  bool closed = false;       // nobody listens
   std::uint64_t ids = 0;
   std::vector<LaunchOutcome> ended;
   std::vector<std::weak_ptr<CommLine>> lines;
@@ -155,6 +157,7 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   void enter_thread() const;
   void start(void (Launcher::*run)(LinePtr), LinePtr line);
   void run_calls(LinePtr);
+  void run_looks(LinePtr);
   void run_sleep(LinePtr line);
   void issue(Lock& lock);
   void look(Lock& lock);
@@ -165,6 +168,8 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   LaunchOutcome call_nccl(const LaunchWork& work) const;
   int call_one(const LaunchWork& work, const LaunchCall& call) const;
   int query(GpuEvent event) const;
+  void tell(LaunchPort& port, LaunchOutcome outcome);
+  void tell_asleep(LaunchPort& port);
   void conclude(const WorkPtr& work, LaunchOutcome outcome);
   void conclude_head(CommLine& line, int code);
   void drop_queued(const CommLine* line, const LaunchPort* port);
@@ -176,8 +181,9 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   const std::shared_ptr<EventPool> events_;
 
   std::mutex mutex_;
-  std::condition_variable given_;  // of the launching thread
-  std::condition_variable moved_;  // of those who wait for it
+  std::condition_variable given_;   // of the calling thread
+  std::condition_variable called_;  // of the looking thread
+  std::condition_variable moved_;   // of those who wait for it
   std::deque<WorkPtr> queue_;
   std::vector<LinePtr> looked_at_;  // lines with pending ops that no thread of theirs sleeps on
   std::uint64_t numbers_ = 0;

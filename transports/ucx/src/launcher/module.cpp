@@ -72,6 +72,7 @@ void define_kinds(nb::module_& module) {
   module.attr("NCCL_FAILED") = static_cast<int>(LaunchOutcome::kNccl);
   module.attr("CUDA_FAILED") = static_cast<int>(LaunchOutcome::kCuda);
   module.attr("DROPPED") = static_cast<int>(LaunchOutcome::kDropped);
+  module.attr("ASLEEP") = static_cast<int>(LaunchOutcome::kAsleep);
 }
 
 // What a Python object has of an object here. nanobind's own conversion of a shared_ptr keeps the Python object, and
