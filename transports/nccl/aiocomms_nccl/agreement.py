@@ -82,9 +82,9 @@ class Agreement:
         if not work.done():
             work.complete()
 
-    def is_pending(self, work: Completion) -> bool:
-        """Return whether a work is a collective that is not done."""
-        return any(other is work for other in self.pending.values())
+    def number_of(self, work: Completion) -> int | None:
+        """Return the number of a collective that is not done; None if the work is no such thing."""
+        return next((index for index, other in self.pending.items() if other is work), None)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """Return the ranks that a pending collective waits for. Any thread may call this."""

@@ -7,6 +7,7 @@ maximum is "or", and its sum is odd where "xor" is true. The core expresses ever
 
 from __future__ import annotations
 
+import functools
 from typing import Final, NamedTuple
 
 import torch
@@ -64,8 +65,13 @@ class Reduction(NamedTuple):
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
     """Return how NCCL does a reduction that is in :data:`REDUCTIONS`."""
+    return _reduction(op.kind, dtype)
+
+
+@functools.cache
+def _reduction(kind: str, dtype: torch.dtype) -> Reduction:
     if dtype == torch.bool:
-        return Reduction(nccl.UINT8, 1, _BOOL[op.kind], False, op.kind == "bxor")
+        return Reduction(nccl.UINT8, 1, _BOOL[kind], False, kind == "bxor")
     parts = 2 if dtype in _PARTS else 1
     code = _PARTS[dtype] if dtype in _PARTS else _NATIVE[dtype]
-    return Reduction(code, parts, _OPS[op.kind], op.kind == "premul_sum", False)
+    return Reduction(code, parts, _OPS[kind], kind == "premul_sum", False)

@@ -44,9 +44,8 @@ class Launcher(Protocol):
     def parked(self) -> bool:
         """Whether what is under way takes so long that threads sleep on it."""
 
-    @property
-    def asked(self) -> bool:
-        """Whether it has to be polled for something to happen, or else makes the loop's descriptor readable."""
+    spin: int
+    """For how many turns of the loop :meth:`poll` is worth calling; 0: it makes the descriptor readable by itself."""
 
     def __len__(self) -> int:
         """Return how many ops are under way."""
@@ -119,6 +118,8 @@ class PythonLauncher:
         :param wake: makes the loop call :meth:`poll`; it is called on any thread.
         :param spin: the number of polls in vain after which threads sleep on events.
         """
+        self.spin = spin
+        """See :attr:`Launcher.spin`."""
         self._owner = owner
         self._cuda = owner.cuda
         self._completions = Completions(owner.cuda, wake, spin)
@@ -127,11 +128,6 @@ class PythonLauncher:
     def parked(self) -> bool:
         """See :attr:`Launcher.parked`."""
         return self._completions.parked
-
-    @property
-    def asked(self) -> bool:
-        """See :attr:`Launcher.asked`."""
-        return True
 
     def __len__(self) -> int:
         return len(self._completions)

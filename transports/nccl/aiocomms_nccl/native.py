@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import aiocomms
 from aiocomms.cuda import Event
@@ -24,6 +24,7 @@ DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
 One that was dropped was not called. :data:`ASLEEP` is of no op: threads sleep on what is under way."""
 SPIN_US: Final = 50
 """Microseconds for which the native thread looks for the next op, and at what is under way, before it sleeps."""
+_DIRECT_SPIN: Final = 1
 _PATIENCE: Final = 1.0
 """Seconds that closing waits for threads which CUDA or NCCL may hold."""
 
@@ -83,16 +84,12 @@ def make_launcher(owner: Owner, control: Control, spin: int) -> Launcher:
     if _is_there():
         runtime, nccl = owner.cuda.functions(), owner.library.functions()
         if runtime is not None and nccl is not None:
-            return NativeLauncher(owner, control, spin, {**runtime, **nccl})
+            return NativeLauncher(owner, control, {**runtime, **nccl})
     return PythonLauncher(owner, control.wake, spin)
 
 
-class _UnderWay(NamedTuple):
-    """An op that was handed over. What it uses lives for as long as this."""
-
-    what: str
-    then: Then
-    cs: CommStream
+_UnderWay = tuple[str, Then, CommStream]
+"""An op that was handed over, in words, and its communicator. What the op uses lives for as long as this."""
 
 
 class NativeLauncher:
@@ -101,26 +98,24 @@ class NativeLauncher:
     Ops with kernels of torch are enqueued on the loop's thread, behind all that was handed over before.
     """
 
-    def __init__(self, owner: Owner, control: Control, spin: int, functions: Mapping[str, int]) -> None:
+    def __init__(self, owner: Owner, control: Control, functions: Mapping[str, int]) -> None:
         """Start with no ops.
 
         :param functions: the addresses of the functions of CUDA's runtime and of NCCL that it calls.
         """
         self.parked = False
         """See :attr:`Launcher.parked`."""
+        self.spin = 0
+        """See :attr:`Launcher.spin`."""
         self._owner = owner
         self._cuda = owner.cuda
-        self._direct = PythonLauncher(owner, control.wake, spin)
+        self._wake = control.wake
+        self._direct = PythonLauncher(owner, control.wake, _DIRECT_SPIN)
         self._key, self._native = _shared.acquire(functions, owner.cuda.index)
         self._port = self._native.open()
         self._ops: dict[int, _UnderWay] = {}
         self._lost: list[_UnderWay] = []  # those that have failed, whose memory may still be in use
         control.watch(self._port.fd)
-
-    @property
-    def asked(self) -> bool:
-        """See :attr:`Launcher.asked`."""
-        return len(self._direct) > 0
 
     def __len__(self) -> int:
         return len(self._ops) + len(self._direct)
@@ -138,9 +133,10 @@ class NativeLauncher:
         if plan.before or plan.after:
             self._native.settle_all(self._port)
             self._native.join(cs.handle, after)
+            self._wake()  # the loop looks at it once, and then a thread sleeps on it
             return self._direct.carry_out(cs, what, plan, then)
         number = self._native.launch(cs.line, after, plan.calls)
-        self._ops[number] = _UnderWay(what, then, cs)
+        self._ops[number] = (what, then, cs)
         self.parked = False
         return number
 
@@ -168,11 +164,12 @@ class NativeLauncher:
         return did
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
+        what, then, _ = op
         if kind == DONE or (kind == DROPPED and not self._lost):  # of a communicator that was cut, it ends as unmet
-            op.then()
+            then()
         elif kind == NCCL_FAILED:
             self._lost.append(op)
-            self._owner.lose(explain(op.what, NcclStatusError(code)))
+            self._owner.lose(explain(what, NcclStatusError(code)))
         elif kind == CUDA_FAILED:
             self._lost.append(op)
             self._owner.lose_cuda(RuntimeError(self._native.cuda_error(code)))

@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.cuda import SPIN, Cuda, TorchCuda, no_gpu
+from aiocomms.cuda import SPIN, Cuda, Event, TorchCuda, no_gpu
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
@@ -61,7 +62,8 @@ class NcclTransport(Transport):
         self._agreement = Agreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
-        self._ends: WeakKeyDictionary[Completion, Any] = WeakKeyDictionary()
+        self._ends: dict[int, Any] = {}  # of collectives that are under way, by number
+        self._captured_ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
         self._held: deque[tuple[Plan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
         self._threads = Threads(control.wake)
@@ -69,6 +71,7 @@ class NcclTransport(Transport):
         self._ending = threading.RLock()
         self.aborted = False
         self.launcher = make_launcher(self, control, self.capabilities.spin)
+        self.capabilities = msgspec.structs.replace(self.capabilities, spin=self.launcher.spin)
         self.launcher.adopt(cs)
 
     # --------------------------------------------------------------------------------------------------- opening
@@ -103,8 +106,7 @@ class NcclTransport(Transport):
         cuda, library = cls.layers(rendezvous.device)
         hellos = await bringup.exchange_hellos(rendezvous, bringup.hello(cls.gpu(rendezvous.device), library))
         sockets, unique_id = await bringup.connect(rendezvous, hellos, library)
-        rank, size = rendezvous.rank, rendezvous.size
-        form = functools.partial(library.communicator, size, unique_id, rank)
+        form = functools.partial(library.communicator, rendezvous.size, unique_id, rendezvous.rank)
         return await cls._finish(cuda, library, rendezvous, hellos, sockets, form, bool(options.get(HIGH_PRIORITY)))
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
@@ -151,8 +153,7 @@ class NcclTransport(Transport):
 
     def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
         """Hold back collectives while this communicator is split. Returns the split, to be called on another thread."""
-        self._held = deque()
-        quiet = self.launcher.quiet(self._comm_stream)
+        self._held, quiet = deque(), self.launcher.quiet(self._comm_stream)
 
         def split() -> Any:
             quiet()  # ncclCommSplit requires that no operation is outstanding
@@ -215,29 +216,30 @@ class NcclTransport(Transport):
             return
         end.record(comm_stream.stream)
         self._captured.append((op, after, end, plan))
-        self._ends[work] = end
+        self._captured_ends[work] = end
         self._agreement.call(op, None)
         work.fail(CapturedWorkError(CAPTURED))
 
     def _launch(self, plan: Plan, op: ops.Op, work: Completion, after: Any) -> None:
         index = self._agreement.call(op, work)
-        finish = functools.partial(self._finish_collective, work, index)
+        finish = functools.partial(self._finish_collective, op, index)
         end = self.launcher.launch(self._comm_stream, op.name, plan, after, finish)
         if end is not None:
-            self._ends[work] = end
+            self._ends[index] = end
 
-    def _finish_collective(self, work: Completion, index: int) -> None:
-        """Finish a collective that the GPU has done."""
-        self._ends.pop(work, None)
+    def _finish_collective(self, op: ops.Op, index: int) -> None:
+        """Finish a collective that the GPU has done. Until then, its op keeps its tensors."""
+        self._ends.pop(index, None)
         if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """See :meth:`Transport.wait_stream`."""
-        end = self._ends.get(work)
+        index = self._agreement.number_of(work)
+        end = self._captured_ends.get(work) if index is None else self._ends.get(index)
         if end is not None:
             self.launcher.wait_stream(end, stream)
-        elif not work.done() and not self._agreement.is_pending(work):
+        elif not work.done() and index is None:
             raise UnsupportedOperation(
                 "wait_stream() orders a CUDA stream; this op begins once ranks agree: await the work instead"
             )
@@ -249,7 +251,7 @@ class NcclTransport(Transport):
         self._matcher.check_not_captured()
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
-    def progress(self) -> bool | None:
+    def progress(self) -> bool:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
         if self._capturing():
             return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
@@ -260,7 +262,7 @@ class NcclTransport(Transport):
             while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
                 did = True
                 self._conclude_call(*self._threads.returned.popleft())
-        return did or (False if self.launcher.asked else None)
+        return did
 
     def _capturing(self) -> bool:
         """Return whether the current stream is being captured."""
@@ -330,7 +332,7 @@ class NcclTransport(Transport):
         self.lose(failure)
         return False
 
-    # ----------------------------------------------------------------------------------------------------- threads
+    # ------------------------------------------------------------------------------------------- threads, and the end
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return a communicator with a stream like this transport's own."""
@@ -358,8 +360,6 @@ class NcclTransport(Transport):
     def _end_all(self, comm_streams: Sequence[CommStream], abort: bool) -> None:
         calls = [functools.partial(end_comm, self.launcher, it, abort, _PATIENCE) for it in comm_streams]
         self._threads.adopt(end_all(self.cuda, calls))
-
-    # ----------------------------------------------------------------------------------------- abort and close
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`. NCCL is aborted in threads, because that waits until its kernels have ended."""
