@@ -1191,15 +1191,16 @@ async def test_without_the_native_one_it_is_the_one_in_python(
 @pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize(
-    ("name", "ranks", "chosen"),
+    ("name", "ranks", "chosen", "pure"),
     [
-        ("nccl_fake", "2", "not moved_during"),  # a storage that moves frees the fake's memory, and not a GPU's
-        pytest.param("nccl_fake", "1,4", "", marks=pytest.mark.search),
-        ("nccl_fake_debug", "2,3", "mismatch or different_ones"),
+        ("nccl_fake", "2", "not moved_during", "0"),  # a storage that moves frees the fake's memory, and not a GPU's
+        pytest.param("nccl_fake", "1,4", "", "0", marks=pytest.mark.search),
+        pytest.param("nccl_fake", "2", "not moved_during", "1", marks=pytest.mark.search),
+        ("nccl_fake_debug", "2,3", "mismatch or different_ones", "0"),
     ],
 )
-def test_conformance(distribution: Path, name: str, ranks: str, chosen: str) -> None:
-    """The whole suite over the fake; and what ranks that disagree are told, in debug mode."""
+def test_conformance(distribution: Path, name: str, ranks: str, chosen: str, pure: str) -> None:
+    """The whole suite over the fake, with either launcher; and what ranks that disagree are told, in debug mode."""
     options = [f"--transport={name}", f"--ranks={ranks}", "--loops=asyncio", *(["-k", chosen] if chosen else [])]
     quick = ["-q", "--deadline=100", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
     command = [sys.executable, "-m", "pytest", "--pyargs", "aiocomms.testing.conformance", *quick, *options]
@@ -1207,6 +1208,7 @@ def test_conformance(distribution: Path, name: str, ranks: str, chosen: str) -> 
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(distribution), str(Path(__file__).parents[2] / "support"))),
         "PYTEST_ADDOPTS": "",
+        "AIOCOMMS_PURE": pure,
     }
     done = subprocess.run(
         command, cwd=distribution, env=environment, capture_output=True, text=True, timeout=SUITE_HANGS, check=False

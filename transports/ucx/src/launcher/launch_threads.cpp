@@ -16,6 +16,8 @@ using Kind = LaunchOutcome::Kind;
 
 // How long the looking thread naps between two looks where no thread could be made to sleep on an event.
 constexpr std::chrono::milliseconds kNap{1};
+// How often a thread that spins looks for news before it takes the lock again.
+constexpr int kLooks = 20;
 
 }  // namespace
 
@@ -51,7 +53,7 @@ void Launcher::run_calls(LinePtr) {
     if (!queue_.empty()) {
       issue(lock);
     } else if (LaunchClock::now() - active_since_ < spin_) {
-      pause(lock);  // the next op is often near, and a thread that sleeps wakes late
+      pause(lock, news_given_, kLooks);  // the next op is often near, and a thread that sleeps wakes late
     } else {
       given_.wait(lock);
     }
@@ -64,7 +66,7 @@ void Launcher::run_looks(LinePtr) {
     if (!looked_at_.empty()) {
       look(lock);
     } else if (LaunchClock::now() - active_since_ < spin_) {
-      pause(lock);
+      pause(lock, news_called_, kLooks);
     } else {
       called_.wait(lock);
     }
@@ -91,6 +93,7 @@ void Launcher::issue(Lock& lock) {
       tell_asleep(*line.port);
     } else if (line.pending.empty()) {
       looked_at_.push_back(work->line);
+      news_called_.fetch_add(1, std::memory_order_relaxed);
       called_.notify_one();
     }
     line.pending.push_back(work);
@@ -110,7 +113,7 @@ void Launcher::look(Lock& lock) {
     hand_to_sleepers();
     if (!looked_at_.empty()) called_.wait_for(lock, kNap);
   } else {
-    pause(lock);
+    pause(lock, news_called_, 1);
   }
 }
 
@@ -129,9 +132,11 @@ bool Launcher::look_at(Lock& lock, const LinePtr& line) {
   return moved;
 }
 
-void Launcher::pause(Lock& lock) {
+// Without the lock, which those who hand over want.
+void Launcher::pause(Lock& lock, const std::atomic<unsigned>& news, int looks) {
+  const unsigned seen = news.load(std::memory_order_relaxed);
   lock.unlock();
-  sched_yield();
+  for (int look = 0; look < looks && news.load(std::memory_order_relaxed) == seen; ++look) sched_yield();
   lock.lock();
 }
 

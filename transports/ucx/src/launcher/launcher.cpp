@@ -59,6 +59,7 @@ std::uint64_t Launcher::launch(const LinePtr& line, std::shared_ptr<PooledEvent>
   } else {
     queue_.push_back(work);
     ++line->queued;
+    news_given_.fetch_add(1, std::memory_order_relaxed);
     given_.notify_one();
   }
   return work->id;

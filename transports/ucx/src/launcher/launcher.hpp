@@ -15,6 +15,7 @@
 // One lock guards all of it. Nothing of CUDA or NCCL is called under it, nor the interpreter's lock waited for.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -162,7 +163,7 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   void issue(Lock& lock);
   void look(Lock& lock);
   bool look_at(Lock& lock, const LinePtr& line);
-  void pause(Lock& lock);
+  void pause(Lock& lock, const std::atomic<unsigned>& news, int looks);
   void hand_to_sleepers();
   LaunchOutcome call(LaunchWork& work) const;
   LaunchOutcome call_nccl(const LaunchWork& work) const;
@@ -185,6 +186,8 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   std::condition_variable called_;  // of the looking thread
   std::condition_variable moved_;   // of those who wait for it
   std::deque<WorkPtr> queue_;
+  std::atomic<unsigned> news_given_ = 0;  // counts, so that who spins need not take the lock to see it
+  std::atomic<unsigned> news_called_ = 0;
   std::vector<LinePtr> looked_at_;  // lines with pending ops that no thread of theirs sleeps on
   std::uint64_t numbers_ = 0;
   std::uint64_t calling_ = 0;  // the number of the op for which NCCL is being called; 0: none
