@@ -65,12 +65,12 @@ nitpick_ignore += [
     ("py:class", f"aiocomms.{name}")
     for name in (
         "blocking.loop_thread.LoopThread",
-        "ops.checks.Group",
-        "portal.door.Door",
-        "shortcuts.Line",
-        "shortcuts.Shortcuts",
-        "torch_backend.completer.Completer",
-        "torch_backend.ranges.Range",
+        "ops.checks.CheckedComm",
+        "communicator.portal.door.Door",
+        "transport.native.Line",
+        "transport.native.Shortcuts",
+        "integrations.torch_backend.completer.Completer",
+        "integrations.torch_backend.ranges.WorkRange",
     )
 ]
 

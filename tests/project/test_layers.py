@@ -225,6 +225,21 @@ for name in {modules!r}:
     assert result.returncode == 0, result.stderr
 
 
+SHARED_NAMES = {"Batch", "Communicator", "Endpoint"}
+"""What users type, in a form of records or of programs without a loop, too."""
+
+
+def test_each_class_has_a_name_of_its_own():
+    """One word means one thing, to whoever searches for it."""
+    places: dict[str, list[str]] = {}
+    for path in sources(CORE, *TRANSPORTS):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    wrong = [f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_each_class_of_the_engine_has_a_name_of_its_own():
     """The linker takes one of two for both, and what a template makes of it corrupts memory."""
     headers = sorted((ROOT / "transports" / "ucx" / "src").rglob("*.hpp"))

@@ -968,8 +968,8 @@ async def test_who_is_missing(cuda: FakeCuda) -> None:
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
-def hello(**other: Any) -> bringup.Hello:
-    usual = bringup.Hello("little", "host", "name", "gpu", 23203, False, "", b"")
+def hello(**other: Any) -> bringup.NcclHello:
+    usual = bringup.NcclHello("little", "host", "name", "gpu", 23203, False, "", b"")
     for name, value in other.items():
         setattr(usual, name, value)
     return usual

@@ -27,7 +27,7 @@ _TEXT: Final = 1000
 """Most characters of a description."""
 
 
-class Agreement:
+class NcclAgreement:
     """What this rank knows of the other ranks, and the collectives that are under way with them."""
 
     def __init__(
@@ -99,12 +99,12 @@ class Agreement:
     def send_bye(self) -> None:
         """Tell the other ranks that this rank has closed."""
         for peer in self._control.peers:
-            self._control.send(peer, wire.Bye(self._log.calls, self.matcher.progress_with(peer)))
+            self._control.send(peer, wire.NcclBye(self._log.calls, self.matcher.progress_with(peer)))
 
     def send_abort(self, error: CommError) -> None:
         """Tell the other ranks that this rank has aborted. Any thread may call this."""
         for peer in self._control.peers:
-            self._control.send(peer, wire.Abort(Reason.of(error, self._rank), self._disputed))
+            self._control.send(peer, wire.NcclAbort(Reason.of(error, self._rank), self._disputed))
 
     def closed_by(self, peer: int) -> CommError | None:
         """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
@@ -123,7 +123,7 @@ class Agreement:
         """
         for peer, frame in frames:
             try:
-                if isinstance(frame, wire.Note):
+                if isinstance(frame, wire.NcclNote):
                     on_note(peer, frame.text)
                 else:
                     self._handle(peer, frame)
@@ -138,15 +138,15 @@ class Agreement:
             raise frame
         elif isinstance(frame, wire.Announce):
             self.matcher.handle_announce(peer, frame)
-        elif isinstance(frame, wire.Take):
+        elif isinstance(frame, wire.TakeMessage):
             self.matcher.handle_take(peer, frame)
-        elif isinstance(frame, wire.Lane):
+        elif isinstance(frame, wire.LaneRequest):
             self.matcher.handle_lane(peer, frame)
         elif isinstance(frame, wire.Calls):
             self._handle_calls(peer, frame)
-        elif isinstance(frame, wire.Bye):
+        elif isinstance(frame, wire.NcclBye):
             self._handle_bye(peer, frame)
-        elif isinstance(frame, wire.Abort):
+        elif isinstance(frame, wire.NcclAbort):
             self._dispute(frame.index, frame.reason.to_error())
 
     def _handle_calls(self, peer: int, frame: wire.Calls) -> None:
@@ -164,7 +164,7 @@ class Agreement:
         if frame is not None:
             self._control.send(peer, frame)
 
-    def _handle_bye(self, peer: int, frame: wire.Bye) -> None:
+    def _handle_bye(self, peer: int, frame: wire.NcclBye) -> None:
         self._left[peer] = frame.calls
         self.matcher.close_peer(peer, frame.progress, closed_by(peer))
         for index in list(self.pending):
@@ -217,7 +217,7 @@ class _CallLog:
         self._heard = dict.fromkeys(peers, 0)  # how many collectives each rank has called, as far as this rank knows
         self._told = dict.fromkeys(peers, 0)  # how many of its own calls this rank has told each rank
         self._mine: dict[int, _OwnCall] = {}
-        self._others: dict[int, dict[int, wire.Described]] = {}  # of collectives that this rank has not called yet
+        self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # of collectives that this rank has not called yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
         """Note that this rank calls a collective.
@@ -242,7 +242,7 @@ class _CallLog:
         last = []
         for index in range(max(told, self.calls - _KEPT), self.calls):
             mine = self._mine[index]
-            last.append(wire.Described(mine.text(), [mine.gives[peer], mine.takes[peer]] if mine.gives else []))
+            last.append(wire.DescribedCall(mine.text(), [mine.gives[peer], mine.takes[peer]] if mine.gives else []))
         return wire.Calls(self.calls, last)
 
     def hear(self, peer: int, news: wire.Calls) -> tuple[int, MismatchError] | None:
@@ -262,7 +262,7 @@ class _CallLog:
         """Return the ranks that have not called a collective, as far as this rank knows. Any thread may call this."""
         return [peer for peer, count in list(self._heard.items()) if count <= index]
 
-    def _compare(self, index: int, peer: int, described: wire.Described) -> MismatchError | None:
+    def _compare(self, index: int, peer: int, described: wire.DescribedCall) -> MismatchError | None:
         mine = self._mine.get(index)
         if mine is None:
             return None

@@ -27,7 +27,7 @@ _PATIENCE: Final = 2.0
 """Seconds in which a new connection must present its rank and token."""
 
 
-class Hello(msgspec.Struct, array_like=True):
+class NcclHello(msgspec.Struct, array_like=True):
     """What each rank tells the others first."""
 
     byte_order: str
@@ -43,7 +43,7 @@ class Hello(msgspec.Struct, array_like=True):
     token: bytes
 
 
-class Place(msgspec.Struct, array_like=True):
+class NcclPlace(msgspec.Struct, array_like=True):
     """The address at which a rank accepts connections; and from rank 0, NCCL's unique id."""
 
     address: str
@@ -51,17 +51,17 @@ class Place(msgspec.Struct, array_like=True):
     unique_id: bytes
 
 
-def hello(gpu: str, library: Nccl) -> Hello:
+def hello(gpu: str, library: Nccl) -> NcclHello:
     """Return this rank's hello."""
     several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
     override = os.environ.get("NCCL_HOSTID", "")
-    return Hello(
+    return NcclHello(
         sys.byteorder, host_id("net"), socket.gethostname(), gpu, library.version(), several, override,
         secrets.token_bytes(32),
     )  # fmt: skip
 
 
-async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
+async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclHello]:
     """Exchange hellos with all ranks.
 
     :raises ArgumentError: the ranks cannot work together. The message says what to change.
@@ -69,14 +69,14 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
     raw = await rendezvous.exchange("nccl", wire.dialect().head + msgspec.msgpack.encode(mine))
     records = [wire.dialect().check(value, f"rank {peer}", peer) for peer, value in enumerate(raw)]
     try:
-        hellos = [msgspec.msgpack.decode(value, type=Hello) for value in records]
+        hellos = [msgspec.msgpack.decode(value, type=NcclHello) for value in records]
     except UNREADABLE as error:
         raise ProtocolError(f"a rank's greeting makes no sense: {error}") from None
     check(hellos)
     return hellos
 
 
-def check(hellos: Sequence[Hello]) -> None:
+def check(hellos: Sequence[NcclHello]) -> None:
     """Check that the ranks can work together.
 
     :raises ArgumentError: they cannot. The message says what to change.
@@ -99,7 +99,7 @@ def check(hellos: Sequence[Hello]) -> None:
             _check_shared_gpu(hellos, other, rank)
 
 
-def _check_shared_gpu(hellos: Sequence[Hello], a: int, b: int) -> None:
+def _check_shared_gpu(hellos: Sequence[NcclHello], a: int, b: int) -> None:
     one, two = hellos[a], hellos[b]
     if one.nccl >= SEVERAL_RANKS_PER_GPU and one.several and two.several:
         return
@@ -116,7 +116,7 @@ def _check_shared_gpu(hellos: Sequence[Hello], a: int, b: int) -> None:
     )
 
 
-async def connect(rendezvous: Rendezvous, hellos: Sequence[Hello], library: Nccl | None) -> tuple[Any, bytes]:
+async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: Nccl | None) -> tuple[Any, bytes]:
     """Connect to all other ranks.
 
     :param library: makes NCCL's unique id; None if no unique id is needed.
@@ -129,14 +129,14 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[Hello], library: Nccl
         if rank == 0 and library is not None:
             unique_id = await rendezvous.run("making a unique id for NCCL", library.unique_id)
         address, port = listener.getsockname()[:2]
-        place = Place(address, port, unique_id)
+        place = NcclPlace(address, port, unique_id)
         raw = await rendezvous.exchange("nccl place", msgspec.msgpack.encode(place))
-        places = [msgspec.msgpack.decode(value, type=Place) for value in raw]
+        places = [msgspec.msgpack.decode(value, type=NcclPlace) for value in raw]
         call: Callable[[], Any] = lambda: _connect_all(rendezvous, listener, hellos, places)  # noqa: E731
         return await rendezvous.run("connecting the ranks", call), places[0].unique_id
 
 
-def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
+def _listener(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> socket.socket:
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
     address = reachable_address(others, rendezvous.store) if others else LOOPBACK
@@ -144,7 +144,7 @@ def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
 
 
 def _connect_all(
-    rendezvous: Rendezvous, listener: socket.socket, hellos: Sequence[Hello], places: Sequence[Place]
+    rendezvous: Rendezvous, listener: socket.socket, hellos: Sequence[NcclHello], places: Sequence[NcclPlace]
 ) -> dict[int, socket.socket]:
     """Connect to all lower ranks, and accept connections from all higher ranks. Blocks."""
     rank, size = rendezvous.rank, rendezvous.size

@@ -21,7 +21,7 @@ Kernel = Callable[[], object]
 """A function that enqueues torch's kernels on the current stream."""
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """All that is enqueued for an op, in order: kernels, copies, calls of NCCL in one group, and kernels again."""
 
     calls: list[Call]

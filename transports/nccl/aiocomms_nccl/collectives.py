@@ -26,8 +26,8 @@ from aiocomms_nccl.calls import (
     REDUCE_SCATTER,
     SEND,
     Call,
+    CallPlan,
     Kernel,
-    Plan,
 )
 from aiocomms_nccl.dtypes import Reduction, reduction
 from aiocomms_nccl.nccl import Nccl, NcclComm
@@ -37,7 +37,7 @@ CAPTURED: Final = (
     "await aiocomms.cuda.recorded()"
 )
 """What the work of a captured op says."""
-NOTHING: Final = Plan([])
+NOTHING: Final = CallPlan([])
 """The plan of an op with nothing to do."""
 
 
@@ -73,7 +73,7 @@ class CommStream:
         self._got = scratch[1:].data_ptr()
         self._scratch = scratch
         self._high = high
-        self.meeting: Final = Plan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
+        self.meeting: Final = CallPlan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
         """Makes the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
@@ -82,7 +82,7 @@ class CommStream:
 
     # ------------------------------------------------------------------------------------------------- carrying out
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: CallPlan) -> None:
         """Enqueue all of a plan on the stream, from this thread."""
         if len(plan.calls) == 1 and plan.calls[0][0] != COPY and not plan.before and not plan.after:
             self._call(*plan.calls[0])  # as most
@@ -140,7 +140,7 @@ class CommStream:
                 calls.append((SEND, self._given, NONE, 1, nccl.UINT8, NONE, peer))
             if peer != self.rank and sends is not True:
                 calls.append((RECV, NONE, self._got, 1, nccl.UINT8, NONE, peer))
-        self.carry_out(Plan(calls))
+        self.carry_out(CallPlan(calls))
         event = self.cuda.event()
         event.record(self.stream)
         event.synchronize()
@@ -178,7 +178,7 @@ class CommStream:
 
 def reducing(
     how: Reduction, calls: list[Call], given: Sequence[Tensor], before: list[Kernel], out: Tensor | None
-) -> Plan:
+) -> CallPlan:
     """Return the plan of a reduction, which turns NCCL's result into the operator's result.
 
     :param given: what NCCL reads.
@@ -186,9 +186,9 @@ def reducing(
     :param out: where the result is; None: on another rank.
     """
     if not how.scaled and not how.odd:
-        return Plan(calls)
+        return CallPlan(calls)
     after = [] if out is None or not how.odd else [functools.partial(_keep_lowest_bit, out)]
-    return Plan(calls, before, after, given if before else ())
+    return CallPlan(calls, before, after, given if before else ())
 
 
 def _keep_lowest_bit(out: Tensor) -> None:
@@ -205,24 +205,24 @@ def open_comm_stream(
     return comm_stream
 
 
-Start = Callable[[CommStream, Any], Plan]
+Start = Callable[[CommStream, Any], CallPlan]
 """A function that plans a collective. It enqueues nothing. It may raise ``torch.OutOfMemoryError``."""
 
 
-def barrier(cs: CommStream, op: ops.Op) -> Plan:
+def barrier(cs: CommStream, op: ops.Op) -> CallPlan:
     """Plan an all_reduce of one byte."""
     return cs.meeting
 
 
-def broadcast(cs: CommStream, op: ops.Broadcast) -> Plan:
+def broadcast(cs: CommStream, op: ops.Broadcast) -> CallPlan:
     """Plan the native one, of bytes."""
     pointer = op.tensor.data_ptr()
     if not op.tensor.nbytes:
         return NOTHING
-    return Plan([(BROADCAST, pointer, pointer, op.tensor.nbytes, nccl.UINT8, NONE, op.root)])
+    return CallPlan([(BROADCAST, pointer, pointer, op.tensor.nbytes, nccl.UINT8, NONE, op.root)])
 
 
-def all_reduce(cs: CommStream, op: ops.AllReduce) -> Plan:
+def all_reduce(cs: CommStream, op: ops.AllReduce) -> CallPlan:
     """Plan the native one."""
     tensor = op.tensor
     count = tensor.numel()
@@ -234,7 +234,7 @@ def all_reduce(cs: CommStream, op: ops.AllReduce) -> Plan:
     return reducing(how, [call], given, before, tensor)
 
 
-def reduce(cs: CommStream, op: ops.Reduce) -> Plan:
+def reduce(cs: CommStream, op: ops.Reduce) -> CallPlan:
     """Plan the native one. Only the root passes memory for the result."""
     tensor = op.tensor
     if not tensor.numel():
@@ -247,24 +247,24 @@ def reduce(cs: CommStream, op: ops.Reduce) -> Plan:
     return reducing(how, [call], given, before, out)
 
 
-def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> Plan:
+def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> CallPlan:
     """Plan the native one, of bytes."""
     if not op.input.numel():
         return cs.meeting
-    return Plan([(ALL_GATHER, op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, NONE, NONE)])
+    return CallPlan([(ALL_GATHER, op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, NONE, NONE)])
 
 
-def all_gather(cs: CommStream, op: ops.AllGather) -> Plan:
+def all_gather(cs: CommStream, op: ops.AllGather) -> CallPlan:
     """Plan a group of broadcasts, one from each rank."""
     calls: list[Call] = []
     for root, out in enumerate(op.outputs):
         given = op.input if root == cs.rank else out
         if out.numel():
             calls.append((BROADCAST, given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, NONE, root))
-    return Plan(calls) if calls else cs.meeting
+    return CallPlan(calls) if calls else cs.meeting
 
 
-def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> Plan:
+def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> CallPlan:
     """Plan the native one."""
     out = op.output
     if not out.numel():
@@ -276,7 +276,7 @@ def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> Plan:
     return reducing(how, [call], given, before, out)
 
 
-def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> Plan:
+def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> CallPlan:
     """Plan a group of reductions, one to each rank."""
     if not any(part.numel() for part in op.inputs):
         return cs.meeting
@@ -290,36 +290,36 @@ def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> Plan:
     return reducing(how, calls, given, before, op.output)
 
 
-def all_to_all(cs: CommStream, op: ops.AllToAll) -> Plan:
+def all_to_all(cs: CommStream, op: ops.AllToAll) -> CallPlan:
     """Plan a group of sends and receives, one of each per peer. This rank's own part is copied."""
     ins, outs = op.ins(cs.size), op.outs(cs.size)
     calls = cs.copies(outs[cs.rank], ins[cs.rank])
     for peer in range(cs.size):
         if peer != cs.rank:
             calls += cs.send(ins[peer], peer), cs.recv(outs[peer], peer)
-    return Plan(calls)
+    return CallPlan(calls)
 
 
-def gather(cs: CommStream, op: ops.Gather) -> Plan:
+def gather(cs: CommStream, op: ops.Gather) -> CallPlan:
     """Plan a group of receives on the root, and a send on the other ranks."""
     if not op.input.numel():
         return NOTHING
     if cs.rank != op.root:
-        return Plan([cs.send(op.input, op.root)])
+        return CallPlan([cs.send(op.input, op.root)])
     outs = op.outs(cs.size)
     received = [cs.recv(outs[peer], peer) for peer in range(cs.size) if peer != cs.rank]
-    return Plan([*cs.copies(outs[cs.rank], op.input), *received])
+    return CallPlan([*cs.copies(outs[cs.rank], op.input), *received])
 
 
-def scatter(cs: CommStream, op: ops.Scatter) -> Plan:
+def scatter(cs: CommStream, op: ops.Scatter) -> CallPlan:
     """Plan a group of sends on the root, and a receive on the other ranks."""
     if not op.output.numel():
         return NOTHING
     if cs.rank != op.root:
-        return Plan([cs.recv(op.output, op.root)])
+        return CallPlan([cs.recv(op.output, op.root)])
     ins = op.ins(cs.size)
     sent = [cs.send(ins[peer], peer) for peer in range(cs.size) if peer != cs.rank]
-    return Plan([*cs.copies(op.output, ins[cs.rank]), *sent])
+    return CallPlan([*cs.copies(op.output, ins[cs.rank]), *sent])
 
 
 START: Final[dict[type[ops.Op], Start]] = {

@@ -18,7 +18,7 @@ from aiocomms.cuda import Cuda
 from aiocomms.errors import CommError
 from aiocomms.transport import Completion, conclude
 from aiocomms_nccl import nccl
-from aiocomms_nccl.calls import NONE, RECV, SEND, Plan
+from aiocomms_nccl.calls import NONE, RECV, SEND, CallPlan
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.launcher import Launcher
 from aiocomms_nccl.nccl import Nccl, NcclComm
@@ -59,7 +59,7 @@ class Posted:
         self.after = after
 
 
-class Lane:
+class MessageLane:
     """One direction between this rank and another. Its methods run on the loop's thread unless they say otherwise."""
 
     def __init__(self, owner: Forming, sends: bool) -> None:
@@ -129,7 +129,7 @@ class Lane:
             source, target = (pointer, NONE) if self._sends else (NONE, pointer)
             call = (SEND if self._sends else RECV, source, target, nbytes, nccl.UINT8, NONE, other)
             finish = functools.partial(self._finish, posted, outcome)
-            if self._owner.launcher.launch(comm_stream, posted.op.name, Plan([call]), posted.after, finish) is None:
+            if self._owner.launcher.launch(comm_stream, posted.op.name, CallPlan([call]), posted.after, finish) is None:
                 return
             self.carried += 1
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from aiocomms.cuda import Completions, Cuda, Event
 from aiocomms.errors import CommError
-from aiocomms_nccl.calls import Plan
+from aiocomms_nccl.calls import CallPlan
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.nccl import Nccl
 
@@ -20,7 +20,7 @@ Then = Callable[[], object]
 """What is called on the loop's thread when an op is done. It has what the op uses: it is kept until then."""
 
 
-class Owner(Protocol):
+class LauncherOwner(Protocol):
     """What a launcher needs of its transport."""
 
     cuda: Cuda
@@ -56,7 +56,7 @@ class Launcher(Protocol):
     def mark(self) -> Any:
         """Return a point at the present end of the caller's stream, for one :meth:`launch`."""
 
-    def launch(self, cs: CommStream, what: str, plan: Plan, after: Any, then: Then) -> Any:
+    def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> Any:
         """Have a plan carried out, behind all that was launched on this communicator before.
 
         A failure of NCCL or CUDA loses the communicator, now or when :meth:`poll` hears of it.
@@ -112,7 +112,7 @@ def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -
 class PythonLauncher:
     """Calls NCCL on the loop's thread at once. See :class:`Launcher`."""
 
-    def __init__(self, owner: Owner, wake: Callable[[], None], spin: int) -> None:
+    def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
         """Start with no ops.
 
         :param wake: makes the loop call :meth:`poll`; it is called on any thread.
@@ -139,12 +139,12 @@ class PythonLauncher:
         """See :meth:`Launcher.mark`."""
         return self._completions.mark(self._cuda.current_stream())
 
-    def launch(self, cs: CommStream, what: str, plan: Plan, after: Event, then: Then) -> Event | None:
+    def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Event, then: Then) -> Event | None:
         """See :meth:`Launcher.launch`."""
         cs.stream.wait_event(after)
         return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
 
-    def carry_out(self, cs: CommStream, what: str, plan: Plan, then: Then) -> Event | None:
+    def carry_out(self, cs: CommStream, what: str, plan: CallPlan, then: Then) -> Event | None:
         """Carry out a plan, once its stream waits for the caller's."""
         if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
             return None

@@ -4,9 +4,9 @@ NCCL has no tags: its sends and receives match in the order of the calls, wait f
 be withdrawn. So a sender announces a message on the control connection, the receiver matches it and tells the sender
 that it takes the message, and only then do both call NCCL.
 
-Each direction between two ranks has a communicator and a stream of its own, a :class:`Lane`, formed when its first
-message is taken. If both directions or several pairs shared one, two ranks that receive first would wait for each
-other.
+Each direction between two ranks has a communicator and a stream of its own, a :class:`MessageLane`. It is formed when
+its first message is taken. If both directions or several pairs shared one, two ranks that receive first would wait
+for each other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_nccl import wire
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.control import Control
-from aiocomms_nccl.lane import Forming, Lane, Posted
+from aiocomms_nccl.lane import Forming, MessageLane, Posted
 from aiocomms_nccl.wire import DTYPE_CODES, DTYPE_LIST
 
 Key = tuple[int, int, int]
 """Source, channel and tag."""
 
 
-class Owner(Forming, Protocol):
+class MatcherOwner(Forming, Protocol):
     """What the matcher needs of its transport."""
 
     control: Control
@@ -40,14 +40,14 @@ class Owner(Forming, Protocol):
 class Matcher:
     """Matches the messages of one rank. Every method is called on the loop's thread unless it says otherwise."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: MatcherOwner) -> None:
         self._owner = owner
         self._number = 0
         self._posted: defaultdict[Key, deque[Posted]] = defaultdict(deque)
         self._unexpected: defaultdict[Key, deque[wire.Announce]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[tuple[int, int], Posted] = {}
-        self._lanes: dict[tuple[int, bool], Lane] = {}  # by the other rank, and whether this one sends
+        self._lanes: dict[tuple[int, bool], MessageLane] = {}  # by the other rank, and whether this one sends
 
     def comm_streams(self) -> list[CommStream]:
         """Return the communicators of all lanes that are formed. Any thread may call this."""
@@ -191,14 +191,14 @@ class Matcher:
             del self._posted[key]
         self._take(peer, message, posted)
 
-    def handle_take(self, peer: int, frame: wire.Take) -> None:
+    def handle_take(self, peer: int, frame: wire.TakeMessage) -> None:
         """Send a message that a rank takes."""
         posted = self._announced.pop((peer, frame.number), None)
         if posted is None or not 0 <= frame.nbytes <= posted.op.tensor.nbytes:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
-    def handle_lane(self, peer: int, frame: wire.Lane) -> None:
+    def handle_lane(self, peer: int, frame: wire.LaneRequest) -> None:
         """Form the lane to a rank that has taken its first message from this rank."""
         self._lane(peer, sends=True).form(lambda: frame.unique_id)
 
@@ -208,7 +208,7 @@ class Matcher:
         tensor = posted.op.tensor
         outcome = misfit(peer, DTYPE_LIST[message.dtype], message.nbytes, tensor) or OP_RESULT
         nbytes = 0 if isinstance(outcome, MismatchError) else min(message.nbytes, tensor.nbytes)
-        self._owner.control.send(peer, wire.Take(message.number, nbytes))
+        self._owner.control.send(peer, wire.TakeMessage(message.number, nbytes))
         self._transfer(peer, posted, nbytes, outcome)
 
     def _transfer(self, peer: int, posted: Posted, nbytes: int, outcome: Any) -> None:
@@ -221,16 +221,16 @@ class Matcher:
             lane.form(lambda: self._request_lane(peer))
         lane.add(posted, nbytes, outcome)
 
-    def _lane(self, peer: int, sends: bool) -> Lane:
+    def _lane(self, peer: int, sends: bool) -> MessageLane:
         lane = self._lanes.get((peer, sends))
         if lane is None:
-            lane = self._lanes[peer, sends] = Lane(self._owner, sends)
+            lane = self._lanes[peer, sends] = MessageLane(self._owner, sends)
         return lane
 
     def _request_lane(self, peer: int) -> bytes:
         """Ask the sender to form a new communicator. Runs in a thread."""
         unique_id = self._owner.library.unique_id()
-        self._owner.control.send(peer, wire.Lane(unique_id))
+        self._owner.control.send(peer, wire.LaneRequest(unique_id))
         return unique_id
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiocomms
 from aiocomms.cuda import Event
-from aiocomms_nccl.calls import Plan
+from aiocomms_nccl.calls import CallPlan
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.control import Control
-from aiocomms_nccl.launcher import Launcher, Owner, PythonLauncher, Then
+from aiocomms_nccl.launcher import Launcher, LauncherOwner, PythonLauncher, Then
 from aiocomms_nccl.nccl import NcclStatusError, explain
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _is_there() -> bool:
     return aiocomms_launcher.version() == aiocomms.__version__
 
 
-def make_launcher(owner: Owner, control: Control, spin: int) -> Launcher:
+def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:
     """Return the launcher of a transport: the native one where it is there.
 
     :param spin: the number of polls in vain after which threads sleep on what is under way.
@@ -98,7 +98,7 @@ class NativeLauncher:
     Ops with kernels of torch are enqueued on the loop's thread, behind all that was handed over before.
     """
 
-    def __init__(self, owner: Owner, control: Control, functions: Mapping[str, int]) -> None:
+    def __init__(self, owner: LauncherOwner, control: Control, functions: Mapping[str, int]) -> None:
         """Start with no ops.
 
         :param functions: the addresses of the functions of CUDA's runtime and of NCCL that it calls.
@@ -128,7 +128,7 @@ class NativeLauncher:
         """See :meth:`Launcher.mark`."""
         return self._native.mark(self._cuda.current_handle())
 
-    def launch(self, cs: CommStream, what: str, plan: Plan, after: Any, then: Then) -> int | Event | None:
+    def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> int | Event | None:
         """See :meth:`Launcher.launch`."""
         if plan.before or plan.after:
             self._native.settle_all(self._port)

@@ -20,9 +20,9 @@ from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
-from aiocomms_nccl.agreement import Agreement
-from aiocomms_nccl.bringup import Hello
-from aiocomms_nccl.calls import Plan
+from aiocomms_nccl.agreement import NcclAgreement
+from aiocomms_nccl.bringup import NcclHello
+from aiocomms_nccl.calls import CallPlan
 from aiocomms_nccl.collectives import CAPTURED, START, CommStream, Start, no_memory, open_comm_stream
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
@@ -31,7 +31,7 @@ from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.native import make_launcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.threads import Threads
-from aiocomms_nccl.wire import Note
+from aiocomms_nccl.wire import NcclNote
 
 HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
@@ -53,19 +53,21 @@ class NcclTransport(Transport):
         spin=SPIN,
     )
 
-    def __init__(self, cuda: Cuda, library: Nccl, control: Control, hellos: Sequence[Hello], cs: CommStream) -> None:
+    def __init__(
+        self, cuda: Cuda, library: Nccl, control: Control, hellos: Sequence[NcclHello], cs: CommStream
+    ) -> None:
         self.cuda = cuda
         self.library = library
         self.control = control
         self._comm_stream = cs
         self._hellos = list(hellos)
-        self._agreement = Agreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
+        self._agreement = NcclAgreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
         self._ends: dict[int, Any] = {}  # of collectives that are under way, by number
         self._captured_ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
-        self._held: deque[tuple[Plan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
+        self._held: deque[tuple[CallPlan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
         self._threads = Threads(control.wake)
         self._failure: CommError | None = None
         self._ending = threading.RLock()
@@ -135,7 +137,7 @@ class NcclTransport(Transport):
         cuda: Cuda,
         library: Nccl,
         rendezvous: Rendezvous,
-        hellos: Sequence[Hello],
+        hellos: Sequence[NcclHello],
         sockets: Mapping[int, Any],
         form: Callable[[], NcclComm],
         high: bool,
@@ -205,7 +207,7 @@ class NcclTransport(Transport):
         else:
             self._launch(plan, op, work, self.launcher.mark())
 
-    def _capture(self, plan: Plan, op: ops.Op, work: Completion) -> None:
+    def _capture(self, plan: CallPlan, op: ops.Op, work: Completion) -> None:
         """Enqueue a collective from this thread, whose capture it is to be part of."""
         comm_stream = self._comm_stream
         self.launcher.settle()  # what was launched before is no part of it
@@ -220,7 +222,7 @@ class NcclTransport(Transport):
         self._agreement.call(op, None)
         work.fail(CapturedWorkError(CAPTURED))
 
-    def _launch(self, plan: Plan, op: ops.Op, work: Completion, after: Any) -> None:
+    def _launch(self, plan: CallPlan, op: ops.Op, work: Completion, after: Any) -> None:
         index = self._agreement.call(op, work)
         finish = functools.partial(self._finish_collective, op, index)
         end = self.launcher.launch(self._comm_stream, op.name, plan, after, finish)
@@ -304,7 +306,7 @@ class NcclTransport(Transport):
 
     def say(self, rank: int, note: bytes) -> bool:
         """See :meth:`Transport.say`. The other rank hears it when its loop comes round."""
-        self.control.send(rank, Note(note))
+        self.control.send(rank, NcclNote(note))
         return not self.aborted
 
     def lose_cuda(self, error: RuntimeError) -> None:

@@ -29,20 +29,20 @@ class Announce(msgspec.Struct, tag=0, array_like=True):
     nbytes: int
 
 
-class Take(msgspec.Struct, tag=1, array_like=True):
+class TakeMessage(msgspec.Struct, tag=1, array_like=True):
     """The receiver takes ``nbytes`` of a message. It sends these frames in the order of its NCCL calls."""
 
     number: int
     nbytes: int
 
 
-class Lane(msgspec.Struct, tag=2, array_like=True):
+class LaneRequest(msgspec.Struct, tag=2, array_like=True):
     """The receiver asks the sender to form the NCCL communicator that carries messages from there to here."""
 
     unique_id: bytes
 
 
-class Described(msgspec.Struct, array_like=True):
+class DescribedCall(msgspec.Struct, array_like=True):
     """One collective as its caller describes it. ``sizes``: the bytes to and from the receiver, if they may differ."""
 
     text: str
@@ -53,7 +53,7 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
     """The sender has called ``count`` collectives, and may wait in one. ``last`` describes the last ones."""
 
     count: int
-    last: list[Described]
+    last: list[DescribedCall]
 
 
 class Progress(msgspec.Struct, array_like=True):
@@ -67,27 +67,27 @@ class Progress(msgspec.Struct, array_like=True):
     """How many it has given to NCCL on the lane on which it receives."""
 
 
-class Bye(msgspec.Struct, tag=4, array_like=True):
+class NcclBye(msgspec.Struct, tag=4, array_like=True):
     """The sender has closed after ``calls`` collectives, and sends nothing more."""
 
     calls: int
     progress: Progress
 
 
-class Abort(msgspec.Struct, tag=5, array_like=True):
+class NcclAbort(msgspec.Struct, tag=5, array_like=True):
     """The sender has aborted. ``index`` is the number of the collective in which ranks disagree, or -1."""
 
     reason: Reason
     index: int
 
 
-class Note(msgspec.Struct, tag=6, array_like=True):
+class NcclNote(msgspec.Struct, tag=6, array_like=True):
     """What the core of the sender says to the receiver's."""
 
     text: bytes
 
 
-Frame = Announce | Take | Lane | Calls | Bye | Abort | Note
+Frame = Announce | TakeMessage | LaneRequest | Calls | NcclBye | NcclAbort | NcclNote
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
