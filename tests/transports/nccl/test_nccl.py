@@ -1127,7 +1127,6 @@ async def test_an_abort_while_nccl_is_called(cuda: FakeCuda, monkeypatch: pytest
 
 
 @native_only
-@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_deadline_while_nccl_is_called(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1) as (comm,):
@@ -1156,6 +1155,7 @@ async def test_closing_leaves_no_thread_and_no_descriptor(cuda: FakeCuda) -> Non
 
 @native_only
 @pytest.mark.real
+@pytest.mark.search
 @pytest.mark.asyncio
 async def test_a_forked_child_has_no_launcher(cuda: FakeCuda) -> None:
     async with world(1) as (comm,):

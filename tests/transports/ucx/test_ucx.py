@@ -415,18 +415,18 @@ def test_without_ucx() -> None:
     assert "transport 'ucx' is not available: ImportError: UCX itself is missing" in message
 
 
-def test_the_engines_types(tmp_path: Path) -> None:
-    """`_engine.pyi` is what nanobind makes of the engine, but for its layout."""
+def test_types_of_native_modules(tmp_path: Path) -> None:
+    """Each `.pyi` is what nanobind makes of its module, but for its layout."""
     if importlib.util.find_spec("nanobind") is None:
         pytest.skip("nanobind is not installed")
-    made = tmp_path / "_engine.pyi"
-    command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "aiocomms_ucx._engine", "-o", str(made)]
-    subprocess.run(command, check=True, timeout=HANGS)
-    spec = importlib.util.find_spec("aiocomms_ucx")
-    assert spec is not None
-    assert spec.origin is not None
-    kept = Path(spec.origin).with_name("_engine.pyi")
-    assert ast.dump(ast.parse(made.read_text())) == ast.dump(ast.parse(kept.read_text()))
+    folder = Path(__file__).parents[3] / "transports" / "ucx"
+    kept = {"aiocomms_ucx._engine": folder / "aiocomms_ucx" / "_engine.pyi"}
+    kept["aiocomms_launcher"] = folder / "aiocomms_launcher.pyi"
+    for module, path in kept.items():
+        made = tmp_path / path.name
+        command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", module, "-o", str(made)]
+        subprocess.run(command, check=True, timeout=HANGS)
+        assert ast.dump(ast.parse(made.read_text())) == ast.dump(ast.parse(path.read_text())), module
 
 
 # ----------------------------------------------------------------------------------------------------- coming and going
