@@ -282,8 +282,8 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucxx
 	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest tests/examples/test_transport_ucxx.py
 
-## The nccl transport's thin layer against the real wheels of CuPy and NCCL, which load without a GPU.
-test-cupy: .venv-cupy/setup.stamp
+## The nccl transport's thin layer, and its launcher, against the real wheels of CuPy and NCCL, which load without a GPU.
+test-cupy: .venv-cupy/ucx.stamp
 	.venv-cupy/bin/python -m pytest tests/transports/nccl/wheels
 
 ## What is made for hosts, with their own code running: torch's tests of torch.distributed, Ray.

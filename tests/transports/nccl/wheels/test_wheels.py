@@ -8,10 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 
+import aiocomms_launcher
 import pytest
 import torch
+from aiocomms_nccl import calls, native
 from aiocomms_nccl import nccl as ours
 from aiocomms_nccl.nccl import CupyNccl, NcclComm
+from fake_cuda import FakeCuda
+from processes import PATIENCE
 
 from aiocomms.bootstrap import registry
 from aiocomms.cuda import no_gpu
@@ -72,6 +76,29 @@ def test_every_call_has_the_arguments_that_it_is_given(name: str) -> None:
     found = [part.split()[-1] for part in told[1].split(",") if part.strip() and "=" not in part]
     wanted = list(inspect.signature(getattr(NcclComm, name)).parameters)[1:]
     assert [OUR_NAMES.get(part, part) for part in found] == wanted
+
+
+def test_native_code_is_given_the_functions_of_this_very_library() -> None:
+    found = CupyNccl().functions()
+    assert found is not None
+    assert set(found) == set(ours.FUNCTIONS)
+    assert len(set(found.values())) == len(found)
+    assert hasattr(theirs.NcclCommunicator, "comm")  # the communicator's address
+
+
+@pytest.mark.parametrize("what", range(calls.ALL_REDUCE, calls.RECV + 1))
+def test_the_native_launcher_calls_nccl_itself(what: int) -> None:
+    """Over a fake of CUDA. NCCL refuses each call, of a communicator that is none, by its own number."""
+    cuda, functions = FakeCuda(), CupyNccl().functions()
+    assert functions is not None
+    launcher = aiocomms_launcher.make({**cuda.functions(), **functions}, 0, 0)
+    port = launcher.open()
+    line, stream = launcher.add(port, cuda.default.cuda_stream, 0), cuda.current_handle()
+    number = launcher.launch(line, launcher.mark(stream), [(what, 8, 8, 1, ours.FLOAT32, ours.SUM, 0)])
+    launcher.drain_all(port)
+    assert (number, native.NCCL_FAILED, 4) in launcher.take(port)
+    launcher.close(port)
+    launcher.end(PATIENCE)
 
 
 def test_a_unique_id() -> None:
