@@ -178,7 +178,10 @@ class _AnyCall:
     def __init__(
         self, op: Any, work: Completion, queue: _Queue, stream: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        self.op, self.work, self.queue, self.stream = op, work, queue, stream
+        self.op: Any = op
+        self.work: Completion = work
+        self.queue: _Queue = queue
+        self.stream: Callable[[], AbstractContextManager[object]] = stream
         self.sources: set[int] = set(op.sources)
         """The ranks from which a message may still come."""
         self.stopped: CommError | None = None
