@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:class", r"(.*\.)?(_?T(_co)?|Given)"),
 ]
-nitpick_ignore = [("py:class", name) for name in ("Store", "Timeout")]
+nitpick_ignore = [("py:class", name) for name in ("Store", "Tensor", "Timeout")]
 # Of aiocomms every name must be there, but for what nobody makes or holds, and only signatures name.
 nitpick_ignore += [
     ("py:class", f"aiocomms.{name}")
@@ -70,6 +70,7 @@ nitpick_ignore += [
         "transport.native.Line",
         "transport.native.Shortcuts",
         "integrations.torch_backend.completer.Completer",
+        "integrations.torch_backend.forms.How",
         "integrations.torch_backend.ranges.WorkRange",
     )
 ]

@@ -122,7 +122,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param in_process: whether all ranks may be tasks of one process.
     :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
-    :param lanes: the collectives that a :class:`LaneTransport` takes in lanes; the others of lanes go by messages.
+    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the others go by
+        messages.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
