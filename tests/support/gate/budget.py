@@ -1,4 +1,4 @@
-"""Hold a tier to its budget of CPU seconds and of real tests; print its ten slowest tests.
+"""Hold a tier to its budget of seconds and of real tests; print its ten slowest tests.
 
 ``tests/budget.toml`` has a table for each tier. Its seconds are those of all tests added up, on the machine of the
 budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these seconds passed in groups that
