@@ -263,7 +263,7 @@ def gone(rank: int | None, why: str = "its connection broke without a goodbye") 
 
 
 def as_reason(reason: str | BaseException) -> str:
-    """Why something was given up, in words."""
+    """Return why something was given up, in words."""
     if not isinstance(reason, BaseException):
         return reason
     return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__

@@ -33,7 +33,7 @@ class _Asked(NamedTuple):
     transport: str | Mapping[str, str] | None = None
 
     def fits(self) -> bool:
-        """Whether each argument has the right type; whether there is such a transport its opening will say."""
+        """Return whether each argument has the right type; whether there is such a transport its opening will say."""
         timed = type(self.timeout) in (int, float) and self.timeout > 0
         named = self.transport is None or isinstance(self.transport, (str, Mapping))
         return type(self.n) is int and self.n > 0 and timed and named

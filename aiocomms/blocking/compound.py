@@ -15,7 +15,7 @@ class Ending(Protocol):
     """An operation, or a step behind it."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
 
 
 class CompoundWork(Handle, dist.Work):
@@ -32,11 +32,11 @@ class CompoundWork(Handle, dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, well or not."""
         return all(part.done() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether it has ended well."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:

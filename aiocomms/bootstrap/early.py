@@ -31,7 +31,7 @@ class _Start:
 
 
 def has_met() -> bool:
-    """Whether this process has met the other ranks: from then on communicators tell them what becomes of it."""
+    """Return whether this process has met the other ranks: from then on communicators tell them what becomes of it."""
     return _Start.has_met
 
 

@@ -68,7 +68,7 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
-    """Why a split ends on this rank: the others would wait for it until their time is up.
+    """Return why a split ends on this rank: the others would wait for it until their time is up.
 
     :param members: the new communicator's ranks, as ranks of the one that is split.
     """

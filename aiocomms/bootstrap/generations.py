@@ -176,7 +176,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Where those are who have seen this arrival of rank 0. Ranks that take the size for another do not meet."""
+        """Return the key of those who have seen this arrival of rank 0, apart for each size that ranks believe in."""
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:

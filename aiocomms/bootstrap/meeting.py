@@ -66,7 +66,7 @@ class Meeting:
         return self._ends - time.monotonic()
 
     def dead(self, rank: int) -> bool:
-        """Whether a rank is known not to come."""
+        """Return whether a rank is known not to come."""
         reason = self._before.reason
         named = isinstance(reason, PeerDiedError) and reason.peer == rank
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
@@ -89,7 +89,7 @@ class Meeting:
         return root, None
 
     async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
-        """Where the lowest rank that lives says; the others take its turn if it does not."""
+        """Return the place that the lowest living rank names; the others take its turn if it names none."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
         places = self._before.notes.places
@@ -139,7 +139,7 @@ class Meeting:
             raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
 
     async def _answers(self, seconds: float) -> bool:
-        """Whether the store of the old communicator does, within some seconds; if it is gone that is known at once."""
+        """Return whether the old communicator's store answers within some seconds; if it is gone, at once."""
         board = self._old
 
         def probe() -> bool:

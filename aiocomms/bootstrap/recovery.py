@@ -225,13 +225,13 @@ class Recovery:
         came |= {it for it in range(self._old.size) if it not in came and board.told("came", it) == _HERE}
 
     def _all_wait(self, board: Board, came: set[int]) -> bool:
-        """Whether all that have come are still here; who is not is taken out."""
+        """Return whether all that have come are still here; who is not is taken out."""
         gone = {rank for rank in came if board.told("came", rank) != _HERE}
         came -= gone
         return not gone
 
     def _spent(self, board: Board, decision: Decision) -> bool:
-        """Whether a decision was tried in vain: by another rank, or by this one, which says so."""
+        """Return whether a decision was tried in vain: by another rank, or by this one, which says so."""
         if decision.key in self._before.notes.tried:
             board.decide("spent", b"1")
             return True

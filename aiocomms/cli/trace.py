@@ -197,7 +197,7 @@ def _waited(ranks: Ranks) -> Iterator[str]:
 
 
 def _waits(item: Item) -> bool:
-    """Whether an op is pending, and does not just stand ready for what may come."""
+    """Return whether an op is pending, and does not just stand ready for what may come."""
     return item.state == "pending" and not item.idle
 
 

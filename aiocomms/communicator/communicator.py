@@ -388,7 +388,7 @@ class _Following(Communicator):
 
 
 def _follows(op: Op) -> bool:
-    """Whether an op other than a collective goes by the current lane."""
+    """Return whether an op other than a collective goes by the current lane."""
     return op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER
 
 

@@ -225,7 +225,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
-        """Why an op cannot be called now, or not here."""
+        """Return why an op cannot be called now, or not here."""
         core = self._core
         if core.refusing or get_ident() != core.thread:
             return core.life.refusal() or core.refused(op)

@@ -281,7 +281,7 @@ class Window(Handle):
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     def mapped(self, rank: int) -> bool:
-        """Whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
+        """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
 
         It is known since the window was opened. On the CPU this process then reads and writes that part by itself, as
         in a window of ``MPI_Win_allocate_shared``; any other takes messages, or the network's RMA.

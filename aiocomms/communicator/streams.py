@@ -278,7 +278,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether the other end has room for an item of that size. An item larger than all the room comes alone."""
+        """Return whether the other end has room for an item of that size; one larger than all the room comes alone."""
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:

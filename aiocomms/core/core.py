@@ -138,7 +138,7 @@ class Core(Posting):
         return self._closing is not None
 
     def refusal(self) -> CommError | None:
-        """Why it refuses whatever comes; None: it does not."""
+        """Return why it refuses whatever comes; None: it does not."""
         return self.life.refusal()
 
     def demand(self, what: str) -> None:

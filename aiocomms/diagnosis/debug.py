@@ -23,7 +23,7 @@ from aiocomms.transport import OP_RESULT
 
 
 def asked_for() -> bool:
-    """Whether communicators that are made now are in debug mode."""
+    """Return whether communicators that are made now are in debug mode."""
     return os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
 
 

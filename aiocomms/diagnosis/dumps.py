@@ -82,7 +82,7 @@ def complain(message: str) -> None:
 
 
 def wanted() -> bool:
-    """Whether files are to be written at all."""
+    """Return whether files are to be written at all."""
     return os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
 
 

@@ -29,7 +29,7 @@ def caller() -> SourceLine:
 
 
 def suspended(coroutine: Any) -> str:
-    """Where a suspended task is: the innermost line that is not this library's."""
+    """Return where a suspended task is: the innermost line that is not this library's."""
     found = ""
     while coroutine is not None:
         frame = below = None

@@ -341,7 +341,7 @@ def _boot() -> str:
 
 
 def capacity() -> int:
-    """How many ops a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
+    """Return how many ops a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
     text = os.environ.get("AIOCOMMS_RECORDER", "")
     if not text:
         return DEFAULT

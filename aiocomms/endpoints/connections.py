@@ -265,7 +265,7 @@ class Connections:
             self._check()
 
     def _misfit(self, there: Address) -> str:
-        """Why the two cannot communicate; empty: they can."""
+        """Return why the two cannot communicate; empty: they can."""
         mine = self._mine
         if mine.transports != there.transports:
             return f"its transports are {there.transports}, and this one's {mine.transports}"

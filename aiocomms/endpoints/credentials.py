@@ -87,7 +87,7 @@ def new_key() -> bytes:
 
 
 def expiry(name: str, lifetime: checks.Timeout) -> float:
-    """When something expires that is made now.
+    """Return when something expires that is made now.
 
     :param lifetime: seconds, or None for ever.
     :raises ArgumentError: it is neither.
@@ -97,7 +97,7 @@ def expiry(name: str, lifetime: checks.Timeout) -> float:
 
 
 def expired(expires: float) -> bool:
-    """Whether it has expired, by this host's clock."""
+    """Return whether it has expired, by this host's clock."""
     return time.time() >= expires
 
 

@@ -207,7 +207,7 @@ class RemoteRegion(Described):
         return self, self._puts, self._window.flush(self._owner, timeout=timeout)
 
     def _is_of(self, attachment: Attachment) -> bool:
-        """Whether it is this opening of the region, and no earlier one."""
+        """Return whether it is this opening of the region, and no earlier one."""
         return self._attachment is attachment
 
     def put(

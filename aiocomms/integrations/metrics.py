@@ -152,7 +152,7 @@ class Totals:
             self._failed[key] = self._failed.get(key, 0) + each.count
 
     def failures(self) -> list[Failures]:
-        """Why ops have failed."""
+        """Return why ops have failed."""
         return [Failures(*key, count) for key, count in self._failed.items()]
 
     def rows(self) -> list[MetricRow]:

@@ -16,7 +16,7 @@ from aiocomms.progress.work import Work
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch is on."""
+    """Return whether a profiler of torch is on."""
     return profiler._is_profiler_enabled
 
 

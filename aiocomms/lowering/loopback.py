@@ -29,7 +29,7 @@ class Loopback:
         self._probes: Queues[ops.Probe] = {}
 
     def carries(self, op: ops.Op) -> bool:
-        """Whether an op is one of them."""
+        """Return whether an op is one of them."""
         if isinstance(op, ops.Send):
             return self._rank == op.dst
         return isinstance(op, (ops.Recv, ops.Probe)) and self._rank == op.src

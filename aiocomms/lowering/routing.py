@@ -154,7 +154,7 @@ class Router(dict[type[ops.Op], Route]):
         self._runs[work] = weakref.ref(run)
 
     def carries_arrivals(self) -> bool:
-        """Whether programs may probe, and receive from any rank."""
+        """Return whether programs may probe, and receive from any rank."""
         p2p = self._transports.get("p2p")
         return p2p is not None and p2p.capabilities.ops >= ops.ARRIVALS
 

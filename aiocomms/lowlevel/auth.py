@@ -63,7 +63,7 @@ def mac(key: bytes, *parts: bytes | str | int) -> bytes:
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Whether they are equal, in a time that does not tell where they differ."""
+    """Return whether they are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(a, b)
 
 

@@ -35,7 +35,7 @@ _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Whether another rank is at fault for what ends this one, as far as it is known here."""
+    """Return whether another rank is at fault for what ends this one, as far as it is known here."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:

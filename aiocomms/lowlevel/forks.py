@@ -57,7 +57,7 @@ class Unshared:
         self._owner = lambda: None
 
     def covers(self, address: Address) -> bool:
-        """Whether it is one of them."""
+        """Return whether it is one of them."""
         packed = _packed(address)
         return len(packed) > 0 and any(packed in record for record in self._records)
 

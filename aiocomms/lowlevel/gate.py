@@ -179,7 +179,7 @@ class Entrance:
         return late
 
     def next_end(self) -> float:
-        """When the next one's time is up."""
+        """Return when the next one's time is up."""
         return min((half.ends for half in self._half_open.values()), default=math.inf)
 
     def drop(self, half: HalfOpen) -> None:
@@ -323,7 +323,7 @@ class Gate:
 
 
 def _source(address: object) -> str:
-    """Who has connected, as far as an address tells: whoever has an IPv6 address has the others of its network, too."""
+    """Return who has connected, by address: of IPv6 by the network, all of whose addresses one host may have."""
     if not isinstance(address, tuple):
         return ""  # of a unix socket, which is this user's
     host = str(address[0]).partition("%")[0]

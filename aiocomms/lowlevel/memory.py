@@ -31,12 +31,12 @@ def register(holder: Holder) -> None:
 
 
 def has_room(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor's storage still holds it: a program may have resized that since an op was called."""
+    """Return whether a contiguous tensor's storage still holds it: a program may have resized that since the call."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 
 
 def in_use(storage: UntypedStorage) -> bool:
-    """Whether an op that is not done, or an open window, of any communicator of this process uses this memory."""
+    """Return whether a pending op, or an open window, of any communicator of this process uses this memory."""
     place = storage.data_ptr()
     return any(tensor.untyped_storage().data_ptr() == place for one in copied(_holders) for tensor in one.held())

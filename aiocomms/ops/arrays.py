@@ -87,7 +87,7 @@ def _ints(value: Any) -> Any:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array, and no tensor."""
+    """Return whether a value is an array, and no tensor."""
     return hasattr(type(value), "__dlpack__") and not isinstance(value, Tensor)
 
 

@@ -47,7 +47,7 @@ class Waited(Protocol):
     """What synchronous code can wait for."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Have ``fn`` called on the loop when it has ended."""
@@ -232,7 +232,7 @@ class LoopDriver:
 
 
 def _spin(source: _Source) -> int:
-    """How many turns of the loop a source is polled; it may have no transport any more."""
+    """Return how many turns of the loop a source is polled; it may have no transport any more."""
     return source.transports[0].capabilities.spin if source.transports else 0
 
 

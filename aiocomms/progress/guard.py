@@ -49,7 +49,7 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def ends_task(error: BaseException) -> bool:
-    """Whether what a function of the program has raised ends the task around it: the process ends, or it is cancelled.
+    """Return whether what the program's function raised ends the task around it: the process ends, or it is cancelled.
 
     A ``CancelledError`` may come from anywhere, as from a future that somebody else has cancelled. So this task's
     scopes are asked: call it outside of those that are the function's own.

@@ -28,7 +28,7 @@ class Waiter(Protocol):
     """A suspended task: a future of asyncio, or what is like one."""
 
     def done(self) -> bool:
-        """Whether the task has been resumed, or cancelled."""
+        """Return whether the task has been resumed, or cancelled."""
 
     def set_result(self, result: None) -> None:
         """Resume the task; on its loop's thread."""

@@ -101,7 +101,7 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
         return self.result()
 
     def done(self) -> bool:
-        """Whether the op has completed or failed on this rank."""
+        """Return whether the op has completed or failed on this rank."""
         return self._state != PENDING
 
     def result(self) -> T_co:

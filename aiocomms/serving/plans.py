@@ -81,7 +81,7 @@ class Plan:
             self._lane.abort(reason)
 
     def in_step(self, there: bool = True) -> bool:
-        """Whether no rank has called what another may wait for in vain, or in whose place a later op comes.
+        """Return whether no rank has called what another may wait for in vain, or in whose place a later op comes.
 
         :param there: whether that is so on a rank that has ended it; what this rank has called is known.
         """

@@ -166,7 +166,7 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Whether no transport knows of an op yet."""
+        """Return whether no transport knows of an op yet."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
@@ -353,7 +353,7 @@ def _nbytes(op: ops.Op) -> int:
 
 
 def _in_memory(store: Any) -> bool:
-    """Whether ranks that have met in a store are of one process."""
+    """Return whether ranks that have met in a store are of one process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store is None or isinstance(store, HashStore)

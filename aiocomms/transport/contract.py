@@ -34,7 +34,7 @@ class Completion(Protocol):
         """The caller's advice for this op; a transport ignores what it does not know, as MPI does with its Info."""
 
     def done(self) -> bool:
-        """Whether it was completed, failed, or given up by the communicator."""
+        """Return whether it was completed, failed, or given up by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """Complete the op on this rank. Call it once, on the loop's thread.
@@ -102,10 +102,10 @@ class SideChannel(Protocol):
     """What is known of the ranks of a lost communicator that :meth:`Transport.say` still reaches; any thread."""
 
     def gone(self, rank: int) -> bool:
-        """Whether the connection to a rank has ended."""
+        """Return whether the connection to a rank has ended."""
 
     def far(self, rank: int) -> bool:
-        """Whether a rank is on another host."""
+        """Return whether a rank is on another host."""
 
 
 OpTypes = frozenset[type[ops.Op]]
@@ -139,7 +139,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether it reduces ``dtype`` with ``op`` natively."""
+        """Return whether it reduces ``dtype`` with ``op`` natively."""
         return self.reductions is None or op.kind in self.reductions.get(dtype, ())
 
 
@@ -177,14 +177,14 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> str | None:
-        """Why it cannot run here for tensors on ``device``, as the end of "... is not available: ", or None. Cheap.
+        """Return why it cannot run for tensors on ``device``, as the end of "... is not available: ", or None. Cheap.
 
         Raising: it is not available, and what was raised is the reason.
         """
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """How much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never.
+        """Return how much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never.
 
         Raising: it counts as 0, and the log says so.
         """
@@ -197,7 +197,7 @@ class Transport(ABC):
 
     @classmethod
     def adopts(cls, foreign: object) -> bool:
-        """Whether it can run over ``foreign``, another library's communicator: hint ``"adopt"``. Raising: it cannot."""
+        """Return whether it can run over ``foreign``, another library's communicator, hint ``"adopt"``. Raising: no."""
         return False
 
     @classmethod
@@ -323,7 +323,7 @@ class Transport(ABC):
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
-        """When each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
+        """Return when each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
 
         Called every now and then while works are pending, on any thread. None: there is no need, or no way, to ask.
         The answer may wait neither for a rank's loop nor for its interpreter's lock. Raising: the transport is broken.
@@ -346,5 +346,5 @@ class Transport(ABC):
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Who is left from :meth:`abort` to :meth:`aclose`, if :meth:`say` reaches them; None or raising: nobody."""
+        """Return who is left from :meth:`abort` to :meth:`aclose`, if :meth:`say` reaches; None or raising: nobody."""
         return None

@@ -100,7 +100,7 @@ class Shortcuts(Protocol):
         """How many ops of other threads are being posted, and not in flight yet."""
 
     def posting_in(self, lane: int) -> bool:
-        """Whether one of them is of a lane, by its number."""
+        """Return whether one of them is of a lane, by its number."""
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
         """Start a plain op on another thread than the loop's, after that thread's earlier ones.

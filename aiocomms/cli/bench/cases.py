@@ -65,7 +65,7 @@ class BenchCase:
         self.output.zero_()
 
     def wrong(self) -> int:
-        """How many elements of the output are not what the op on the numbers of :meth:`fill` gives."""
+        """Return how many elements of the output are not what the op on the numbers of :meth:`fill` gives."""
         expected = self._expected()
         return 0 if expected is None else int((self.output != expected).sum())
 

@@ -76,7 +76,7 @@ class Report(msgspec.Struct):
         return sum(row.wrong or 0 for row in self.rows)
 
     def good(self, transports: Sequence[str]) -> bool:
-        """Whether nothing was wrong, and nothing of these transports is missing."""
+        """Return whether nothing was wrong, and nothing of these transports is missing."""
         return not self.wrong and not any(missing.by in transports for missing in self.missing)
 
 

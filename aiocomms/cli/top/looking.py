@@ -43,7 +43,7 @@ class TopGroup(NamedTuple):
     ranks: dict[int, Sight]
 
     def waits(self) -> list[str]:
-        """Who waits for whom, in words; and whom nobody can see from here."""
+        """Return who waits for whom, in words; and whom nobody can see from here."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
@@ -96,7 +96,7 @@ class Top:
         return TopFrame(_groups(sights), notes, rates)
 
     def ended(self) -> bool:
-        """Whether the process that it looks at is gone."""
+        """Return whether the process that it looks at is gone."""
         return self._pid is not None and not _alive(self._pid)
 
 

@@ -86,7 +86,7 @@ class Door:
             )
 
     def nobody(self) -> CommError | None:
-        """Why nobody comes to make the calls; None: somebody may. The loop is told to look, in case it was not."""
+        """Return why the loop makes no more calls; None: it may. Tell it to look, in case it was not told."""
         if os.getpid() != self._process:
             return self.refusal()
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()

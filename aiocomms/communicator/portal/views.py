@@ -65,7 +65,7 @@ class BlockingWindow(Handle):
     map_remote_tensor: Final = started(Window.map_remote_tensor)
 
     def mapped(self, rank: int) -> bool:
-        """Whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
+        """Return whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
         return self._window.mapped(rank)
 
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:

@@ -160,7 +160,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return f"<BlockingWork {self.op.name} on '{self._where}' (rank {self._comm.rank}) {state}>"
 
     def done(self) -> bool:
-        """Whether the op has completed or failed on this rank; any thread."""
+        """Return whether the op has completed or failed on this rank; any thread."""
         return self._over
 
     def wait(self, timeout: Timeout = None) -> T_co:
@@ -330,7 +330,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
 
 def _by_itself(work: StartedWork[Any]) -> bool:
-    """Whether a work has failed by itself, and not with its communicator."""
+    """Return whether a work has failed by itself, and not with its communicator."""
     return work.fault is not None and not isinstance(work.fault, CapturedWorkError)
 
 

@@ -234,5 +234,5 @@ class Receives:
 
 
 def _has_come(work: Work[Tensor]) -> bool:
-    """Whether a message has ended a receive, of whatever size."""
+    """Return whether a message has ended a receive, of whatever size."""
     return work.done() and isinstance(work.exception(), MessageTruncatedError | None)

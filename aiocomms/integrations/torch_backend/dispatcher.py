@@ -56,7 +56,7 @@ _SAID: Final = frozenset(
 
 
 def is_seen(arguments: list[Any]) -> bool:
-    """Whether a mode is on in this thread, or a tensor among the arguments decides itself what is done with it."""
+    """Return whether a mode is on in this thread, or an argument is a tensor that decides what is done with it."""
     return dispatch_modes() > 0 or _decides(arguments)
 
 

@@ -113,7 +113,7 @@ class Group(Handle, dist.ProcessGroup):
         return self
 
     def get_group_store(self) -> dist.Store:
-        """Where its ranks have met."""
+        """Return where its ranks have met."""
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:

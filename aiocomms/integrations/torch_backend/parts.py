@@ -16,7 +16,7 @@ class WorkPart(Protocol):
     """What a work consists of: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or what is like one."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
 
     def wait(self, timeout: float | None = None) -> Any:
         """Block until it has, and raise why it failed, or :class:`TimeoutError`."""

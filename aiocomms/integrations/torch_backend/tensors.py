@@ -15,7 +15,7 @@ from aiocomms.ops.writing import write
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether aiocomms can move it as it is; or has to say why it moves none of the kind."""
+    """Return whether aiocomms can move it as it is; or has to say why it moves none of the kind."""
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
@@ -26,7 +26,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many elements of a tensor belong to each rank, whose rows are said, or are as many as any other's."""
+    """Return how many elements of a tensor belong to each rank, whose rows are said, or are as many as any other's."""
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [operator.index(part) for part in splits] or [rows // size] * size
     if not tensor.dim() or sum(counts) != rows:

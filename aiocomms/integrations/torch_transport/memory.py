@@ -49,7 +49,7 @@ class MemoryView:
         self._registration, self._offset, self._length = registration, offset, length
 
     def size(self) -> int:
-        """How many bytes."""
+        """Return the number of bytes."""
         return self._length
 
     @property
@@ -116,7 +116,7 @@ class RemoteBuffer:
         self._descriptor, self._length = bytes(descriptor), says.count
 
     def size(self) -> int:
-        """How many bytes."""
+        """Return the number of bytes."""
         return self._length
 
     def serialize(self) -> bytes:

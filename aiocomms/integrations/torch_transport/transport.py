@@ -98,7 +98,7 @@ class EndpointTransport(_Transport):
 
     @staticmethod
     def supported() -> bool:
-        """Whether there is a transport of aiocomms between two processes."""
+        """Return whether there is a transport of aiocomms between two processes."""
         try:
             choose("auto", _CPU, 2, {})
         except UnsupportedOperation:
@@ -129,7 +129,7 @@ class EndpointTransport(_Transport):
         return 0
 
     def connected(self) -> bool:
-        """Whether it is, and neither end has closed or died."""
+        """Return whether it is, and neither end has closed or died."""
         return not self._closing and self._peer is not None and not self._peer.closed
 
     def close(self, *, timeout: float | None = None) -> None:

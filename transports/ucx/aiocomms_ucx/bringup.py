@@ -253,7 +253,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
 
 
 def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
-    """Where the others find this rank's engine, or why they do not."""
+    """Return where the others find this rank's engine, or why they do not."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:

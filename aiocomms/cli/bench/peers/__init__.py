@@ -23,7 +23,7 @@ class BenchPeer(Contender, Protocol):
     """One of them, on this rank."""
 
     def missing(self) -> str | None:
-        """Why it cannot be used here; None: it can."""
+        """Return why it cannot be used here; None: it can."""
 
     async def open(self, comm: Communicator, host: str) -> None:
         """Meet the other ranks, by what ``comm`` tells them; ``host`` is a name or address of that of rank 0."""
