@@ -314,7 +314,6 @@ test-launchers: $(VENV)/ucx.stamp $(MPI_ALL)
 bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.compare
 	$(BENCH_BIN)/python -m benchmarks.core
-	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 	$(BENCH_BIN)/python -m benchmarks.kv
 	$(BENCH_BIN)/python -m benchmarks.metrics
 	$(BENCH_BIN)/python -m benchmarks.many

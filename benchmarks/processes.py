@@ -21,10 +21,11 @@ def in_two_processes(measure: Measure, *args: Any) -> list[Any]:
     return in_processes(2, measure, *args)
 
 
-def in_processes(count: int, measure: Measure, *args: Any) -> list[Any]:
+def in_processes(count: int, measure: Measure, *args: Any, lost: int = 0) -> list[Any]:
     """Run ``await measure(rank, folder, *args)`` in so many new processes, and return what each returned.
 
     :param measure: an async function of a module. ``folder`` is a new one, where the ranks can meet.
+    :param lost: how many of the last ranks do not live to return anything.
     """
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
@@ -32,10 +33,10 @@ def in_processes(count: int, measure: Measure, *args: Any) -> list[Any]:
         ranks = [spawn.Process(target=_main, args=(measure, rank, folder, args, results)) for rank in range(count)]
         for rank in ranks:
             rank.start()
-        found = dict(results.get(timeout=PATIENCE) for _ in ranks)
+        found = dict(results.get(timeout=PATIENCE) for _ in ranks[lost:])
         for rank in ranks:
             rank.join(30)
-    return [found[rank] for rank in range(count)]
+    return [found[rank] for rank in range(count - lost)]
 
 
 def _main(measure: Measure, rank: int, folder: str, args: tuple[Any, ...], results: Any) -> None:

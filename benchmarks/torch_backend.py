@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import aiocomms.integrations.torch_backend
-from benchmarks.peers.worker import pin
+from aiocomms.cli.bench.machine import bind
 
 BACKENDS = ("gloo", aiocomms.integrations.torch_backend.BACKEND)
 SIZES = (8, 64 * 2**10, 2**20)
@@ -68,7 +68,7 @@ def stepping(group: Any) -> Callable[[], None]:
 
 def rank_of(rank: int, folder: str, rounds: int, results: Any) -> None:
     """One of the two processes."""
-    pin(rank, 2, True)
+    bind(rank, 2)
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import FULL, about
-from benchmarks.peers.report import table
 from benchmarks.serve.client import Record, load, quantile, summary
 from benchmarks.serve.phases import around, capacity
 from benchmarks.serve.report import Verdict, number, print_verdicts
 from benchmarks.serve.servers import Server, ours
 from benchmarks.serve.targets import Embedding
+from benchmarks.tables import table
 
 REFUSED, AGAIN, GROWN = 1.0, 3.0, 1.05
 """Seconds to a 503, seconds until it serves again (p99), and the memory in the end as a multiple of that before."""

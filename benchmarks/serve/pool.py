@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from benchmarks.peers.report import table
 from benchmarks.serve.client import quantile, saturate
 from benchmarks.serve.phases import capacity
 from benchmarks.serve.report import number
 from benchmarks.serve.servers import ours
 from benchmarks.serve.targets import Embedding
+from benchmarks.tables import table
 
 LAYOUTS = ((1, 1), (1, 2), (2, 1))
 SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.peers.report import table
+from benchmarks.tables import table
 
 FASTER, SOONER, LATE = 1.3, 0.6, 5.0
 """Of the embedding server, against its twin: requests per second, or else p99; and ms of lateness at p99."""

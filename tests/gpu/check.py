@@ -182,7 +182,7 @@ def read_junit(path: Path) -> tuple[Counter[str], dict[str, int]]:
 
 def markdown(results: Sequence[Result]) -> str:
     """The table, and below it why anything was skipped."""
-    from benchmarks.peers.report import table
+    from benchmarks.tables import table
 
     rows = [[r.name, r.status, f"{r.seconds:.0f} s", r.detail] for r in results]
     skips = [f"* skipped in {r.name}: {count} times: {why}" for r in results for why, count in r.skips.items()]

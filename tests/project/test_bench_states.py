@@ -1,4 +1,4 @@
-"""What `make bench` says of the host's state: each trial is labelled by probes, and a table counts them."""
+"""What `make bench` says of the host's state: each turn is labelled by probes, and a table counts them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.report import markdown, states
-from benchmarks.peers.state import Probe, State, kinds
+from aiocomms.cli.bench.machine import HostState
+from benchmarks.tables import kinds, markdown, states
 
 pytestmark = pytest.mark.deterministic
 
-BEST = State(8.0, 400.0)
+BEST = HostState(8.0, 400.0)
 TRIALS = [(8.0, 400.0), (9.9, 539.0), (10.1, 400.0), (8.1, 541.0), (12.0, 900.0)]
 
 
@@ -20,7 +20,7 @@ def row(title: str, trials: object) -> dict[str, Any]:
     return {"title": title, "ours": "", "figures": [], "verdicts": [], "failures": [], "states": trials}
 
 
-def test_trials_are_counted_by_what_slows_them() -> None:
+def test_turns_are_counted_by_what_slows_them() -> None:
     assert kinds(TRIALS, BEST) == {"quiet": 2, "slow": 1, "far": 1, "slow and far": 1}
 
 
@@ -36,31 +36,12 @@ def test_a_run_without_probes_has_no_such_table() -> None:
     special = row("idle", [])
     del special["states"]
     assert states({"rows": [special, row("failed", [])]}) == ""
-    assert "Trials" not in markdown({"where": {"when": "once"}, "rows": [special]})
+    assert "Turns" not in markdown({"where": {"when": "once"}, "rows": [special]})
 
 
 def test_one_core_has_no_way_to_another() -> None:
-    assert kinds([(8.0, 0.0)], State(8.0, 0.0)) == {"quiet": 1, "slow": 0, "far": 0, "slow and far": 0}
+    assert kinds([(8.0, 0.0)], HostState(8.0, 0.0)) == {"quiet": 1, "slow": 0, "far": 0, "slow and far": 0}
 
 
-def test_a_trial_has_the_worse_of_two_probes() -> None:
-    looks = iter([State(8.0, 900.0), State(12.0, 400.0), State(8.0, 400.0)])
-    probe = Probe.__new__(Probe)  # without its process
-    probe.look = lambda: next(looks)
-    probe.begin()
-    probe.note_trial()
-    probe.note_trial()
-    assert probe.trials == [State(12.0, 900.0), State(12.0, 400.0)]
-
-
-@pytest.mark.search
-@pytest.mark.real
-def test_this_host_is_probed() -> None:
-    probe = Probe()
-    try:
-        probe.begin()
-        for _ in range(2):
-            probe.note_trial()
-        assert all(trial.loop > 0 for trial in probe.trials)
-    finally:
-        probe.kill()
+def test_a_turn_has_the_worse_of_two_probes() -> None:
+    assert HostState(8.0, 900.0).worst(HostState(12.0, 400.0)) == HostState(12.0, 900.0)

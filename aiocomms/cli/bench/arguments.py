@@ -28,6 +28,9 @@ class BenchPlan(NamedTuple):
     iterations: int
     warmup: int
     check: int
+    seconds: float
+    bind: bool
+    neighbours: int
     in_process: bool
     json: bool
     plot: Path | None
@@ -43,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-i", "--iters", type=int, default=500, metavar="N", help="timed iterations of each row (500)")
     add("-w", "--warmup", type=int, default=20, metavar="N", help="iterations before those (20)")
     add("-c", "--check", type=int, default=1, metavar="N", help="iterations checked before, and after; 0: none (1)")
+    add("-s", "--seconds", type=float, default=math.inf, metavar="S", help="at most so long per row and library")
     add("-n", "--ranks", type=int, metavar="N", help="processes to start here (2), outside torchrun, mpiexec and srun")
+    add("--bind", action="store_true", help="each rank to a processor of its own, where there are as many")
+    add("--neighbours", type=int, default=0, metavar="N", help="processes beside the ranks that want a processor (0)")
     add("--in-process", action="store_true", help="the ranks are tasks of one process; for transports that can")
     add("--transport", type=_names, default=("auto",), metavar="NAMES", help="some, one after the other (auto)")
     add("--vs", type=_names, default=(), metavar="NAMES", help="libraries to measure in turn with ours; see the docs")
@@ -60,8 +66,9 @@ def plan_of(options: argparse.Namespace) -> BenchPlan:
     for op in options.op:
         if op not in OPERATIONS:
             raise ValueError(f"op is {op!r}, wanted some of {', '.join(OPERATIONS)}")
-    if options.in_process and options.vs:
-        raise ValueError("--vs is given with --in-process, wanted one of them: other libraries need processes")
+    for name, given in (("--vs", options.vs), ("--bind", options.bind)):
+        if options.in_process and given:
+            raise ValueError(f"{name} is given with --in-process, wanted one of them: it is about processes")
     if options.plot is not None:
         _check_plot(options.plot)
     sizes = [options.minbytes]
@@ -69,7 +76,8 @@ def plan_of(options: argparse.Namespace) -> BenchPlan:
         sizes.append(sizes[-1] * options.stepfactor)
     return BenchPlan(
         tuple(dict.fromkeys(options.op)) or ("all_reduce",), tuple(sizes), options.transport, options.vs,
-        options.iters, options.warmup, options.check, options.in_process, options.json, options.plot,
+        options.iters, options.warmup, options.check, options.seconds, options.bind, options.neighbours,
+        options.in_process, options.json, options.plot,
     )  # fmt: skip
 
 
@@ -90,6 +98,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         ("--iters", options.iters, 10, _MOST),
         ("--warmup", options.warmup, 0, _MOST),
         ("--check", options.check, 0, _MOST),
+        ("--seconds", options.seconds, 0.001, math.inf),
+        ("--neighbours", options.neighbours, 0, 1024),
         ("--ranks", options.ranks if options.ranks is not None else 2, 1, 1024),
     ):
         if not least <= value <= most:

@@ -83,7 +83,7 @@ class BenchCase:
         if moves == "scatter":
             return _numbers(n, ROOT).chunk(self.size)[rank]
         writer = {"broadcast": ROOT, "send": 1 - rank, "put_signal": 1 - rank}
-        writer |= {"put": 0} if rank == 1 else {"get": 1} if rank == 0 else {}
+        writer |= {"put": 0, "send_burst": 0} if rank == 1 else {"get": 1} if rank == 0 else {}
         return _numbers(n, writer[moves]) if moves in writer else None
 
     def _sum(self) -> Tensor:

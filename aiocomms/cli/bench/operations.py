@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 ITEM = 4
 """Bytes of an element: all tensors are of float32."""
+BURST = 4
+"""Messages that are under way at once in a ``send_burst``."""
+PING_PONG = 0.5
+"""How much of an iteration there and back one way is."""
 
 
 def _one(_: int) -> float:
@@ -35,7 +39,7 @@ class Operation(NamedTuple):
     pair: bool = False
     """Whether it is between two ranks, and there may be no others."""
     share: float = 1.0
-    """How much of one iteration the operation is: a ping-pong is two."""
+    """How much of one iteration the operation is: a ping-pong is two, a burst several."""
 
 
 OPERATIONS = {
@@ -55,8 +59,9 @@ OPERATIONS = {
     "gather": Operation("gather", _others),
     "gather_single": Operation("gather", _others),
     "barrier": Operation("barrier"),
-    "send": Operation("send", pair=True, share=0.5),
+    "send": Operation("send", pair=True, share=PING_PONG),
+    "send_burst": Operation("send_burst", pair=True, share=1 / BURST),
     "put": Operation("put", pair=True),
-    "put_signal": Operation("put_signal", pair=True, share=0.5),
+    "put_signal": Operation("put_signal", pair=True, share=PING_PONG),
     "get": Operation("get", pair=True),
 }

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from aiocomms.cli.bench.cases import ROOT, BenchCase
+from aiocomms.cli.bench.operations import BURST
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 
@@ -55,7 +56,9 @@ class Ours:
             async with await self._comm.new_window(case.input if case.moves == "get" else case.output) as window:
                 yield _one_sided(window, case)
         else:
-            yield partial(_ping_pong, self._comm, case) if case.moves == "send" else _collective(self._comm, case)
+            messages = {"send": _ping_pong, "send_burst": _burst}
+            message = messages.get(case.moves)
+            yield _collective(self._comm, case) if message is None else partial(message, self._comm, case)
 
 
 def _collective(comm: Communicator, case: BenchCase) -> Call:
@@ -89,6 +92,15 @@ async def _ping_pong(comm: Communicator, case: BenchCase) -> None:
     else:
         await comm.recv(case.output, 0)
         await comm.send(case.input, 0)
+
+
+async def _burst(comm: Communicator, case: BenchCase) -> None:
+    if case.rank == 0:
+        works = [comm.send(case.input, 1) for _ in range(BURST)]
+    else:
+        works = [comm.recv(case.output, 0) for _ in range(BURST)]
+    for work in works:
+        await work
 
 
 def _one_sided(window: Window, case: BenchCase) -> Call | None:

@@ -13,6 +13,7 @@ from aiocomms.bootstrap.launchers import Launch
 from aiocomms.bootstrap.registry import choose
 from aiocomms.cli.bench import peers
 from aiocomms.cli.bench.arguments import BenchPlan
+from aiocomms.cli.bench.machine import bind, neighbours
 from aiocomms.cli.bench.measure import idle_lateness
 from aiocomms.cli.bench.ours import Contender, Ours
 from aiocomms.cli.bench.report import Reporter
@@ -33,6 +34,8 @@ def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
         always 0.
     """
     torch.set_num_threads(1)
+    if plan.bind and launch is not None:
+        bind(launch.rank, launch.size)
     return asyncio.run(_Rank(plan, ranks, launch).run())
 
 
@@ -85,6 +88,7 @@ class _Rank:
         if reporter is not None:
             reporter.idle(name, idle)
         async with AsyncExitStack() as stack:
+            stack.enter_context(neighbours(self._plan.neighbours if comm.rank == 0 else 0))
             contenders: dict[str, Contender] = {name: Ours(comm)}
             for peer in self._plan.peers:
                 reason = await self._open(peer, comm, contenders, stack)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 
 import aiocomms
 from aiocomms.cli.bench.arguments import BenchPlan
+from aiocomms.cli.bench.machine import HostState, processors
 
 SCHEMA = 1
 """Counts up when a field is renamed or goes."""
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, frozen=True):
 
     ``transport`` is the one whose turn it was, ``by`` who was measured: that one, or a peer beside it; ``carrier`` is
     the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked, and
-    ``ratio`` of a peer beside a transport that has no such op.
+    ``ratio`` of a peer beside a transport that has no such op. ``states`` are the host's, one for each round.
     """
 
     op: str
@@ -44,6 +44,7 @@ class Row(msgspec.Struct, frozen=True):
     busbw_gbs: float | None
     late_p99_us: float
     cpu_us: float
+    states: list[HostState]
     wrong: int | None
     ratio: float | None
 
@@ -86,7 +87,7 @@ class Reporter:
     def __init__(self, plan: BenchPlan, ranks: int) -> None:
         self.plan = plan
         self.report: Report = Report(
-            SCHEMA, aiocomms.__version__, str(torch.__version__), _host(), len(os.sched_getaffinity(0)), ranks,
+            SCHEMA, aiocomms.__version__, str(torch.__version__), _host(), processors(), ranks,
             plan.in_process, {}, [], [],
         )  # fmt: skip
         self._bar: Any = None
@@ -121,6 +122,10 @@ class Reporter:
             print(msgspec.json.format(msgspec.json.encode(self.report), indent=2).decode())
         elif self.report.rows:
             print(f"# wrong: {self.report.wrong if self.plan.check else 'not checked'}")
+            looks = [state for row in self.report.rows for state in row.states]
+            loops, trips = (sorted(values) for values in zip(*looks, strict=True))
+            trip = f", a cache line's round trip {trips[0]:.0f} to {trips[-1]:.0f} ns" if trips[0] else ""
+            print(f"# a step of an empty loop took {loops[0]:.1f} to {loops[-1]:.1f} ns{trip}")
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from aiocomms.cli.bench.arguments import BenchPlan
 from aiocomms.cli.bench.cases import BenchCase
+from aiocomms.cli.bench.machine import HostProbe, HostState
 from aiocomms.cli.bench.measure import BEATING, lateness, median, percentile, turn
-from aiocomms.cli.bench.operations import OPERATIONS
+from aiocomms.cli.bench.operations import OPERATIONS, PING_PONG
 from aiocomms.cli.bench.ours import Call, Contender, Ours
 from aiocomms.cli.bench.report import Reporter, Row
 from aiocomms.communicator.communicator import Communicator
@@ -75,11 +78,13 @@ class BenchTurns:
     ) -> None:  # fmt: skip
         self._plan, self._transport, self._comm = plan, transport, comm
         self._contenders, self._reporter = contenders, reporter
+        self._probe = HostProbe(comm)
         self._without: set[tuple[str, str]] = set()
 
     async def run(self) -> None:
         """Measure all, and report it on rank 0."""
         cases = [(op, size) for op in self._plan.ops for size in (self._plan.sizes if op != "barrier" else (0,))]
+        await self._probe.open()
         async with AsyncExitStack() as stack:
             if self._reporter is not None:
                 stack.enter_context(self._reporter.progress(len(cases)))
@@ -95,14 +100,15 @@ class BenchTurns:
                 for name in self._contenders
                 if (name, op) not in self._without and (entry := await self._bind(stack, name, op, nbytes)) is not None
             ]
-            for entry in entries:
-                await entry.turn(self._plan.warmup)
+            counts = [await self._count(entry) for entry in entries]
+            states = [await self._probe.look()]
             for number in range(_ROUNDS):
                 for place in range(number, number + len(entries)):
-                    await entries[place % len(entries)].time(-(-self._plan.iterations // _ROUNDS))
+                    await entries[place % len(entries)].time(counts[place % len(entries)])
+                states.append(await self._probe.look())
             ours: Row | None = None
             for entry in entries:
-                row = await self._row(entry, ours)
+                row = await self._row(entry, ours, states)
                 ours = row if isinstance(entry.contender, Ours) else ours
                 if self._reporter is not None:
                     self._reporter.row(row)
@@ -127,14 +133,24 @@ class BenchTurns:
             self._reporter.missing(name, op, reason)
         return None
 
-    async def _row(self, entry: Entry, ours: Row | None) -> Row:
+    async def _count(self, entry: Entry) -> int:
+        """Warm up, and return how many iterations make a turn that counts."""
+        count = -(-self._plan.iterations // _ROUNDS)
+        took, _ = await entry.turn(self._plan.warmup)
+        if self._plan.seconds == math.inf:
+            return count
+        slowest = max(await self._comm.all_gather_object(median(took) / 1e9 if took else 0.0))
+        return max(1, min(count, int(self._plan.seconds / _ROUNDS / max(slowest, 1e-9))))
+
+    async def _row(self, entry: Entry, ours: Row | None, states: Sequence[HostState]) -> Row:
         operation, case, size = OPERATIONS[entry.case.op], entry.case, self._comm.size
         shares = [(took, used) for took, used in await self._comm.all_gather_object((entry.took, entry.used)) if took]
-        timed = shares[:1] if operation.share != 1.0 else shares
+        timed = shares[:1] if operation.share == PING_PONG else shares
         # An op has taken as long as on the rank where it took longest.
         took = [max(each) * operation.share / 1e3 for each in zip(*(times for times, _ in timed), strict=True)]
         p50 = median(took)
-        late = await entry.lateness(min(_MOST, max(_FEWEST, int(BEATING * 1e6 / p50))))
+        seconds = BEATING if self._plan.seconds == math.inf else max(BEATING, self._plan.seconds)
+        late = await entry.lateness(min(_MOST, max(_FEWEST, int(seconds * 1e6 / p50))))
         if self._plan.check:
             await entry.check(self._plan.check)
         found = await self._comm.all_gather_object((late, entry.wrong))
@@ -146,6 +162,7 @@ class BenchTurns:
             p50_us=round(p50, 3), p99_us=round(percentile(took, 99), 3), mean_us=round(sum(took) / len(took), 3),
             algbw_gbs=algbw and round(algbw, 6), busbw_gbs=algbw and round(algbw * operation.factor(size), 6),
             late_p99_us=round(max(late for late, _ in found) * 1e6, 3), cpu_us=round(used * 1e6, 3),
+            states=[one.worst(other) for one, other in itertools.pairwise(states)],
             wrong=sum(wrong for _, wrong in found) if self._plan.check else None,
             ratio=round(p50 / ours.p50_us, 3) if ours is not None else 1.0 if self._carrier(entry) else None,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from processes import HANGS
 from aiocomms.cli import main
 from aiocomms.cli.bench import arguments, measure, turns
 from aiocomms.cli.bench.cases import BenchCase
+from aiocomms.cli.bench.machine import neighbours
 from aiocomms.cli.bench.measure import lateness, percentile
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.report import Missing, Report, Row
@@ -73,7 +74,7 @@ def test_every_collective_can_be_measured():
     """But scans, which are made of messages on most transports."""
     methods = vars(Collectives) | vars(Reducing)
     collectives = {name for name, value in methods.items() if callable(value) and not name.startswith("_")}
-    assert set(OPERATIONS) == collectives - {"scan", "exscan"} | {"send", "put", "put_signal", "get"}
+    assert set(OPERATIONS) == collectives - {"scan", "exscan"} | {"send", "send_burst", "put", "put_signal", "get"}
 
 
 @pytest.mark.deterministic
@@ -88,6 +89,7 @@ def test_all_operations_between_two_tasks(capsys):
         assert row["iterations"] == 10
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["cpu_us"] > 0
+        assert all(loop > 0 and trip == 0 for loop, trip in row["states"])  # one process: no memory is shared
 
 
 @pytest.mark.search
@@ -164,7 +166,8 @@ def test_the_table(capsys):
     assert "# send by local" in lines
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [("8", "2", "local", "0"), ("64", "16", "local", "0")]
-    assert lines[-1] == "# wrong: 0"
+    assert lines[-2] == "# wrong: 0"
+    assert re.fullmatch(r"# a step of an empty loop took [0-9.]+ to [0-9.]+ ns", lines[-1])
 
 
 @pytest.mark.search
@@ -219,8 +222,30 @@ def test_processes_of_its_own_beside_other_libraries():
     assert set(rows) == expected
     assert {row["wrong"] for row in rows.values()} == {0}
     send, gloo = rows["send", "c10d"], rows["send", "gloo"]
+    assert all(trip > 0 for _, trip in send["states"])
     assert gloo["ratio"] == pytest.approx(gloo["p50_us"] / send["p50_us"], abs=0.001)
     assert (send["carrier"], gloo["carrier"]) == ("c10d", None)
+
+
+@pytest.mark.search
+def test_the_ways_to_await_a_backend():
+    ways = ["gloo", "gloo:executor", "gloo:polling", "gloo:future"]
+    done = bench("all_reduce", "send_burst", *QUICK, "--bind", "-s", "0.05", "--vs", ",".join(ways), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["by"] for row in found["rows"] if row["op"] == "all_reduce"] == ["auto", *ways]
+    assert [row["by"] for row in found["rows"] if row["op"] == "send_burst"] == ["auto", *ways[:2]]
+    assert {row["wrong"] for row in found["rows"]} == {0}
+    missing = {(each["by"], each["op"]): each["reason"] for each in found["missing"]}
+    assert missing["gloo:future", "send_burst"] == "its work never says by itself that it is done"
+
+
+@pytest.mark.search
+def test_neighbours_want_a_processor_and_end_with_the_block():
+    with neighbours(1) as (pid,):
+        while int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11]) < 2:  # ticks on a processor
+            os.sched_yield()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.search
@@ -272,11 +297,15 @@ def test_the_page_has_every_field_and_option():
         (["-i", "9"], "--iters is 9, wanted 10 to 100000"),
         (["-w", "-1"], "--warmup is -1, wanted 0 to 100000"),
         (["-c", "-1"], "--check is -1, wanted 0 to 100000"),
+        (["-s", "0"], "--seconds is 0.0, wanted 0.001 to inf"),
+        (["--neighbours", "-1"], "--neighbours is -1, wanted 0 to 1024"),
         (["-n", "0"], "--ranks is 0, wanted 1 to 1024"),
         (["get", "-n", "3"], "--ranks is 3 and op is 'get', wanted 2 ranks"),
         (["--transport", "smoke"], "--transport names 'smoke', wanted some of auto, c10d, local"),
         (["--vs", "glue"], "--vs names 'glue', wanted some of mpich, ucxx, gloo"),
         (["--vs", "gloo", "--in-process"], "--vs is given with --in-process, wanted one of them"),
+        (["--bind", "--in-process"], "--bind is given with --in-process, wanted one of them"),
+        (["--vs", "gloo:waving"], "--vs names 'gloo:waving', wanted some of mpich, ucxx, gloo"),
         (["--plot", "/nowhere/at/all.png"], "--plot is /nowhere/at/all.png, wanted a file in a folder that there is"),
         (["--plot", "picture.doc"], "--plot is picture.doc, wanted a name that ends in one of"),
     ],

@@ -1,7 +1,7 @@
 """Other libraries that move tensors between processes, measured beside ours with ``--vs``.
 
 A module here is a peer by the name of the module, and ``PEER`` is its class. Every other name is that of a backend of
-``torch.distributed``.
+``torch.distributed``, or such a name with a way to await it: ``gloo:executor``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Protocol, cast
 from torch.distributed import Backend
 
 from aiocomms.cli.bench.ours import Contender
+from aiocomms.cli.bench.peers.torch_backend import WAYS, TorchPeer
 from aiocomms.communicator.communicator import Communicator
 
 _BASE = "torch_backend"
+"""The module of the backends, which is no peer's."""
 
 
 class BenchPeer(Contender, Protocol):
@@ -34,7 +36,8 @@ class BenchPeer(Contender, Protocol):
 
 def known() -> list[str]:
     """Their names."""
-    return [*_modules(), *(name for name in Backend.backend_list if name != Backend.UNDEFINED)]
+    backends = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
+    return [*_modules(), *backends, *(f"{name}:{way}" for name in backends for way in WAYS)]
 
 
 def launcher(names: Sequence[str], ranks: int) -> list[str]:
@@ -51,4 +54,4 @@ def make(name: str) -> BenchPeer:
     """Return the peer of that name, which may be missing."""
     if name in _modules():
         return cast("BenchPeer", import_module(f"{__name__}.{name}").PEER())
-    return cast("BenchPeer", import_module(f"{__name__}.{_BASE}").PEER(name))
+    return TorchPeer(name)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms.cli.bench.cases import ROOT, BenchCase
+from aiocomms.cli.bench.operations import BURST
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
@@ -78,6 +79,7 @@ class MpichPeer:
             "gather_single": partial(world.Gather, into, out if root else None, ROOT),
             "barrier": world.Barrier,
             "send": partial(_ping_pong, world, case.rank, into, out),
+            "send_burst": partial(_burst, self._mpi, case.rank, into, out),
         }
         if case.op not in calls:
             raise NotImplementedError(f"{case.op} is not measured with it")
@@ -95,6 +97,12 @@ def _ping_pong(world: Any, rank: int, into: list[Any], out: list[Any]) -> None:
     else:
         world.Recv(out, 0)
         world.Send(into, 0)
+
+
+def _burst(mpi: Any, rank: int, into: list[Any], out: list[Any]) -> None:
+    world = mpi.COMM_WORLD
+    start = partial(world.Isend, into, 1) if rank == 0 else partial(world.Irecv, out, 0)
+    mpi.Request.Waitall([start() for _ in range(BURST)])
 
 
 PEER = MpichPeer

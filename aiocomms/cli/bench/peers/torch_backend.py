@@ -1,4 +1,7 @@
-"""A backend of ``torch.distributed``, in the same processes; each call blocks, as most programs call it."""
+"""A backend of ``torch.distributed``, in the same processes; each call blocks, as most programs call it.
+
+``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual ways to await it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from aiocomms.cli.bench.cases import ROOT, BenchCase
+from aiocomms.cli.bench.operations import BURST
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
@@ -25,10 +29,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class TorchPeer:
     """One rank of its default process group."""
 
-    blocking = True
-
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, _, way = name.partition(":")
+        self._awaited = WAYS[way] if way else None
+        self.blocking = self._awaited is None
         self._store: dist.Store | None = None
 
     def missing(self) -> str | None:
@@ -37,12 +41,17 @@ class TorchPeer:
             return "this torch is built without it"
         if "cpu" not in dist.Backend.backend_capability.get(self._name, ()):
             return "it does not carry tensors of the CPU"
-        if dist.is_initialized():
+        if dist.is_initialized() and self._name not in _users:
             return "this process has a default process group of torch.distributed already"
         return None
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. The ways of one backend share its group."""
+        if self._name not in _users:
+            await self._form(comm, host)
+        _users[self._name] = _users.get(self._name, 0) + 1
+
+    async def _form(self, comm: Communicator, host: str) -> None:
         connect = partial(dist.TCPStore, world_size=None, timeout=_TIMEOUT, wait_for_workers=False)
         port = 0
         if comm.rank == ROOT:
@@ -56,8 +65,11 @@ class TorchPeer:
 
     async def aclose(self) -> None:
         """See :class:`aiocomms.cli.bench.peers.BenchPeer`."""
-        dist.destroy_process_group()
-        self._store = None
+        _users[self._name] -= 1
+        if not _users[self._name]:
+            del _users[self._name]
+            dist.destroy_process_group()
+            self._store = None
 
     async def enter(self) -> None:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
@@ -68,28 +80,36 @@ class TorchPeer:
     @asynccontextmanager
     async def bound(self, case: BenchCase) -> AsyncIterator[Call]:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
-        into, out, inputs, outputs = case.input, case.output, case.inputs, case.outputs
-        rows = [len(into) // case.size] * case.size
-        root = case.rank == ROOT
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, out),
-            "reduce": partial(dist.reduce, out, ROOT),
-            "broadcast": partial(dist.broadcast, out, ROOT),
-            "all_gather": partial(dist.all_gather, outputs, into),
-            "all_gather_single": partial(_all_gather, out, into),
-            "reduce_scatter": partial(dist.reduce_scatter, out, inputs),
-            "reduce_scatter_single": partial(_reduce_scatter, out, into),
-            "all_to_all": partial(dist.all_to_all, outputs, inputs),
-            "all_to_all_single": partial(dist.all_to_all_single, out, into),
-            "all_to_all_v_single": partial(dist.all_to_all_single, out, into, rows, rows),
-            "scatter": partial(dist.scatter, out, inputs if root else None, ROOT),
-            "gather": partial(dist.gather, into, outputs if root else None, ROOT),
-            "barrier": dist.barrier,
-            "send": partial(_ping_pong, case),
-        }
-        if case.op not in calls:
-            raise NotImplementedError(f"torch.distributed has no {case.op}")
-        yield calls[case.op]
+        call = _blocking(case)
+        if self._awaited in (_polling, _future) and case.op not in _TOLD:
+            raise NotImplementedError("its work never says by itself that it is done")
+        yield call if self._awaited is None else self._awaited(call)
+
+
+def _blocking(case: BenchCase) -> Callable[..., Any]:
+    into, out, inputs, outputs = case.input, case.output, case.inputs, case.outputs
+    rows = [len(into) // case.size] * case.size
+    root = case.rank == ROOT
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": partial(dist.all_reduce, out),
+        "reduce": partial(dist.reduce, out, ROOT),
+        "broadcast": partial(dist.broadcast, out, ROOT),
+        "all_gather": partial(dist.all_gather, outputs, into),
+        "all_gather_single": partial(_all_gather, out, into),
+        "reduce_scatter": partial(dist.reduce_scatter, out, inputs),
+        "reduce_scatter_single": partial(_reduce_scatter, out, into),
+        "all_to_all": partial(dist.all_to_all, outputs, inputs),
+        "all_to_all_single": partial(dist.all_to_all_single, out, into),
+        "all_to_all_v_single": partial(dist.all_to_all_single, out, into, rows, rows),
+        "scatter": partial(dist.scatter, out, inputs if root else None, ROOT),
+        "gather": partial(dist.gather, into, outputs if root else None, ROOT),
+        "barrier": dist.barrier,
+        "send": partial(_ping_pong, case),
+        "send_burst": partial(_burst, case),
+    }
+    if case.op not in calls:
+        raise NotImplementedError(f"torch.distributed has no {case.op}")
+    return calls[case.op]
 
 
 def _ping_pong(case: BenchCase) -> None:
@@ -101,5 +121,47 @@ def _ping_pong(case: BenchCase) -> None:
         dist.send(case.input, 0)
 
 
-PEER = TorchPeer
-"""The class that the benchmark looks for."""
+def _burst(case: BenchCase) -> None:
+    start = partial(dist.isend, case.input, 1) if case.rank == 0 else partial(dist.irecv, case.output, 0)
+    for work in [start() for _ in range(BURST)]:
+        assert work is not None  # this rank is of the group
+        work.wait()
+
+
+def _in_executor(call: Callable[..., Any]) -> Call:
+    """Have a thread wait; of a ping-pong and of a burst for all its parts, which spares hops."""
+    return partial(asyncio.get_running_loop().run_in_executor, None, call)
+
+
+def _polling(call: Callable[..., Any]) -> Call:
+    """Ask at every turn of the loop."""
+
+    async def poll() -> None:
+        work = call(async_op=True)
+        while not work.is_completed():  # noqa: ASYNC110 - the usual recipe is what is measured
+            await asyncio.sleep(0)
+
+    return poll
+
+
+def _future(call: Callable[..., Any]) -> Call:
+    """Have the backend's thread call back."""
+    loop = asyncio.get_running_loop()
+
+    async def wait() -> None:
+        done = loop.create_future()
+        call(async_op=True).get_future().then(lambda _: loop.call_soon_threadsafe(done.set_result, None))
+        await done
+
+    return wait
+
+
+_TOLD = frozenset({"all_reduce", "broadcast", "all_gather_single", "all_to_all_single"})
+"""The operations whose works have a future and say when they are done; gloo's others do neither."""
+WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
+    "executor": _in_executor,
+    "polling": _polling,
+    "future": _future,
+}
+"""How calls of a backend are awaited, by what stands behind its name and a colon."""
+_users: dict[str, int] = {}  # how many peers use the default process group, by its backend

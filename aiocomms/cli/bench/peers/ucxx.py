@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from aiocomms.cli.bench.cases import ROOT, BenchCase
+from aiocomms.cli.bench.operations import BURST
 from aiocomms.cli.bench.ours import Call
 from aiocomms.communicator.communicator import Communicator
 
@@ -90,19 +92,20 @@ class TagPeer:
     @asynccontextmanager
     async def bound(self, case: BenchCase) -> AsyncIterator[Call]:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
-        if case.op != "send":
-            raise NotImplementedError("it has sends and receives only")
         endpoint, into, out = self._endpoint, case.input.numpy(), case.output.numpy()
+        send, receive = partial(endpoint.send, into), partial(endpoint.recv, out)
 
-        async def ping() -> None:
-            await endpoint.send(into)
-            await endpoint.recv(out)
+        async def ping_pong() -> None:
+            for step in (send, receive) if case.rank == ROOT else (receive, send):
+                await step()
 
-        async def pong() -> None:
-            await endpoint.recv(out)
-            await endpoint.send(into)
+        async def burst() -> None:
+            await asyncio.gather(*((send if case.rank == ROOT else receive)() for _ in range(BURST)))
 
-        yield ping if case.rank == 0 else pong
+        calls = {"send": ping_pong, "send_burst": burst}
+        if case.op not in calls:
+            raise NotImplementedError("it has sends and receives only")
+        yield calls[case.op]
 
 
 PEER = TagPeer

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import libucx
 
-from benchmarks.peers.cases import Case
-from benchmarks.peers.worker import pin
+from aiocomms.cli.bench.machine import bind
 
-TESTS = {"ping_pong": "tag_lat", "stream": "tag_bw", "get": "ucp_get"}
+TESTS = {"send": "tag_lat", "send_burst": "tag_bw", "get": "ucp_get"}
 TRANSPORTS = {"cma": "cma,posix,self", "posix": "posix,self", "sysv": "sysv,self"}
 """The transports of a host, quickest for large messages or not: it depends on the machine."""
 
@@ -32,9 +31,9 @@ class PerftestFailedError(Exception):
 class Perftest:
     """One test with one choice of transports."""
 
-    def __init__(self, case: Case, transport: str) -> None:
-        self.case, self.transport = case, transport
-        self._n = 200 if case.nbytes > 2**16 else 100_000
+    def __init__(self, op: str, nbytes: int, transport: str) -> None:
+        self.op, self.nbytes, self.transport = op, nbytes, transport
+        self._n = 200 if nbytes > 2**16 else 100_000
 
     def trial(self) -> float:
         """Seconds per message.
@@ -69,9 +68,9 @@ class Perftest:
 
     def _start(self, rank: int, port: str, *address: str) -> subprocess.Popen[str]:
         env = os.environ | {"LD_LIBRARY_PATH": str(HOME / "lib"), "UCX_TLS": TRANSPORTS[self.transport]}
-        options = ["-t", TESTS[self.case.kind], "-s", str(self.case.nbytes), "-n", str(self._n), "-p", port]
+        options = ["-t", TESTS[self.op], "-s", str(self.nbytes), "-n", str(self._n), "-p", port]
         return subprocess.Popen(
             [str(HOME / "bin" / "ucx_perftest"), *address, *options, "-w", str(self._n // 10), "-f", "-v"],
             env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=partial(pin, rank, 2, bound=True),
+            preexec_fn=partial(bind, rank, 2),
         )  # fmt: skip

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.state import State, kinds
+from aiocomms.cli.bench.machine import HostState
+
+SLOW, FAR = 1.25, 1.35
+"""Times the best of the run from which a core counts as slowed down, and caches as far: half of what was seen."""
+
+
+def kinds(trials: Sequence[Sequence[float]], best: HostState) -> dict[str, int]:
+    """How many turns were in which state of the host, of which there are up to four."""
+    counts = {"quiet": 0, "slow": 0, "far": 0, "slow and far": 0}
+    for loop, trip in trials:
+        slow, far = loop > SLOW * best.loop, trip > FAR * best.trip
+        counts["slow and far" if slow and far else "slow" if slow else "far" if far else "quiet"] += 1
+    return counts
 
 
 def table(head: list[str], rows: list[list[str]], left: int) -> str:
@@ -71,15 +84,15 @@ def verdicts(results: dict[str, Any]) -> str:
 
 
 def states(results: dict[str, Any]) -> str:
-    """How many trials of each row were in which state of the host; of an earlier run without probes, nothing."""
+    """How many turns of each row were in which state of the host; of an earlier run without probes, nothing."""
     probed = [(row["title"], row["states"]) for row in results["rows"] if row.get("states")]
     looks = [look for _, of_row in probed for look in of_row]
     if not looks:
         return ""
-    best, worst = State(*map(min, zip(*looks, strict=True))), State(*map(max, zip(*looks, strict=True)))
+    best, worst = HostState(*map(min, zip(*looks, strict=True))), HostState(*map(max, zip(*looks, strict=True)))
     rows = [[title, *map(str, kinds(of_row, best).values())] for title, of_row in probed]
     what = (
-        f"Trials by the state of the host (a step of a loop took {best.loop:.1f} to {worst.loop:.1f} ns, "
+        f"Turns by the state of the host (a step of a loop took {best.loop:.1f} to {worst.loop:.1f} ns, "
         f"a line's way there and back {best.trip:.0f} to {worst.trip:.0f} ns):"
     )
     return f"{what}\n\n{table(['operation', *kinds([], best)], rows, 1)}"

@@ -1,0 +1,161 @@
+"""The processors: which rank is bound to which, who else wants them, and how fast they are at the moment.
+
+A virtual machine shares its processor with others. Another one slows a core down, or the two cores' caches are far
+apart. Both come and go for minutes, and cost small operations half as much again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from aiocomms.communicator.communicator import Communicator
+
+BATCHES, TRIPS, STEPS = 10, 20, 300
+_LINE = 128
+"""Bytes between the two sides' words: two cache lines, for some processors fetch them in pairs."""
+_LOOKS = 10_000_000
+_NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
+"""A program that wants a processor all the time, and is killed when its parent ends (``PR_SET_PDEATHSIG``)."""
+
+_processors = sorted(os.sched_getaffinity(0))
+
+
+def processors() -> int:
+    """Return how many processors this process could use when it began."""
+    return len(_processors)
+
+
+def bind(rank: int, size: int) -> None:
+    """Bind all threads of this process to the rank's processor, where there are as many processors as ranks.
+
+    With more ranks than processors nothing is bound. MPICH's ranks would wait for the end of each other's time slices.
+    """
+    if size <= len(_processors):
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), {_processors[rank]})
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[list[int]]:
+    """Have processes beside the ranks that want a processor all the time, in sessions of their own.
+
+    :returns: the processes' numbers.
+    """
+    command = [sys.executable, "-S", "-c", _NEIGHBOUR]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]  # noqa: S603
+    try:
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+class HostState(NamedTuple):
+    """How fast the processors of the first two ranks are, in ns: the shortest of some measurements within 1 ms."""
+
+    loop: float
+    """A step of an empty loop, on the slower processor."""
+    trip: float
+    """A cache line there and back, with what Python takes for it; 0 where two ranks share no memory."""
+
+    def worst(self, other: HostState) -> HostState:
+        """Return the worse of both."""
+        return HostState(max(self.loop, other.loop), max(self.trip, other.trip))
+
+
+class HostProbe:
+    """Measures the state between turns, on all ranks at once, whose operations are done."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._words: mmap.mmap | None = None
+        self._trips = 0
+
+    async def open(self) -> None:
+        """Have the first two ranks share memory, if they are two processes of one host."""
+        comm = self._comm
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            file.truncate(2 * _LINE)
+            places = await comm.all_gather_object((os.getpid(), file.fileno()))
+            apart = len({pid for pid, _ in places}) == comm.size > 1
+            mapped = _map("/proc/{}/fd/{}".format(*places[0])) if comm.rank < 2 and apart else None
+            shared = await comm.all_gather_object(mapped is not None)
+        self._words = mapped if shared[:2] == [True, True] else None
+
+    async def look(self) -> HostState:
+        """Return the state now, the same on all ranks. The first two ranks' loops stand still for some ms."""
+        comm = self._comm
+        await comm.barrier()
+        mine = HostState(0.0, 0.0)
+        if comm.rank < 2:
+            with _on_own_processor(comm.rank):
+                trip = self._round_trips()
+                mine = HostState(_loop(), trip)
+        states = await comm.all_gather_object(tuple(mine))
+        return HostState(*map(max, zip(*states, strict=True)))
+
+    def _round_trips(self) -> float:
+        if self._words is None:
+            return 0.0
+        view = memoryview(self._words).cast("q")
+        mine, theirs = view[:1], view[_LINE // 8 : _LINE // 8 + 1]
+        if self._comm.rank == 1:
+            mine, theirs = theirs, mine
+        best = min(self._batch(mine, theirs) for _ in range(BATCHES))
+        for part in (mine, theirs, view):
+            part.release()
+        return best
+
+    def _batch(self, mine: memoryview, theirs: memoryview) -> float:
+        """Return the nanoseconds of a round trip, the mean of some."""
+        began, leads = time.perf_counter_ns(), self._comm.rank == 0
+        for _ in range(TRIPS):
+            self._trips += 1
+            if leads:
+                mine[0] = self._trips
+            for _ in range(_LOOKS):
+                if theirs[0] >= self._trips:
+                    break
+            if not leads:
+                mine[0] = self._trips
+        return (time.perf_counter_ns() - began) / TRIPS
+
+
+def _map(path: str) -> mmap.mmap | None:
+    try:
+        with Path(path).open("r+b") as file:
+            return mmap.mmap(file.fileno(), 2 * _LINE)
+    except OSError:  # of another host, or of another user
+        return None
+
+
+@contextlib.contextmanager
+def _on_own_processor(rank: int) -> Iterator[None]:
+    """Have this thread on the first or the last of the processors that it may use."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[-rank]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _loop() -> float:
+    """Return the nanoseconds of a step of an empty loop, the shortest of some."""
+    times = []
+    for _ in range(BATCHES):
+        began = time.perf_counter_ns()
+        for _ in range(STEPS):
+            pass
+        times.append(time.perf_counter_ns() - began)
+    return min(times) / STEPS
