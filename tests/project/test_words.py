@@ -1,0 +1,107 @@
+"""Docstrings and comments have a subject: the number of those that begin with none may only fall, folder by folder.
+
+A docstring begins with a verb in the imperative or with a noun, and a comment is a sentence. Neither begins with a
+pronoun or a conjunction. The numbers of each folder are in tests/words.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.deterministic
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = ROOT / "tests" / "words.toml"
+FOLDERS = ("aiocomms", "transports", "tests", "benchmarks", "examples")
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+BOTH = words("what which whose who whom that it they those of so as for also because and but or nobody whoever like")
+IN_COMMENTS = BOTH | words("else than unless none neither both")
+IN_DOCSTRINGS = BOTH | words(
+    "whether how where when why by in with without until from to at on under behind before after if while"
+)
+DIRECTIVE = re.compile(
+    r"(noqa(: [A-Z0-9]+(, ?[A-Z0-9]+)*)?|type: ignore(\[[^]]*\])?|fmt: \w+|pragma: [\w ]+)( +[-#]+ )?"
+)
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Yield the docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                yield text.strip() if isinstance(text, str) else ""
+
+
+def comments(source: str) -> Iterator[str]:
+    """Yield the comments, of several lines the first, without directives to tools."""
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, alone = token.start[0], not token.line[: token.start[1]].strip()
+            if not (alone and row == last + 1):
+                yield DIRECTIVE.sub("", token.string.lstrip("# ")).strip()
+            last = row if alone else 0
+
+
+def headless(text: str, beginnings: frozenset[str]) -> bool:
+    """Return whether a text begins with one of some words."""
+    first = re.match(r"[`*]*([\w']+)", text)
+    return first is not None and first[1].lower() in beginnings
+
+
+def folder_of(path: Path) -> str:
+    """Return the folder by which a file is counted: of the library its room, of anything else the second one."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def counted() -> dict[str, list[int]]:
+    """Count the headless docstrings and comments of each folder that has some."""
+    found: Counter[tuple[str, int]] = Counter()
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        source = path.read_text()
+        found[folder_of(path), 0] += sum(headless(text, IN_DOCSTRINGS) for text in docstrings(source))
+        found[folder_of(path), 1] += sum(headless(text, IN_COMMENTS) for text in comments(source))
+    folders = sorted({folder for (folder, _), count in found.items() if count})
+    return {folder: [found[folder, 0], found[folder, 1]] for folder in folders}
+
+
+def test_headless_docstrings_and_comments_only_become_fewer() -> None:
+    now = counted()
+    text = "".join(f'"{folder}" = {numbers}\n' for folder, numbers in now.items())
+    assert now == tomllib.loads(NUMBERS.read_text())["headless"], (
+        f"write docstrings and comments with a subject; where there are fewer now, {NUMBERS.name} becomes\n{text}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('"""What it returns."""', [1, 0]),
+        ('"""The result."""\nx = 1\n"""Whether it is one."""', [1, 0]),
+        ("x = 1  # which is one", [0, 1]),
+        ("x = 1  # noqa: S101 - which is one", [0, 1]),
+        ("x = 1  # type: ignore[x]  # the name is short", [0, 0]),
+        ("# The first line of two,\n# which go on.\nx = 1", [0, 0]),
+        ("def f():\n    '''Return one.'''  # In a test this is enough.", [0, 0]),
+    ],
+)
+def test_what_is_headless(source: str, expected: list[int]) -> None:
+    found = [sum(headless(text, IN_DOCSTRINGS) for text in docstrings(source))]
+    assert [*found, sum(headless(text, IN_COMMENTS) for text in comments(source))] == expected
