@@ -29,6 +29,7 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import CommAbortedError, ProtocolError
 from aiocomms.lowlevel import failures
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.hosts import host_id
 
 KEY: Final = "aiocomms/failed"
@@ -53,6 +54,9 @@ class Casualty(msgspec.Struct, array_like=True):
     host: str
     at: float
     """Seconds since its host was started."""
+
+
+_CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
 
 
 class Casualties:
@@ -117,8 +121,7 @@ class Casualties:
         if rank in self._known:
             with contextlib.suppress(ProtocolError):  # AuthError is one
                 record = believed(self._seal, KEY, rank, self._known[rank])
-                found: Casualty = failures.decoded(record, Casualty, "what has ended a rank", rank)
-                return found
+                return _CASUALTIES.decode(record, rank)
         return None
 
     def _give_up(self, rank: int, told: Casualty) -> None:
@@ -164,7 +167,7 @@ def _reach(launch: Launch, what: str) -> None:
 
 def _leave(store: Store, seal: Seal, rank: int, what: str) -> None:
     said = Casualty(what[:_LONGEST], host_id(), time.clock_gettime(time.CLOCK_BOOTTIME))
-    append(store, seal, KEY, rank, KEY, msgspec.msgpack.encode(said))
+    append(store, seal, KEY, rank, KEY, _CASUALTIES.encode(said))
 
 
 def _seal() -> Seal:

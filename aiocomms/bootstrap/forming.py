@@ -17,6 +17,7 @@ from aiocomms import ops
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.failures import Reason
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
@@ -28,6 +29,7 @@ _LOOKS: Final = 1000
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
 """What the other ranks find out by themselves, or have said."""
 _KEY: Final = "failed"
+_REASONS: Final = ControlCodec[Reason](Reason, "why a rank has failed")
 
 _Transports = dict[ops.Family, Transport]
 
@@ -91,7 +93,7 @@ async def _hear(
             with contextlib.suppress(CommError):  # what forms meets the same, and says it
                 told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
                 if told is not None:
-                    heard.append(Reason.decode(told).to_error())
+                    heard.append(_REASONS.decode(told).to_error())
         forming.cancel()
 
 
@@ -102,4 +104,4 @@ async def _tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
     why = failure.message if isinstance(failure, CommError) else "it was cancelled"
     reason = Reason.of(CommAbortedError(f"rank {rendezvous.rank} could not form it: {why}"), rendezvous.rank)
     with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
-        await run_in_thread(partial(rendezvous.decide, _KEY, reason.encode()))
+        await run_in_thread(partial(rendezvous.decide, _KEY, _REASONS.encode(reason)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from typing import TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store
@@ -13,11 +12,9 @@ from torch.distributed import PrefixStore, Store
 from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
-from aiocomms.lowlevel import failures
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import store_errors
-
-_T = TypeVar("_T")
 
 
 class Invitation(msgspec.Struct, array_like=True):
@@ -26,6 +23,9 @@ class Invitation(msgspec.Struct, array_like=True):
     epoch: int
     size: int
     key: str
+
+
+_INVITATIONS = ControlCodec[Invitation](Invitation, "what the ranks have decided")
 
 
 class Claims:
@@ -57,9 +57,7 @@ class Claims:
 
         :raises StoreLostError: the store is gone.
         """
-        write(
-            self._store, self._seal, f"join {claim}", rank, f"join/{rank}/{claim}", msgspec.msgpack.encode(invitation)
-        )
+        write(self._store, self._seal, f"join {claim}", rank, f"join/{rank}/{claim}", _INVITATIONS.encode(invitation))
 
     @store_errors()
     def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
@@ -77,7 +75,7 @@ class Claims:
                 break
             answer = read(self._store, self._seal, f"join {mine}", rank, f"join/{rank}/{mine}")
             if answer is not None:
-                return decoded(answer, Invitation)
+                return _INVITATIONS.decode(answer)
             if self._claim(rank) != mine:
                 raise CommAbortedError(f"another process has asked since to become rank {rank}")
         return None
@@ -109,12 +107,3 @@ async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
     if invitation.size != size:
         raise MismatchError(f"size is {size}, and the others have agreed on {invitation.size}", rank=rank)
     return newcomer.successor(root, invitation.key, invitation.epoch, rank, size, max(0.001, newcomer.left()))
-
-
-def decoded(value: bytes, kind: type[_T]) -> _T:
-    """Decode what ranks have decided.
-
-    :raises ProtocolError: it makes no sense.
-    """
-    found: _T = failures.decoded(value, kind, "what the ranks have decided")
-    return found

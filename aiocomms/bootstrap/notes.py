@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel.failures import UNREADABLE
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
@@ -64,7 +64,7 @@ class Passed(msgspec.Struct, tag=3, array_like=True):
 
 
 Note = Question | Answer | MeetingPlace | Passed
-_decoder = msgspec.msgpack.Decoder(Note)
+NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
 class Notes:
@@ -88,7 +88,7 @@ class Notes:
 
     def say(self, rank: int, note: Note) -> bool:
         """Send a rank a note, by the first transport that carries notes; False: none does."""
-        data = pack(note)
+        data = NOTES.encode(note)
         return any(guarded(False, transport.say, rank, data) for transport in self.transports)
 
     def hear(self, rank: int, note: bytes) -> None:
@@ -105,27 +105,17 @@ class Notes:
             self.on_word(rank, found)
 
 
-def pack(note: Note) -> bytes:
-    """Encode a note."""
-    return msgspec.msgpack.encode(note)
-
-
 def read(note: bytes, size: int) -> Note:
     """Decode what a rank has said.
 
     :param size: the ranks there are.
     :raises ProtocolError: it makes no sense.
     """
-    try:
-        if len(note) > LARGEST:
-            raise msgspec.DecodeError(f"it has {len(note)} bytes")
-        found: Note = _decoder.decode(note)
-    except UNREADABLE as error:
-        raise ProtocolError(f"a note makes no sense: {error}") from None
+    found = NOTES.decode(note)
     if isinstance(found, Answer):
         late = [found.late] if found.late else []
         ages = [wait.age for wait in (*found.waits, *late)] + [one.ago for one in late]
         ranks = [wait.rank for wait in (*found.waits, *late)]
         if not all(0 <= rank < size for rank in ranks) or not all(0 <= age < math.inf for age in ages):
-            raise ProtocolError(f"a note makes no sense: it tells of ranks {ranks}, and {ages} s")
+            raise NOTES.unreadable(f"it tells of ranks {ranks}, and {ages} s")
     return found

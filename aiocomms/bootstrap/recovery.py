@@ -27,7 +27,7 @@ from aiocomms import ops
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
-from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
+from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
@@ -40,6 +40,7 @@ from aiocomms.errors import (
     PeerDiedError,
     StoreLostError,
 )
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks, membership
@@ -67,6 +68,9 @@ class Decision(msgspec.Struct, array_like=True):
     def size(self) -> int:
         """How many ranks it has."""
         return len(self.old) + len(self.joins)
+
+
+_DECISIONS = ControlCodec[Decision](Decision, "what the ranks have decided")
 
 
 Formed = tuple[StoreRendezvous, Selection, Mapping[ops.Family, Transport]]
@@ -205,8 +209,8 @@ class Recovery:
                 if not self._all_wait(board, came):
                     complete = None
                     continue
-                record = board.decide("decision", msgspec.msgpack.encode(proposal))
-            decision = decoded(record, Decision)
+                record = board.decide("decision", _DECISIONS.encode(proposal))
+            decision = _DECISIONS.decode(record)
             if self._spent(board, decision):
                 return None
             self._accept(decision)

@@ -23,7 +23,7 @@ from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
 from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
-from aiocomms.lowlevel.failures import UNREADABLE, decoded
+from aiocomms.lowlevel.control import ControlCodec
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ _DOING, _VERDICT = "doing", "verdict"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
 """Bytes of what another rank says."""
-_brief = msgspec.json.Decoder(Brief)
+_BRIEFS = ControlCodec[Brief](Brief, "what a rank says it is doing", limit=_LARGEST)
+_VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
 class Lost(Protocol):
@@ -98,11 +99,11 @@ class PostMortem:
         """Say what this rank is doing, and hear the others or the late rank."""
         comm, brief = self._comm, snapshot.header.brief
         try:
-            self._board.tell(_DOING, msgspec.json.encode(brief))
+            self._board.tell(_DOING, _BRIEFS.encode(brief))
             teller = self._error.teller
             if teller is None:  # the op that is late is this rank's
                 verdict = self._ask(snapshot)
-                self._board.tell(_VERDICT, msgspec.msgpack.encode(verdict))
+                self._board.tell(_VERDICT, _VERDICTS.encode(verdict))
                 return verdict
             if teller != comm.rank:
                 said = self._hear(_VERDICT, [teller], LONGER).get(teller)
@@ -155,11 +156,11 @@ def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:
     """Return what a rank said it is doing; None if it said nothing, or nothing that makes sense."""
-    if said is None or len(said) > _LARGEST:
+    if said is None:
         return None
     try:
-        brief = _brief.decode(said)
-    except UNREADABLE:
+        brief = _BRIEFS.decode(said, rank)
+    except ProtocolError:
         return None
     tidy(brief)
     return brief if brief.rank == rank else None
@@ -170,9 +171,9 @@ def _read_verdict(said: bytes, size: int) -> Verdict:
 
     :raises ProtocolError: it makes no sense.
     """
-    verdict: Verdict = decoded(said, Verdict, "a verdict")
+    verdict = _VERDICTS.decode(said)
     if not all(0 <= rank < size for rank in verdict.late):
-        raise ProtocolError(f"a verdict makes no sense: it tells of ranks {verdict.late}")
+        raise _VERDICTS.unreadable(f"it tells of ranks {verdict.late}")
     return Verdict(printable(verdict.report, 4 * LONGEST), verdict.late)
 
 

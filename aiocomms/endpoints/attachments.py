@@ -15,7 +15,6 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from aiocomms.endpoints.regions import REVOKED, Attachment, Region
 from aiocomms.endpoints.words import (
     LEADER,
     LONGEST_WHY,
+    WORDS,
     Ask,
     Bye,
     Closing,
@@ -230,7 +230,7 @@ class Attachments:
     # ------------------------------------------------------------------------------------------------- what is heard
 
     def _say(self, word: Word) -> bool:
-        return self._core.notes.say(self._other, Passed(msgspec.msgpack.encode(word)))
+        return self._core.notes.say(self._other, Passed(WORDS.encode(word)))
 
     def _hear(self, what: bytes) -> None:
         if self._over is not None:

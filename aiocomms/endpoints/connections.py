@@ -18,7 +18,6 @@ from typing import Any, Final, Literal
 from weakref import WeakSet
 
 import anyio
-import msgspec
 import torch
 
 from aiocomms.bootstrap.registry import Selection, open_transports
@@ -26,13 +25,13 @@ from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
 from aiocomms.endpoints.meeting import (
+    ANSWERS,
     CALLER,
+    HELLOS,
     EndpointAnswer,
     EndpointCall,
-    EndpointHello,
     EndpointLine,
     Pair,
-    heard,
     seal_of,
 )
 from aiocomms.endpoints.peer import End, Peer
@@ -172,12 +171,12 @@ class Connections:
                 _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)
 
     async def _answer(self, line: EndpointLine) -> None:
-        hello = await run_in_thread(lambda: heard(line, EndpointHello))
+        hello = await run_in_thread(lambda: HELLOS.decode(line.hear()))
         there, nonce = read_address(hello.address, late=True), secrets.token_bytes(16)
         forming = self._forming.get(there.endpoint)
         crossed = forming is not None and forming.calls > 0 and self._mine.endpoint < there.endpoint
         refusal = "its address has expired" if expired(self._mine.expires) else self._misfit(there)
-        answer = msgspec.msgpack.encode(EndpointAnswer(nonce, refusal, crossed))
+        answer = ANSWERS.encode(EndpointAnswer(nonce, refusal, crossed))
         if crossed or refusal:
             await run_in_thread(lambda: line.tell(answer))
             return

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
-from aiocomms.lowlevel import HEAD_BYTES, Dialect, decoded, mac, same
+from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, mac, same
 from aiocomms.lowlevel.auth import read_token
 from aiocomms.ops import checks
 
@@ -49,7 +49,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     def pack(self) -> bytes:
         """As bytes, signed with the job's token if it has one."""
-        payload = msgspec.msgpack.encode(self)
+        payload = _ADDRESSES.encode(self)
         return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
 
     def secret(self, purpose: str) -> bytes:
@@ -77,8 +77,12 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
 
         :param key: the owner's own.
         """
-        payload = msgspec.msgpack.encode(self)
+        payload = _DESCRIPTORS.encode(self)
         return _DESCRIPTOR.head + mac(key, "descriptor", _DESCRIPTOR.head, payload) + payload
+
+
+_ADDRESSES = ControlCodec[Address](Address, "it", limit=LONGEST)
+_DESCRIPTORS = ControlCodec[Descriptor](Descriptor, "it", limit=LONGEST)
 
 
 def new_key() -> bytes:
@@ -117,7 +121,7 @@ def read_address(data: object, *, late: bool = False) -> Address:
     if not same(payload[:_MAC], mac(_key(), "address", _ADDRESS.head, payload[_MAC:])):
         raise AuthError("address was not made with this job's token, or was changed")
     try:
-        address: Address = decoded(payload[_MAC:], Address, "it")
+        address = _ADDRESSES.decode(payload[_MAC:])
     except ProtocolError as error:
         raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
     if not late and expired(address.expires):
@@ -133,7 +137,7 @@ def read_descriptor(data: object) -> Descriptor:
     """
     raw = _bytes("descriptor", data)
     try:
-        found: Descriptor = decoded(_DESCRIPTOR.check(raw, "descriptor")[_MAC:], Descriptor, "it")
+        found = _DESCRIPTORS.decode(_DESCRIPTOR.check(raw, "descriptor")[_MAC:])
     except ProtocolError as error:
         raise RegionError(f"descriptor is not a region's: {error.message}") from None
     if found.dtype not in DTYPES or not 0 <= found.count < 2**62 or not 0 <= found.number < 2**62:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ import torch
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.endpoints.credentials import Address
 from aiocomms.errors import CommError, CommTimeoutError, PeerDiedError, ProtocolError
-from aiocomms.lowlevel import decoded, tune
+from aiocomms.lowlevel import ControlCodec, tune
 from aiocomms.lowlevel.auth import MAX_RECORD, Seal, read_token
 from aiocomms.lowlevel.jobstore import prove
 from aiocomms.lowlevel.sockets import read_exactly
@@ -26,7 +26,6 @@ ENDPOINT: Final = "the endpoint"
 CALLER: Final = 0
 """The rank of whoever connects; the other one has 1."""
 _MOST: Final = 2 * MAX_RECORD
-_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class EndpointHello(msgspec.Struct, array_like=True):
@@ -45,6 +44,10 @@ class EndpointAnswer(msgspec.Struct, array_like=True):
     """Why they do not form a connection; empty: they do."""
     crossed: bool = False
     """The refusal is that the other one is connecting to this one, too."""
+
+
+HELLOS: Final = ControlCodec[EndpointHello](EndpointHello, "what the other endpoint says")
+ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other endpoint says")
 
 
 class EndpointLine:
@@ -140,23 +143,14 @@ class EndpointCall:
             raise CommTimeoutError(f"{where} did not answer within {self._seconds:g} s") from None
         except OSError as error:
             raise PeerDiedError(f"{where} cannot be reached: {error}") from error
-        line.tell(msgspec.msgpack.encode(EndpointHello(self._mine, self.nonce)))
-        return line, heard(line, EndpointAnswer)
+        line.tell(HELLOS.encode(EndpointHello(self._mine, self.nonce)))
+        return line, ANSWERS.decode(line.hear())
 
     def hang_up(self) -> None:
         """End it; a thread that makes it goes on."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def heard(line: EndpointLine, kind: type[_T]) -> _T:
-    """Wait for a message of a kind.
-
-    :raises ProtocolError: it is of another one.
-    """
-    found: _T = decoded(line.hear(), kind, "what the other endpoint says")
-    return found
 
 
 class Pair(StoreRendezvous):

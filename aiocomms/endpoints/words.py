@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import decoded
+from aiocomms.lowlevel import ControlCodec
 
 LEADER: Final = 0
 """The rank that decides in which order regions are opened and closed."""
@@ -69,6 +69,7 @@ class Here(msgspec.Struct, tag=7, array_like=True):
 
 
 Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | Here
+WORDS: Final = ControlCodec[Word](Word, "what the other endpoint says")
 
 
 def read(what: bytes, rank: int) -> Word:
@@ -77,7 +78,7 @@ def read(what: bytes, rank: int) -> Word:
     :param rank: this end's.
     :raises ProtocolError: it makes no sense, or is not for this end to hear.
     """
-    word: Word = decoded(what, Word, "what the other endpoint says", 1 - rank)
+    word = WORDS.decode(what, 1 - rank)
     if isinstance(word, (RegionOpening, Closing) if rank == LEADER else (Grant, Leave)):
         raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
     return word

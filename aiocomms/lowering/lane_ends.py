@@ -22,7 +22,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
 from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
-from aiocomms.lowlevel.failures import UNREADABLE
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import buffers, codec
 from aiocomms.transport import OP_RESULT, Completion
@@ -30,7 +30,6 @@ from aiocomms.transport import OP_RESULT, Completion
 REMEMBERED: Final = 2**16
 """How many lanes that were given up are known; of older ones no operation is refused."""
 
-_DIALECT: Final = Dialect("ends of lanes", b"aioL", 1)
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
 """Characters that the other ranks are told of a key, and of a reason."""
@@ -54,7 +53,7 @@ class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Channels and tags of messages to the rank that is told, which nothing may have matched yet."""
 
 
-_decoder = msgspec.msgpack.Decoder(_GivenUp)
+_CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("ends of lanes", b"aioL", 1))
 
 
 class Stopping(Protocol):
@@ -132,7 +131,7 @@ class LaneEnds:
     def heard(self, rank: int, words: Tensor) -> None:
         """Note that a rank has given a lane up."""
         try:
-            told = _understand(codec.to_bytes(words), rank)
+            told = _CODEC.decode_padded(codec.to_bytes(words), rank)
         except ProtocolError as error:
             self._comm.lose(error)
             return
@@ -225,15 +224,4 @@ class _Ear(_Message):
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
     reason = told.reason.encode(errors="backslashreplace").decode()  # an exception's text may be no UTF-8
     short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=reason[:_LONGEST_REASON])
-    body = msgspec.msgpack.encode(short)
-    data = _DIALECT.head + len(body).to_bytes(2, "little") + body
-    return codec.to_tensor(data.ljust(_BYTES, b"\0"), device)
-
-
-def _understand(data: bytes, rank: int) -> _GivenUp:
-    body = _DIALECT.check(data, f"rank {rank}", rank)
-    try:
-        told = _decoder.decode(body[2 : 2 + int.from_bytes(body[:2], "little")])
-    except UNREADABLE as error:
-        raise ProtocolError(f"rank {rank} gave up a lane in words that make no sense: {error}", peer=rank) from error
-    return told
+    return codec.to_tensor(_CODEC.encode_padded(short, _BYTES), device)

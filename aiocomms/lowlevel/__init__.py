@@ -17,8 +17,7 @@ to copy a message within a process      :func:`copy_message`
 to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
 to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all else
-to decode what a rank has sent          :func:`decoded`; :data:`UNREADABLE`, what msgspec raises of bytes that make no
-                                        sense
+to tell ranks things beside tensors     :class:`ControlCodec`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
                                         :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
@@ -33,9 +32,10 @@ from __future__ import annotations
 from aiocomms.errors import closed_by, gone
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.copying import copy_message
 from aiocomms.lowlevel.ending import at_end
-from aiocomms.lowlevel.failures import UNREADABLE, Reason, decoded, disagreement, misfit
+from aiocomms.lowlevel.failures import Reason, disagreement, misfit
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
@@ -52,7 +52,7 @@ __all__ = [
     "HEAD_BYTES",
     "LOOPBACK",
     "MAX_RECORD",
-    "UNREADABLE",
+    "ControlCodec",
     "Dialect",
     "Gate",
     "Inbox",
@@ -66,7 +66,6 @@ __all__ = [
     "closed_by",
     "closed_on_exec",
     "copy_message",
-    "decoded",
     "disagreement",
     "gone",
     "has_room",

@@ -5,7 +5,7 @@ Those of a rank that has closed, or died, need nothing but their rank, and stand
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -18,7 +18,6 @@ from aiocomms.errors import (
     MessageTruncatedError,
     MismatchError,
     PeerDiedError,
-    ProtocolError,
     WorkerError,
 )
 from aiocomms.ops.checks import describe
@@ -77,24 +76,6 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
     return MismatchError(f"rank {peer} calls {theirs}, and rank {rank} calls {mine}", peer=peer)
 
 
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of bytes that make no sense."""
-
-
-def decoded(data: bytes, kind: Any, what: str, peer: int | None = None) -> Any:
-    """Decode what a rank has sent, by msgpack.
-
-    :param kind: its type, or a union of types.
-    :param what: what it is, the beginning of the error's message.
-    :param peer: the rank.
-    :raises ProtocolError: it makes no sense.
-    """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"{what} makes no sense: {error}", peer=peer) from None
-
-
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """Why a rank gives up, as it tells the others: small enough for a control message, and checked when it comes."""
 
@@ -116,21 +97,6 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
             peer, late = error.teller, error.late
         peer = rank if peer is None else peer
         return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer, late)
-
-    def encode(self) -> bytes:
-        """As bytes, some 8 KiB at most."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> Reason:
-        """Return what :meth:`encode` has made.
-
-        :raises ProtocolError: it has not made this.
-        """
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except UNREADABLE as error:
-            raise ProtocolError(f"a rank's reason makes no sense: {error}") from None
 
     def to_error(self) -> CommError:
         """Return the error of the communicator on the rank that has been told."""

@@ -108,7 +108,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "object headers": (_object, parcels.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),
     "tensors' descriptions": (codec.parse_tensor, codec.describe_tensor(torch.zeros(2, 3))),
     "ends of lanes": (
-        lambda data: lane_ends._understand(data, 1),
+        lambda data: lane_ends._CODEC.decode_padded(data, 1),
         bytes(lane_ends._tell(lane_ends._GivenUp(2**61, "a", "why", 1, [(1, 2**62)]), torch.device("cpu")).tolist()),
     ),
     "signed records": (lambda data: SIGNED.verify("k", 1, data), SIGNED.sign("k", 1, b"value")),
@@ -121,7 +121,9 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, Reason("PeerDiedError", "why", 1), -1))),
     "notes": (
         lambda data: notes.read(data, 3),
-        notes.pack(notes.Answer(1, "is in barrier", [notes.Waiting(2, 1.5)], notes.Late(0, 3.5, "recv(src=0)", 0.5))),
+        notes.NOTES.encode(
+            notes.Answer(1, "is in barrier", [notes.Waiting(2, 1.5)], notes.Late(0, 3.5, "recv(src=0)", 0.5))
+        ),
     ),
     "addresses of endpoints": (_address, ADDRESS.pack()),
     "descriptors of regions": (_descriptor, DESCRIPTOR.pack(KEY)),
@@ -132,11 +134,11 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "notes of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Note(0, b"a note"))),
     "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_bringup.EnginePlace),
+        lambda data: ucx_bringup.PLACES.decode(data, 1),
         msgspec.msgpack.encode(ucx_bringup.EnginePlace(b"address", ("192.0.2.1", 9))),
     ),
     "members of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_meeting.MemberRecord),
+        lambda data: ucx_meeting.MEMBERS.decode(data, 1),
         msgspec.msgpack.encode(ucx_meeting.MemberRecord(0, 5, True)),
     ),
     "parts of windows of ucx": (

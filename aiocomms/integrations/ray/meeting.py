@@ -32,7 +32,7 @@ from aiocomms.errors import (
     StoreLostError,
 )
 from aiocomms.integrations.ray.places import check_reachable, node, own_host
-from aiocomms.lowlevel import decoded, reach_store, serve_store, store_errors
+from aiocomms.lowlevel import ControlCodec, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.jobstore import JobStore
 
 NAMESPACE: Final = "aiocomms"
@@ -58,6 +58,10 @@ class RayRecord(msgspec.Struct, array_like=True):
     port: int
     node: str
     size: int
+
+
+_RECORDS = ControlCodec[RayRecord](RayRecord, "the record of a rendezvous in Ray")
+_VERDICTS = ControlCodec[list[int]](list[int], "what rank 0 says of a meeting")
 
 
 class RayMeeting:
@@ -95,7 +99,7 @@ class RayMeeting:
         store.set(key.hex(), b"")
         record = RayRecord(host, port, node(), self._size)
         with store.admitting():
-            internal_kv._internal_kv_put(key, msgspec.msgpack.encode(record), namespace=NAMESPACE)
+            internal_kv._internal_kv_put(key, _RECORDS.encode(record), namespace=NAMESPACE)
             try:
                 self._claim(key)
                 store.set(_OPEN, b"")
@@ -105,7 +109,7 @@ class RayMeeting:
                         break
             finally:
                 self._delete(key)
-            store.set(_VERDICT, msgspec.msgpack.encode(absent))
+            store.set(_VERDICT, _VERDICTS.encode(absent))
         if absent:
             raise self._late(absent)
         return store
@@ -164,7 +168,7 @@ class RayMeeting:
         """Wait until rank 0 says to go on."""
         for _ in self._looks():
             if store.check([_VERDICT]):
-                absent: list[int] = decoded(store.get(_VERDICT), list[int], "what rank 0 says of a meeting", 0)
+                absent = _VERDICTS.decode(store.get(_VERDICT), 0)
                 if absent:
                     raise self._late(absent)
                 return
@@ -202,7 +206,7 @@ class RayMeeting:
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
             if value is not None:  # else it was just taken away
-                yield key, decoded(value, RayRecord, "the record of a rendezvous in Ray", 0)
+                yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
         """Return the store that a record leads to. None: nobody serves it there any more.

@@ -378,7 +378,7 @@ def follow(answer):
 
 def packed(number, **changed):
     fields = {"doing": "is in barrier", "waits": [Waiting(0, 9.0)], "late": Late(0, 9.0, "recv(src=0)", 1.0)}
-    return notes.pack(Answer(number, **{**fields, **changed}))
+    return notes.NOTES.encode(Answer(number, **{**fields, **changed}))
 
 
 def test_a_forged_answer_that_makes_sense_is_understood():
@@ -429,7 +429,7 @@ def test_what_others_say_is_fit_for_a_message():
 def test_whatever_a_rank_does_fits_in_a_note(doing, what, waits):
     cut = Answer(2**63, inquiry._cut(doing * 100, inquiry._ROOM), [Waiting(*one) for one in waits], None)
     cut.late = Late(10**6, 1e300, inquiry._cut(what * 100, inquiry.LONGEST), 1e300)
-    assert notes.read(notes.pack(cut), 10**6 + 1) == cut
+    assert notes.read(notes.NOTES.encode(cut), 10**6 + 1) == cut
 
 
 class ToldEarly(LocalTransport):
@@ -439,7 +439,7 @@ class ToldEarly(LocalTransport):
     async def open(cls, rendezvous, options):
         self = await super().open(rendezvous, options)
         for where in (b"one place", b"another place"):
-            self.on_note(1, notes.pack(MeetingPlace(where)))
+            self.on_note(1, notes.NOTES.encode(MeetingPlace(where)))
         return self
 
 

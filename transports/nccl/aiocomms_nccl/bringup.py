@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, UNREADABLE, host_id, listen_at, reachable_address, tune
+from aiocomms.lowlevel import LOOPBACK, ControlCodec, host_id, listen_at, reachable_address, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -51,6 +51,10 @@ class NcclPlace(msgspec.Struct, array_like=True):
     unique_id: bytes
 
 
+HELLOS: Final = ControlCodec[NcclHello](NcclHello, "the first record")
+PLACES: Final = ControlCodec[NcclPlace](NcclPlace, "the place")
+
+
 def hello(gpu: str, library: Nccl) -> NcclHello:
     """Return this rank's hello."""
     several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
@@ -66,12 +70,8 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclH
 
     :raises ArgumentError: the ranks cannot work together. The message says what to change.
     """
-    raw = await rendezvous.exchange("nccl", wire.dialect().head + msgspec.msgpack.encode(mine))
-    records = [wire.dialect().check(value, f"rank {peer}", peer) for peer, value in enumerate(raw)]
-    try:
-        hellos = [msgspec.msgpack.decode(value, type=NcclHello) for value in records]
-    except UNREADABLE as error:
-        raise ProtocolError(f"a rank's greeting makes no sense: {error}") from None
+    raw = await rendezvous.exchange("nccl", wire.dialect().head + HELLOS.encode(mine))
+    hellos = [HELLOS.decode(wire.dialect().check(value, f"rank {peer}", peer), peer) for peer, value in enumerate(raw)]
     check(hellos)
     return hellos
 
@@ -130,8 +130,8 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
             unique_id = await rendezvous.run("making a unique id for NCCL", library.unique_id)
         address, port = listener.getsockname()[:2]
         place = NcclPlace(address, port, unique_id)
-        raw = await rendezvous.exchange("nccl place", msgspec.msgpack.encode(place))
-        places = [msgspec.msgpack.decode(value, type=NcclPlace) for value in raw]
+        raw = await rendezvous.exchange("nccl place", PLACES.encode(place))
+        places = [PLACES.decode(value, peer) for peer, value in enumerate(raw)]
         call: Callable[[], Any] = lambda: _connect_all(rendezvous, listener, hellos, places)  # noqa: E731
         return await rendezvous.run("connecting the ranks", call), places[0].unique_id
 

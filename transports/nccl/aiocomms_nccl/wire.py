@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
+from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 6
@@ -89,8 +89,7 @@ class NcclNote(msgspec.Struct, tag=6, array_like=True):
 
 Frame = Announce | TakeMessage | LaneRequest | Calls | NcclBye | NcclAbort | NcclNote
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Frame)
+_FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 
 
 def dialect() -> Dialect:
@@ -100,7 +99,7 @@ def dialect() -> Dialect:
 
 def pack(frame: Frame) -> bytes:
     """Encode a frame, with its size in front."""
-    data = _encoder.encode(frame)
+    data = _FRAMES.encode(frame)
     return len(data).to_bytes(4, "little") + data
 
 
@@ -117,10 +116,7 @@ def unpack(buffer: bytearray) -> list[Frame]:
             raise ProtocolError(f"a control frame of {size} bytes was announced, at most {LONGEST} are taken")
         if len(buffer) - at - 4 < size:
             break
-        try:
-            frames.append(_decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size]))
-        except UNREADABLE as error:
-            raise ProtocolError(f"a control frame makes no sense: {error}") from None
+        frames.append(_FRAMES.decode(memoryview(buffer)[at + 4 : at + 4 + size]))
         at += 4 + size
     del buffer[:at]
     return frames

@@ -25,6 +25,7 @@ from aiocomms.errors import (
     UnsupportedOperation,
 )
 from aiocomms.lowlevel import (
+    ControlCodec,
     Gate,
     check_exposed,
     closed_on_exec,
@@ -81,6 +82,10 @@ class EnginePlace(msgspec.Struct, array_like=True):
     """Whether the ranks of its host read large parts where they lie. That of each host's first rank counts."""
     other: int = -1
     """What its engine calls the other one, if the two are endpoints; else an engine's number is its rank."""
+
+
+HELLOS: Final = ControlCodec[EngineHello](EngineHello, "the first record")
+PLACES: Final = ControlCodec[EnginePlace](EnginePlace, "the place")
 
 
 class Ranks(msgspec.Struct, frozen=True):
@@ -332,7 +337,7 @@ async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[Engin
 
     If the job has no token, whoever reads the store can compute the key.
     """
-    raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + msgspec.msgpack.encode(mine))
+    raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + HELLOS.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
 
 
@@ -346,12 +351,12 @@ def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 async def _places(rendezvous: Rendezvous, mine: EnginePlace) -> list[EnginePlace]:
-    raw_places = await rendezvous.exchange("ucx places", msgspec.msgpack.encode(mine))
-    return [wire.record(peer, raw, EnginePlace) for peer, raw in enumerate(raw_places)]
+    raw_places = await rendezvous.exchange("ucx places", PLACES.encode(mine))
+    return [PLACES.decode(raw, peer) for peer, raw in enumerate(raw_places)]
 
 
 def _hello(rank: int, raw: bytes) -> EngineHello:
-    hello = wire.record(rank, wire.dialect().check(raw, f"rank {rank}", rank), EngineHello)
+    hello = HELLOS.decode(wire.dialect().check(raw, f"rank {rank}", rank), rank)
     if hello.byte_order != sys.byteorder:
         raise ProtocolError(f"rank {rank} has byte order {hello.byte_order}, this rank {sys.byteorder}", peer=rank)
     return hello

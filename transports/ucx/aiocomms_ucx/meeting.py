@@ -18,9 +18,8 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError
-from aiocomms.lowlevel import buffers, unaffected
+from aiocomms.lowlevel import ControlCodec, buffers, unaffected
 from aiocomms.transport import OP_RESULT, Rendezvous
-from aiocomms_ucx import wire
 from aiocomms_ucx._engine import create_segment
 from aiocomms_ucx.bringup import blame
 from aiocomms_ucx.circumstances import hindrances
@@ -58,6 +57,9 @@ class MemberRecord(msgspec.Struct, array_like=True):
     """What of its environment may be why something does not work, on it or on another."""
 
 
+MEMBERS: Final = ControlCodec[MemberRecord](MemberRecord, "the record of a member")
+
+
 async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool) -> None:
     """Open the communicator. Collective.
 
@@ -73,8 +75,8 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
         mine = MemberRecord(
             transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances()
         )
-        raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
-        members = [wire.record(peer, value, MemberRecord) for peer, value in enumerate(raw)]
+        raw = await rendezvous.exchange("ucx members", MEMBERS.encode(mine))
+        members = [MEMBERS.decode(value, peer) for peer, value in enumerate(raw)]
         why = [member.hindrances for member in members]
         blame(rank, [member.trouble for member in members], why)
         transport.named([member.number for member in members])

@@ -15,16 +15,12 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import buffers, gone, in_use, register
+from aiocomms.lowlevel import ControlCodec, buffers, gone, in_use, register
 from aiocomms.transport import Completion
-from aiocomms_ucx import wire
 from aiocomms_ucx._engine import map_memory
 from aiocomms_ucx.collectives import FORMS
 from aiocomms_ucx.member import Member
 from aiocomms_ucx.status import has_ended
-
-_PREFIX: Final = 4
-"""Bytes of the length in front of a record."""
 
 
 class WindowPart(msgspec.Struct, array_like=True):
@@ -44,6 +40,9 @@ class WindowPart(msgspec.Struct, array_like=True):
 
     def __repr__(self) -> str:  # whoever has address and key can read and write the memory
         return f"<part of shape {self.shape}>"
+
+
+_PARTS: Final = ControlCodec[WindowPart](WindowPart, "the part of a window")
 
 
 class WindowHandle:
@@ -318,18 +317,15 @@ def open_segment(rank: int, pid: int, number: int) -> int:
 
 
 def _record(part: WindowPart, size: int) -> Tensor:
-    encoded = msgspec.msgpack.encode(part)
-    if len(encoded) + _PREFIX > size:
+    record = _PARTS.encode_padded(part, size)
+    if len(record) > size:
         raise CommError(f"UCX's key for the window takes {len(part.rkey)} bytes, more than fit into {size}")
-    record = len(encoded).to_bytes(_PREFIX, "big") + encoded
-    return torch.frombuffer(bytearray(record.ljust(size)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(record), dtype=torch.uint8)
 
 
 def _part(rank: int, record: Tensor) -> WindowPart:
-    raw = bytes(record.tolist())
-    length = int.from_bytes(raw[:_PREFIX], "big")
-    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], WindowPart)
+    part = _PARTS.decode_padded(bytes(record.tolist()), rank)
     sizes = all(0 <= n < 2**62 for n in part.shape) and math.prod(part.shape) < 2**59
     if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or not sizes:
-        raise ProtocolError(f"rank {rank} describes its part of a window in a way that makes no sense", peer=rank)
+        raise _PARTS.unreadable(part, rank)
     return part

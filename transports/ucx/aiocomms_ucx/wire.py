@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
+from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 
 VERSION: Final = 11
 """Of all that the two sides of this transport tell each other, the engine's messages included."""
@@ -47,21 +46,7 @@ class Note(msgspec.Struct, tag=True, array_like=True):
 
 
 Frame = Dispute | LaneDispute | Abort | Note
-_decoder = msgspec.msgpack.Decoder(Frame)
-
-
-_Record = TypeVar("_Record")
-
-
-def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
-    """Decode a record in which a rank describes itself.
-
-    :raises ProtocolError: it is not such a record.
-    """
-    try:
-        return msgspec.msgpack.decode(raw, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}", peer=rank) from None
+_FRAMES = ControlCodec[Frame](Frame, "a control frame")
 
 
 def dialect() -> Dialect:
@@ -71,18 +56,19 @@ def dialect() -> Dialect:
 
 def pack(frame: Frame) -> bytes:
     """Encode a frame."""
-    return (_NOTE if isinstance(frame, Note) else _PREFIX) + msgspec.msgpack.encode(frame)
+    return _prefix(frame) + _FRAMES.encode(frame)
 
 
-def unpack(frame: bytes) -> Frame:
+def unpack(data: bytes) -> Frame:
     """Decode a frame.
 
     :raises ProtocolError: the bytes are not a frame.
     """
-    try:
-        decoded: Frame = _decoder.decode(frame[1:])
-        if frame[:1] != (_NOTE if isinstance(decoded, Note) else _PREFIX):
-            raise msgspec.DecodeError("unknown kind")
-        return decoded
-    except UNREADABLE as error:
-        raise ProtocolError(f"a control frame makes no sense: {error}") from None
+    frame = _FRAMES.decode(data[1:])
+    if data[:1] != _prefix(frame):
+        raise _FRAMES.unreadable("it is of an unknown kind")
+    return frame
+
+
+def _prefix(frame: Frame) -> bytes:
+    return _NOTE if isinstance(frame, Note) else _PREFIX

@@ -1,0 +1,85 @@
+"""The one way in which ranks encode what they tell each other beside tensors.
+
+A control word is a msgspec record, or one of a union of records. It travels as msgpack, behind the head of its format
+where the ranks have not compared versions before. What comes from another rank is bounded, and checked when it is
+decoded: what is wrong with it is a :class:`ProtocolError`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from aiocomms.errors import ProtocolError
+from aiocomms.lowlevel.versions import Dialect
+
+_T = TypeVar("_T")
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises of such bytes
+_LENGTH_BYTES: Final = 2
+LIMIT: Final = 1 << 20
+"""Bytes of a control word, unless its format has a limit of its own."""
+
+
+class ControlCodec(Generic[_T]):
+    """Encodes and decodes the control words of one format."""
+
+    def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
+        """Describe the format.
+
+        :param kind: the type of its words, or a union of types.
+        :param what: what a word is, the beginning of the text of errors.
+        :param dialect: the version with which each word begins; None where the ranks have compared versions before.
+        :param limit: the most bytes of a word, without the head.
+        """
+        self._what = what
+        self._dialect = dialect
+        self._limit = limit
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def encode(self, word: _T) -> bytes:
+        """Return a word as bytes."""
+        body = self._encoder.encode(word)
+        return body if self._dialect is None else self._dialect.head + body
+
+    def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
+        """Return what :meth:`encode` was given.
+
+        :param peer: the rank that has sent it, for the error.
+        :raises ProtocolError: it is no such word, is too long, or is of another version.
+        """
+        body = self._body(data, peer)
+        if len(body) > self._limit:
+            raise self.unreadable(f"it has {len(body)} bytes, wanted at most {self._limit}", peer)
+        try:
+            word: _T = self._decoder.decode(body)
+        except _UNREADABLE as error:
+            raise self.unreadable(error, peer) from None
+        return word
+
+    def encode_padded(self, word: _T, size: int) -> bytes:
+        """Return a word as so many bytes, for a message whose receiver has to know the size."""
+        body = self._encoder.encode(word)
+        head = b"" if self._dialect is None else self._dialect.head
+        return (head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
+
+    def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
+        """Return what :meth:`encode_padded` was given; see :meth:`decode`."""
+        body = self._body(data, peer)
+        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+        try:
+            word: _T = self._decoder.decode(body[_LENGTH_BYTES:end])
+        except _UNREADABLE as error:
+            raise self.unreadable(error, peer) from None
+        return word
+
+    def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
+        """Return the error of a word that makes no sense."""
+        who = "" if peer is None else f" of rank {peer}"
+        return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
+
+    def _body(self, data: Any, peer: int | None) -> Any:
+        if self._dialect is None:
+            return data
+        return self._dialect.check(data, self._what if peer is None else f"rank {peer}", peer)
