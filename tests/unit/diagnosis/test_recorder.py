@@ -636,7 +636,7 @@ def test_what_another_rank_says_may_make_no_sense(said):
 def test_what_another_rank_says_is_made_printable():
     item = {"name": "re\u001b[31mcv" * 90, "seq": 1, "state": "pending", "args": {"sr\nc": 1}}
     said = {"rank": 1, "calls": 1, "ended": 0, "last": "a\r\nb" * 500, "pending": [item] * 9}
-    brief = read_brief(msgspec.json.encode(said), 1)
+    brief = read_brief(msgspec.msgpack.encode(said), 1)
     assert len(brief.pending) == recorder.SHOWN
     text = f"{brief.last} {brief.pending[0]}"
     assert text.isprintable()
