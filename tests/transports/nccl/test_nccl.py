@@ -21,7 +21,7 @@ import pytest
 import torch
 from aiocomms_nccl import NcclTransport, bringup, native
 from aiocomms_nccl import nccl as names
-from aiocomms_nccl.lane import AT_ONCE
+from aiocomms_nccl.direction import AT_ONCE
 from aiocomms_nccl.launcher import PythonLauncher
 from aiocomms_nccl.matching import Matcher
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate, streams_at
@@ -213,8 +213,8 @@ async def test_messages_cross_and_wait_for_their_producers(cuda: FakeCuda) -> No
 async def test_nccl_has_no_more_messages_than_cuda_takes(cuda: FakeCuda) -> None:
     """CUDA blocks whoever enqueues too many, and two ranks that it blocks in what they receive would never send."""
     async with world(2) as comms:
-        await _with_lanes(comms)
-        lanes = [lane for comm in comms for lane in transport(comm)._matcher._lanes.values()]
+        await _with_directions(comms)
+        directions = [direction for comm in comms for direction in transport(comm)._matcher._directions.values()]
         gate = Gate(cuda.current_stream())
         taken = [[torch.zeros(3) for _ in range(5 * AT_ONCE)] for _ in comms]
         works = [comm.recv(slot, 1 - comm.rank) for comm in comms for slot in taken[comm.rank]]
@@ -223,11 +223,11 @@ async def test_nccl_has_no_more_messages_than_cuda_takes(cuda: FakeCuda) -> None
             await asyncio.sleep(0)
         for _ in range(50):
             await asyncio.sleep(0)
-        assert [lane.carried for lane in lanes] == [1 + AT_ONCE] * 4
+        assert [direction.carried for direction in directions] == [1 + AT_ONCE] * 4
         gate.open()
         for work in works:
             await work
-        assert [lane.carried for lane in lanes] == [1 + 5 * AT_ONCE] * 4
+        assert [direction.carried for direction in directions] == [1 + 5 * AT_ONCE] * 4
         assert all(slot.tolist() == [i] * 3 for slots in taken for i, slot in enumerate(slots))
 
 
@@ -765,11 +765,11 @@ async def test_closing_destroys_every_communicator(cuda: FakeCuda) -> None:
         works = [comms[0].send(torch.ones(3), 1), comms[1].recv(torch.ones(3), 0)]
         for work in works:
             await work
-    assert len(nccl().comms) == 4  # and the lane's
+    assert len(nccl().comms) == 4  # and the direction's
     assert {comm.state for comm in nccl().comms} == {"destroyed"}
 
 
-async def _with_lanes(comms: Any) -> None:
+async def _with_directions(comms: Any) -> None:
     """Have both directions between two ranks, each rank its own first."""
     for source in (0, 1):
         works = [comms[source].send(torch.ones(3), 1 - source), comms[1 - source].recv(torch.ones(3), source)]
@@ -783,14 +783,14 @@ async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.Mon
     """NCCL's end may have to wait: for a graph that lives, for other ranks, for the kernel of another communicator."""
     gone = threading.Event()
     async with world(2) as comms:
-        await _with_lanes(comms)
+        await _with_directions(comms)
         for comm in comms:
             monkeypatch.setattr(fake_comm(comm), end, lambda: gone.wait(PATIENCE))
-        lanes = [comm_stream.comm for comm in comms for comm_stream in transport(comm)._matcher.comm_streams()]
-        assert len(lanes) == 4
+        directions = [comm_stream.comm for comm in comms for comm_stream in transport(comm)._matcher.comm_streams()]
+        assert len(directions) == 4
         for comm in comms if end == "abort" else ():
             comm.abort("for the test")
-    assert {lane.state for lane in lanes} == {"aborted" if end == "abort" else "destroyed"}
+    assert {it.state for it in directions} == {"aborted" if end == "abort" else "destroyed"}
     gone.set()
 
 
@@ -815,12 +815,12 @@ class Inner:
 
 
 def forming() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "aiocomms nccl forms a lane"]
+    return [thread for thread in threading.enumerate() if thread.name == "aiocomms nccl forms a communicator"]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("hears", ["of the end", "nothing"])
-async def test_a_rank_that_closes_before_it_joins_a_lane(
+async def test_a_rank_that_closes_before_it_joins_a_direction(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, hears: str
 ) -> None:
     """The message fails once the other rank hears of it, and the thread that joins ends, with its communicator."""
@@ -856,13 +856,13 @@ async def test_a_rank_that_closes_before_it_calls_nccl(
     """NCCL would wait for it for ever. What it has carried arrives, and the communicator goes on."""
     async with world(2) as comms:
         sender, receiver = comms
-        await _with_lanes(comms)
+        await _with_directions(comms)
         closing, other = (sender, receiver) if closes == "sender" else (receiver, sender)
-        lane = transport(closing)._matcher._lanes[other.rank, closes == "sender"]
-        monkeypatch.setattr(lane, "_flush", lambda: None)
+        direction = transport(closing)._matcher._directions[other.rank, closes == "sender"]
+        monkeypatch.setattr(direction, "_flush", lambda: None)
         slot = torch.zeros(3)
         ends = Inner(sender, ops.Send(torch.ones(3), 1, 0)), Inner(receiver, ops.Recv(slot, 0, 0))
-        there = transport(other)._matcher._lanes[closing.rank, closes != "sender"]
+        there = transport(other)._matcher._directions[closing.rank, closes != "sender"]
         while there.carried < 2:  # noqa: ASYNC110 - nothing tells when a message is given to NCCL
             await asyncio.sleep(0)
         await closing.aclose()
@@ -878,13 +878,13 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world(2) as (sender, receiver):
-        await _with_lanes((sender, receiver))
-        lane = transport(receiver)._matcher._lanes[0, False]
-        there = transport(sender)._matcher._lanes[1, True].comm_stream
+        await _with_directions((sender, receiver))
+        direction = transport(receiver)._matcher._directions[0, False]
+        there = transport(sender)._matcher._directions[1, True].comm_stream
         assert there is not None
         slots = [torch.zeros(3) for _ in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(lane, "_flush", lambda: None)  # as if NCCL had as many of its messages as it may have
+            patch.setattr(direction, "_flush", lambda: None)  # as if NCCL had as many of its messages as it may have
             received = [Inner(receiver, ops.Recv(slot, 0, 0)) for slot in slots]
             sent = Inner(sender, ops.Send(torch.ones(3), 1, 0))
             sends = there.comm.shared.sends  # type: ignore[attr-defined]  # it is the fake's
@@ -892,7 +892,7 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
                 await asyncio.sleep(0)
             await sender.aclose()
             await received[1].ended.wait()
-        lane._flush()
+        direction._flush()
         while not received[0].done():
             transport(receiver).progress()  # which has called it otherwise, and so is called again
             await asyncio.sleep(0)

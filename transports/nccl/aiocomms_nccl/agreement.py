@@ -140,8 +140,8 @@ class NcclAgreement:
             self.matcher.handle_announce(peer, frame)
         elif isinstance(frame, wire.TakeMessage):
             self.matcher.handle_take(peer, frame)
-        elif isinstance(frame, wire.LaneRequest):
-            self.matcher.handle_lane(peer, frame)
+        elif isinstance(frame, wire.DirectionRequest):
+            self.matcher.handle_direction(peer, frame)
         elif isinstance(frame, wire.Calls):
             self._handle_calls(peer, frame)
         elif isinstance(frame, wire.NcclBye):

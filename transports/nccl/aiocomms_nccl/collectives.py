@@ -130,7 +130,7 @@ class CommStream:
     def warm(self, sends: bool | None = None) -> None:
         """Open all of NCCL's connections. Blocks, off the loop. NCCL would else do it in its first calls and block.
 
-        :param sends: on one end of a lane, whether it is the sender's end; None: every rank sends to every rank.
+        :param sends: on one end of a direction, whether it is the sender's end; None: every rank sends to every rank.
         """
         if sends is None:
             self.carry_out(self.meeting)

@@ -4,7 +4,7 @@ NCCL has no tags: its sends and receives match in the order of the calls, wait f
 be withdrawn. So a sender announces a message on the control connection, the receiver matches it and tells the sender
 that it takes the message, and only then do both call NCCL.
 
-Each direction between two ranks has a communicator and a stream of its own, a :class:`MessageLane`. It is formed when
+Each direction between two ranks has a communicator and a stream of its own, a :class:`Direction`. It is formed when
 its first message is taken. If both directions or several pairs shared one, two ranks that receive first would wait
 for each other.
 """
@@ -21,7 +21,7 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_nccl import wire
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.control import Control
-from aiocomms_nccl.lane import Forming, MessageLane, Posted
+from aiocomms_nccl.direction import Direction, Forming, Posted
 from aiocomms_nccl.wire import DTYPE_CODES, DTYPE_LIST
 
 Key = tuple[int, int, int]
@@ -47,11 +47,11 @@ class Matcher:
         self._unexpected: defaultdict[Key, deque[wire.Announce]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[tuple[int, int], Posted] = {}
-        self._lanes: dict[tuple[int, bool], MessageLane] = {}  # by the other rank, and whether this one sends
+        self._directions: dict[tuple[int, bool], Direction] = {}  # by the other rank, and whether this one sends
 
     def comm_streams(self) -> list[CommStream]:
-        """Return the communicators of all lanes that are formed. Any thread may call this."""
-        return [lane.comm_stream for lane in list(self._lanes.values()) if lane.comm_stream is not None]
+        """Return the communicators of all directions that are formed. Any thread may call this."""
+        return [one.comm_stream for one in list(self._directions.values()) if one.comm_stream is not None]
 
     def check_not_captured(self) -> None:
         """Refuse messages, and what is made of them, while the current stream is being captured.
@@ -141,16 +141,16 @@ class Matcher:
         return True
 
     def release(self, error: CommError) -> bool:
-        """Let threads go on that form lanes with ranks which do not come. Any thread may call this.
+        """Let threads go on that form directions with ranks which do not come. Any thread may call this.
 
         :returns: whether there are any.
         """
-        released = [lane.release(error) for lane in list(self._lanes.values())]
+        released = [direction.release(error) for direction in list(self._directions.values())]
         return any(released)
 
     def progress_with(self, peer: int) -> wire.Progress:
-        """Return how far this rank has come in its lanes with a rank."""
-        gives, takes = self._lanes.get((peer, True)), self._lanes.get((peer, False))
+        """Return how far this rank has come in its directions with a rank."""
+        gives, takes = self._directions.get((peer, True)), self._directions.get((peer, False))
         return wire.Progress(
             gives is not None and gives.begun,
             0 if gives is None else gives.carried,
@@ -160,12 +160,12 @@ class Matcher:
     def close_peer(self, peer: int, progress: wire.Progress, error: CommError) -> None:
         """Fail all messages that wait for a rank, because the rank has closed.
 
-        :param progress: how far it has come in its lanes with this rank.
+        :param progress: how far it has come in its directions with this rank.
         """
-        if (lane := self._lanes.get((peer, False))) is not None:
-            lane.close_peer(progress.sent, progress.joined, error)
-        if (lane := self._lanes.get((peer, True))) is not None:
-            lane.close_peer(progress.received, True, error)  # the receiver joins before it asks the sender to
+        if (direction := self._directions.get((peer, False))) is not None:
+            direction.close_peer(progress.sent, progress.joined, error)
+        if (direction := self._directions.get((peer, True))) is not None:
+            direction.close_peer(progress.received, True, error)  # the receiver joins before it asks the sender to
         orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
         orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
         works = [posted.work for posted in orphans]
@@ -198,9 +198,9 @@ class Matcher:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
-    def handle_lane(self, peer: int, frame: wire.LaneRequest) -> None:
-        """Form the lane to a rank that has taken its first message from this rank."""
-        self._lane(peer, sends=True).form(lambda: frame.unique_id)
+    def handle_direction(self, peer: int, frame: wire.DirectionRequest) -> None:
+        """Form the direction to a rank that has taken its first message from this rank."""
+        self._direction(peer, sends=True).form(lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers
 
@@ -216,21 +216,21 @@ class Matcher:
             conclude(posted.work, outcome)
             return
         sends = isinstance(posted.op, ops.Send)
-        lane = self._lane(peer, sends)
-        if not sends and not lane.begun:
-            lane.form(lambda: self._request_lane(peer))
-        lane.add(posted, nbytes, outcome)
+        direction = self._direction(peer, sends)
+        if not sends and not direction.begun:
+            direction.form(lambda: self._request_direction(peer))
+        direction.add(posted, nbytes, outcome)
 
-    def _lane(self, peer: int, sends: bool) -> MessageLane:
-        lane = self._lanes.get((peer, sends))
-        if lane is None:
-            lane = self._lanes[peer, sends] = MessageLane(self._owner, sends)
-        return lane
+    def _direction(self, peer: int, sends: bool) -> Direction:
+        direction = self._directions.get((peer, sends))
+        if direction is None:
+            direction = self._directions[peer, sends] = Direction(self._owner, sends)
+        return direction
 
-    def _request_lane(self, peer: int) -> bytes:
+    def _request_direction(self, peer: int) -> bytes:
         """Ask the sender to form a new communicator. Runs in a thread."""
         unique_id = self._owner.library.unique_id()
-        self._owner.control.send(peer, wire.LaneRequest(unique_id))
+        self._owner.control.send(peer, wire.DirectionRequest(unique_id))
         return unique_id
 
 

@@ -43,7 +43,7 @@ class Threads:
             self.returned.append(Returned(then, value, failure))
             self._wake()
 
-        thread = threading.Thread(target=run, name="aiocomms nccl forms a lane", daemon=True)
+        thread = threading.Thread(target=run, name="aiocomms nccl forms a communicator", daemon=True)
         self._threads.append(thread)
         thread.start()
 

@@ -260,7 +260,7 @@ class NcclTransport(Transport):
         frames = self.control.poll()
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
         self._agreement.handle(frames, self.on_note)
-        with self._ending:  # a communicator that gets its lane now is aborted with the others
+        with self._ending:  # a communicator that gets its direction now is aborted with the others
             while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
                 did = True
                 self._conclude_call(*self._threads.returned.popleft())
@@ -353,7 +353,7 @@ class NcclTransport(Transport):
             self.lose(error)
 
     def end(self, comm_stream: CommStream) -> None:
-        """Abort a communicator of a lane, in a thread."""
+        """Abort a communicator of a direction, in a thread."""
         with self._ending:
             if not self.aborted:
                 self.launcher.cut(comm_stream)

@@ -36,7 +36,7 @@ class TakeMessage(msgspec.Struct, tag=1, array_like=True):
     nbytes: int
 
 
-class LaneRequest(msgspec.Struct, tag=2, array_like=True):
+class DirectionRequest(msgspec.Struct, tag=2, array_like=True):
     """The receiver asks the sender to form the NCCL communicator that carries messages from there to here."""
 
     unique_id: bytes
@@ -57,14 +57,14 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """How far the sender has come in its lanes with the receiver."""
+    """How far the sender has come in its directions with the receiver."""
 
     joined: bool
-    """Whether it forms the lane on which it sends, for which the receiver has asked."""
+    """Whether it forms the direction on which it sends, for which the receiver has asked."""
     sent: int
     """How many messages it has given to NCCL there."""
     received: int
-    """How many it has given to NCCL on the lane on which it receives."""
+    """How many it has given to NCCL on the direction on which it receives."""
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
@@ -87,7 +87,7 @@ class NcclNote(msgspec.Struct, tag=6, array_like=True):
     text: bytes
 
 
-Frame = Announce | TakeMessage | LaneRequest | Calls | NcclBye | NcclAbort | NcclNote
+Frame = Announce | TakeMessage | DirectionRequest | Calls | NcclBye | NcclAbort | NcclNote
 
 _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 

@@ -1,8 +1,8 @@
-"""A lane: one direction between two ranks, a NCCL communicator of the two with a stream of its own.
+"""A direction from one rank to another: a NCCL communicator of the two, with a stream of its own.
 
 The receiver makes the communicator's id and sends it to the sender, and both join it, each in a thread. NCCL gives up
 neither a join for which the other rank does not come, nor a message that the other rank does not carry. So a rank that
-closes tells the other one how far it has come in each lane, and the other one ends what goes beyond that.
+closes tells the other one how far it has come in each direction, and the other one ends what goes beyond that.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from aiocomms_nccl.launcher import Launcher
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 _SENDER: Final = 0
-"""The sender's rank in a lane's communicator. The receiver's is 1."""
+"""The sender's rank in a direction's communicator. The receiver's is 1."""
 AT_ONCE: Final = 16
-"""How many messages of a lane NCCL has at most. CUDA blocks whoever enqueues more than it has room for, and two ranks
-whose loops are blocked, each by its receives, would never come to the sends that these wait for."""
+"""How many messages of a direction NCCL has at most. CUDA blocks whoever enqueues more than it has room for, and two
+ranks whose loops are blocked, each by its receives, would never come to the sends that these wait for."""
 
 
 class Forming(Protocol):
-    """What a lane needs of its transport."""
+    """What a direction needs of its transport."""
 
     cuda: Cuda
     library: Nccl
@@ -45,7 +45,7 @@ class Forming(Protocol):
         """Return a communicator with a stream."""
 
     def end(self, comm_stream: CommStream) -> None:
-        """Abort a communicator of a lane, in a thread."""
+        """Abort a communicator of a direction, in a thread."""
 
 
 class Posted:
@@ -59,11 +59,11 @@ class Posted:
         self.after = after
 
 
-class MessageLane:
-    """One direction between this rank and another. Its methods run on the loop's thread unless they say otherwise."""
+class Direction:
+    """The messages that one rank sends another. Methods run on the loop's thread unless they say otherwise."""
 
     def __init__(self, owner: Forming, sends: bool) -> None:
-        """Make a lane that is not formed yet: messages wait.
+        """Make a direction that is not formed yet: messages wait.
 
         :param sends: whether this rank is its sender.
         """
@@ -117,7 +117,7 @@ class MessageLane:
             self._flush()
 
     def add(self, posted: Posted, nbytes: int, outcome: Any) -> None:
-        """Carry a message, behind all others of the lane. Both ranks add the messages in the same order."""
+        """Carry a message, behind all others of the direction. Both ranks add the messages in the same order."""
         self._waiting.append((posted, nbytes, outcome))
         self._flush()
 
@@ -146,7 +146,7 @@ class MessageLane:
         """End what the other rank, which has closed, does not carry.
 
         :param carried: how many messages it has given to NCCL.
-        :param begun: whether it has begun to form the lane.
+        :param begun: whether it has begun to form the direction.
         :param error: of the messages that it has not.
         """
         self._most = carried
