@@ -25,9 +25,11 @@ from aiocomms_nccl import nccl as names
 from aiocomms_nccl.nccl import Nccl
 from fake_cuda import FakeCuda, FakeStream, Gpu, Task
 from fake_functions import PerThread, nccl_functions
+from inside import transport_of
 from torch import Tensor
 
 from aiocomms.cuda import Cuda
+from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
 DTYPES = {
@@ -332,6 +334,7 @@ class FakeNcclTransport(NcclTransport):
         reductions=NcclTransport.capabilities.reductions,
         rounds_each_step=NcclTransport.capabilities.rounds_each_step,
         in_process=True,
+        lanes=NcclTransport.capabilities.lanes,
         detects_mismatch=False,
         spin=NcclTransport.capabilities.spin,
     )
@@ -386,3 +389,13 @@ def connect_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     sockets = SimpleNamespace(**{**vars(socket), "create_connection": create_connection})
     monkeypatch.setattr(bringup, "socket", sockets)
     monkeypatch.setattr(bringup, "listen_at", _Listener)
+
+
+def world(size: int, **options: Any) -> Any:
+    """Return a world of ranks over the fake."""
+    return local_world(size, "nccl_fake", **options)
+
+
+def transport(comm: Any) -> Any:
+    """Return the transport of a communicator."""
+    return transport_of(comm, "collectives")

@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +24,7 @@ from aiocomms_nccl.direction import AT_ONCE
 from aiocomms_nccl.launcher import PythonLauncher
 from aiocomms_nccl.matching import Matcher
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate, streams_at
-from fake_functions import complaints
-from fake_nccl import (
-    FakeComm,
-    FakeNccl,
-    FakeNcclError,
-    FakeNcclTransport,
-    connect_without_a_network,
-    failed,
-)
-from inside import transport_of
+from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed, transport, world
 from processes import PATIENCE, SUITE_HANGS
 from torch.distributed import HashStore
 
@@ -52,51 +42,12 @@ from aiocomms.errors import (
     UnsupportedOperation,
 )
 from aiocomms.ops import codec, reductions
-from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
-
-ENTRIES = """[aiocomms.transports]
-nccl_fake = fake_nccl:FakeNcclTransport
-nccl_fake_debug = fake_nccl:FakeNcclDebugTransport
-"""
-
-
-@pytest.fixture(scope="module")
-def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the metadata by which the fake transport is found."""
-    folder = tmp_path_factory.mktemp("fake")
-    info = folder / "fake-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    return folder
-
-
-@pytest.fixture(params=["native", "python"])
-def cuda(request: pytest.FixtureRequest, distribution: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A GPU for one test, with either launcher."""
-    monkeypatch.setenv("AIOCOMMS_PURE", str(int(request.param == "python")))
-    monkeypatch.syspath_prepend(str(distribution))
-    cuda = FakeCuda()
-    monkeypatch.setattr(FakeNcclTransport, "cuda_layer", cuda)
-    monkeypatch.setattr(FakeNcclTransport, "nccl_layer", FakeNccl(cuda))
-    connect_without_a_network(monkeypatch)
-    complaints.clear()
-    yield cuda
-    assert not complaints
-
-
-def world(size: int, **options: Any) -> Any:
-    return local_world(size, "nccl_fake", **options)
 
 
 def nccl() -> FakeNccl:
     return FakeNcclTransport.nccl_layer
-
-
-def transport(comm: Any) -> FakeNcclTransport:
-    return transport_of(comm, "collectives")
 
 
 def fake_comm(comm: Any) -> Any:
@@ -611,13 +562,13 @@ async def test_each_step_is_on_the_stream_of_the_call(cuda: FakeCuda, monkeypatc
     """Whatever stream is current on the loop's thread when a step's messages have come."""
     async with world(3) as comms:
         own = FakeStream(cuda.gpu)
-        await asyncio.gather(*(comm.lane("a").all_reduce(torch.ones(3)) for comm in comms))
+        await asyncio.gather(*(comm.lane("a").all_reduce(torch.ones(3, dtype=torch.int16)) for comm in comms))
         streams = streams_at(cuda, monkeypatch, (Matcher, "post"), (reductions, "combine"))
-        tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
+        tensors = [torch.full((3,), comm.rank, dtype=torch.int16) for comm in comms]  # which NCCL does not reduce
         with cuda.on(own):
             works = [comm.lane("a").all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
         await asyncio.gather(*works)
-        assert all(tensor.tolist() == [3.0] * 3 for tensor in tensors)
+        assert all(tensor.tolist() == [3] * 3 for tensor in tensors)
         assert len(streams) > 6
         assert set(streams) == {own}
 
