@@ -8,7 +8,7 @@ the description with their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -27,6 +27,19 @@ _TEXT: Final = 1000
 """Most characters of a description."""
 
 
+class LaneFrames(Protocol):
+    """What acts on what the other ranks say of lanes."""
+
+    def handle(self, peer: int, frame: wire.LaneFrame) -> None:
+        """Act on a frame about lanes.
+
+        :raises ProtocolError: it makes no sense.
+        """
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has closed."""
+
+
 class NcclAgreement:
     """What this rank knows of the other ranks, and the collectives that are under way with them."""
 
@@ -40,6 +53,8 @@ class NcclAgreement:
         """
         self.matcher: Matcher
         """The matcher, to which messages' frames are passed. The transport sets it before the first frame comes."""
+        self.lanes: LaneFrames
+        """What acts on frames about lanes. The transport sets it before the first frame comes."""
         self.pending: dict[int, Completion] = {}
         """The collectives that are not done, by number."""
         self._control = control
@@ -146,6 +161,8 @@ class NcclAgreement:
             self._handle_calls(peer, frame)
         elif isinstance(frame, wire.NcclBye):
             self._handle_bye(peer, frame)
+        elif isinstance(frame, wire.LaneFrame):
+            self.lanes.handle(peer, frame)
         elif isinstance(frame, wire.NcclAbort):
             self._dispute(frame.index, frame.reason.to_error())
 
@@ -167,6 +184,7 @@ class NcclAgreement:
     def _handle_bye(self, peer: int, frame: wire.NcclBye) -> None:
         self._left[peer] = frame.calls
         self.matcher.close_peer(peer, frame.progress, closed_by(peer))
+        self.lanes.leave(peer)
         for index in list(self.pending):
             self._fail_if_needed(index)
 
@@ -186,7 +204,7 @@ class NcclAgreement:
         self._fail(error)
 
 
-class _OwnCall(msgspec.Struct):
+class OwnCall(msgspec.Struct):
     """One of this rank's calls, without its tensors."""
 
     signature: tuple[object, ...]
@@ -196,14 +214,16 @@ class _OwnCall(msgspec.Struct):
     """Bytes that this rank receives from each rank, likewise."""
 
     def text(self) -> str:
+        """Return what the other ranks are told of it."""
         name, *rest = self.signature
         return f"{name}({', '.join(map(str, rest))})"[:_TEXT]
 
 
-def _own_call(op: Any, size: int) -> _OwnCall:
+def own_call(op: Any, size: int) -> OwnCall:
+    """Return what is to be compared of a collective that this rank calls, of so many ranks."""
     if op.kind != ops.AllToAll.kind:
-        return _OwnCall(op.signature(), [], [])
-    return _OwnCall(op.signature(), [t.nbytes for t in op.ins(size)], [t.nbytes for t in op.outs(size)])
+        return OwnCall(op.signature(), [], [])
+    return OwnCall(op.signature(), [t.nbytes for t in op.ins(size)], [t.nbytes for t in op.outs(size)])
 
 
 class _CallLog:
@@ -216,7 +236,7 @@ class _CallLog:
         self._size = len(peers) + 1
         self._heard = dict.fromkeys(peers, 0)  # how many collectives each rank has called, as far as this rank knows
         self._told = dict.fromkeys(peers, 0)  # how many of its own calls this rank has told each rank
-        self._mine: dict[int, _OwnCall] = {}
+        self._mine: dict[int, OwnCall] = {}
         self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # of collectives that this rank has not called yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
@@ -226,7 +246,7 @@ class _CallLog:
         """
         index = self.calls
         self.calls = index + 1
-        self._mine[index] = _own_call(op, self._size)
+        self._mine[index] = own_call(op, self._size)
         self._mine.pop(index - _KEPT, None)
         error = None
         for peer, described in self._others.pop(index, {}).items():

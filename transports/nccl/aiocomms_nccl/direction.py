@@ -88,30 +88,30 @@ class Direction:
         self.begun = True
         self._owner.spawn(functools.partial(self._join, unique_id), self._formed)
 
-    def _join(self, unique_id: Callable[[], bytes]) -> CommStream | None:
+    def _join(self, unique_id: Callable[[], bytes]) -> list[CommStream]:
         library, joining = self._owner.library, unique_id()
         with self._lock:
             if self._error is not None:
-                return None
+                return []
             self._joining = joining
         try:
             comm = library.communicator(2, joining, self._rank)
         except library.errors:
             if self._error is not None:
-                return None
+                return []
             raise
         with self._lock:
             self._joining = b""
             closed = self._error is not None
         if closed:
             comm.abort()
-            return None
+            return []
         comm_stream = self._owner.comm_stream(comm, self._rank, 2)
         comm_stream.warm(self._sends)
-        return comm_stream
+        return [comm_stream]
 
-    def _formed(self, comm_stream: CommStream | None) -> None:
-        if comm_stream is not None:
+    def _formed(self, comm_streams: list[CommStream]) -> None:
+        for comm_stream in comm_streams:
             self._owner.launcher.adopt(comm_stream)
             self.comm_stream = comm_stream
             self._flush()

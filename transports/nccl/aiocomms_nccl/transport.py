@@ -18,14 +18,15 @@ from aiocomms import ops
 from aiocomms.cuda import SPIN, Cuda, Event, TorchCuda, no_gpu
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms.transport import Capabilities, Completion, LaneTransport, Rendezvous
 from aiocomms_nccl import bringup
 from aiocomms_nccl.agreement import NcclAgreement
 from aiocomms_nccl.bringup import NcclHello
 from aiocomms_nccl.calls import CallPlan
-from aiocomms_nccl.collectives import CAPTURED, START, CommStream, Start, no_memory, open_comm_stream
+from aiocomms_nccl.collectives import CAPTURED, START, CommStream, no_memory, open_comm_stream
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
+from aiocomms_nccl.lane_log import LaneLog
 from aiocomms_nccl.launcher import end_comm
 from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.native import make_launcher
@@ -41,7 +42,7 @@ _PATIENCE: Final = 1.0
 _NONE: Final = -1
 
 
-class NcclTransport(Transport):
+class NcclTransport(LaneTransport):
     """Runs collectives by NCCL on a stream of their own. Messages are matched on the host and carried by NCCL."""
 
     capabilities = Capabilities(
@@ -49,6 +50,7 @@ class NcclTransport(Transport):
         devices=frozenset({"cuda"}),
         reductions=REDUCTIONS,
         rounds_each_step=HALVES,
+        lanes=ops.COLLECTIVES,
         detects_mismatch=os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0"),
         spin=SPIN,
     )
@@ -61,6 +63,7 @@ class NcclTransport(Transport):
         self.control = control
         self._comm_stream = cs
         self._hellos = list(hellos)
+        self.rank, self.size = cs.rank, cs.size
         self._agreement = NcclAgreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
@@ -75,6 +78,7 @@ class NcclTransport(Transport):
         self.launcher = make_launcher(self, control, self.capabilities.spin)
         self.capabilities = msgspec.structs.replace(self.capabilities, spin=self.launcher.spin)
         self.launcher.adopt(cs)
+        self._lanes = self._agreement.lanes = LaneLog(self)
 
     # --------------------------------------------------------------------------------------------------- opening
 
@@ -173,20 +177,45 @@ class NcclTransport(Transport):
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
         captured = self._capturing()
+        if isinstance(op, (ops.Send, ops.Recv, ops.Probe)):
+            self._start(functools.partial(self._matcher.post, op, work), captured)
+        elif type(op) in START:
+            self._start(functools.partial(self._collective, op, work, captured), captured)
+
+    def _start(self, start: Callable[[], object], captured: bool) -> None:
         if self._failure is not None or self.aborted:
             self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
             return  # NCCL must not be called any more. The communicator ends the work
         try:
-            if isinstance(op, (ops.Send, ops.Recv, ops.Probe)):
-                self._matcher.post(op, work)
-            elif (start := START.get(type(op))) is not None:
-                self._collective(start, op, work, captured)
+            start()
         except RuntimeError as error:
             if captured or "CUDA" not in str(error):
                 raise  # a broken capture fails by itself; the communicator is not lost
             self.lose_cuda(error)
 
-    def _collective(self, start: Start, op: ops.Op, work: Completion, captured: bool) -> None:
+    def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> None:
+        """See :meth:`LaneTransport.post_in_lane`."""
+        self._start(functools.partial(self._lanes.post, op, lane, work), self._capturing())
+
+    def give_up_lane(self, lane: int, error: CommError) -> None:
+        """See :meth:`LaneTransport.give_up_lane`."""
+        if not self.aborted:
+            self._lanes.give_up(lane, error)
+
+    def forget_lane(self, lane: int, rank: int) -> None:
+        """See :meth:`LaneTransport.forget_lane`. The sequencer forgets at that rank's own word, which it waits for."""
+
+    def plan(self, op: ops.Op) -> CallPlan:
+        """Plan a collective.
+
+        :raises CommError: there is no memory for it.
+        """
+        try:
+            return START[type(op)](self._comm_stream, op)
+        except torch.OutOfMemoryError as error:
+            raise no_memory(op.name, error) from error
+
+    def _collective(self, op: ops.Op, work: Completion, captured: bool) -> None:
         if captured and self._held is not None:
             raise UnsupportedOperation("the communicator is being split; capture afterwards")
         if not captured and self._captured:
@@ -196,10 +225,7 @@ class NcclTransport(Transport):
                     "end the capture first, or call the op on a stream of the capture"
                 )
             self._captured.clear()  # the graph keeps its own memory; its maker keeps the rest
-        try:
-            plan = start(self._comm_stream, op)
-        except torch.OutOfMemoryError as error:
-            raise no_memory(op.name, error) from error
+        plan = self.plan(op)
         if captured:
             self._capture(plan, op, work)
         elif self._held is not None:
@@ -239,11 +265,13 @@ class NcclTransport(Transport):
         """See :meth:`Transport.wait_stream`."""
         index = self._agreement.number_of(work)
         end = self._captured_ends.get(work) if index is None else self._ends.get(index)
+        if index is None and end is None:
+            end = self._lanes.end_of(work)
         if end is not None:
             self.launcher.wait_stream(end, stream)
         elif not work.done() and index is None:
             raise UnsupportedOperation(
-                "wait_stream() orders a CUDA stream; this op begins once ranks agree: await the work instead"
+                "wait_stream() orders a CUDA stream; this op begins once others have called it: await the work instead"
             )
 
     # --------------------------------------------------------------------------------------------------- progress
@@ -260,6 +288,8 @@ class NcclTransport(Transport):
         frames = self.control.poll()
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
         self._agreement.handle(frames, self.on_note)
+        if not self.aborted:
+            self._lanes.turn(bool(frames))
         with self._ending:  # a communicator that gets its direction now is aborted with the others
             while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
                 did = True
@@ -302,7 +332,10 @@ class NcclTransport(Transport):
         """See :meth:`Transport.waiting_for`."""
         if isinstance(op := work.op, ops.Recv):
             return [op.src]
-        return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
+        if isinstance(op, ops.Send):
+            return [op.dst]
+        found = self._lanes.waiting_for(work)
+        return self._agreement.waiting_for(work) if found is None else found
 
     def say(self, rank: int, note: bytes) -> bool:
         """See :meth:`Transport.say`. The other rank hears it when its loop comes round."""
@@ -342,7 +375,7 @@ class NcclTransport(Transport):
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
         """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
-        what = "forming a communicator of two ranks"
+        what = "forming a communicator for messages or lanes"
         self._threads.spawn(functools.partial(guarded, self.cuda, self.library, what, call), then)
 
     def _conclude_call(self, then: Callable[[Any], object], outcome: Any, failure: BaseException | None) -> None:
@@ -373,13 +406,14 @@ class NcclTransport(Transport):
                 self._end_all(self._comm_streams(), abort=True)
 
     def _comm_streams(self) -> list[CommStream]:
-        return [self._comm_stream, *self._matcher.comm_streams()]
+        return [self._comm_stream, *self._lanes.comm_streams(), *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
         await run_in_thread(self._end)
         self._threads.returned.clear()
         self._captured.clear()
+        self._lanes.clear()
 
     def _end(self) -> None:
         """Close everything, off the loop. What does not end in time is left behind, with tensors that it may use."""
@@ -393,8 +427,8 @@ class NcclTransport(Transport):
             self._threads.join(_PATIENCE)
         if not isinstance(self._failure, CudaBrokenError):
             for late in self._threads.returned:
-                if isinstance(late.value, CommStream):  # it was formed too late to carry anything
-                    late.value.comm.abort()
+                for comm_stream in late.value or ():  # it was formed too late to carry anything
+                    comm_stream.comm.abort()
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             self.cuda.activate()
             with self.cuda.harmless():

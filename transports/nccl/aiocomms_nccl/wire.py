@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
 
 import msgspec
 
@@ -10,10 +11,15 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
-VERSION: Final = 6
+VERSION: Final = 7
 LONGEST: Final = 64 * 1024
 """Most bytes of a frame."""
 
+_PIECE: Final = LONGEST // 2
+"""Bytes of calls and entries of lanes in a frame, about."""
+
+Lane = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""The number of a lane."""
 DTYPE_LIST: Final = tuple(sorted(DTYPES, key=str))
 """The dtypes, in the order of the numbers that stand for them in a frame."""
 DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
@@ -87,7 +93,64 @@ class NcclNote(msgspec.Struct, tag=6, array_like=True):
     text: bytes
 
 
-Frame = Announce | TakeMessage | DirectionRequest | Calls | NcclBye | NcclAbort | NcclNote
+class LaneCall(msgspec.Struct, array_like=True):
+    """A collective that the sender has called in a lane."""
+
+    lane: Lane
+    text: str
+    """What it is, and what all ranks must agree on."""
+    gives: list[int]
+    """The bytes that it sends to each rank, if these may differ from rank to rank; else empty."""
+    takes: list[int]
+    """The bytes that it receives from each rank, likewise."""
+
+
+class LaneCalls(msgspec.Struct, tag=7, array_like=True):
+    """To the sequencer: what the sender has called in lanes, in the order of the calls within each."""
+
+    calls: list[LaneCall]
+
+
+class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
+    """To the sequencer: the sender gives a lane up, and waits for :class:`LaneEnd`."""
+
+    lane: Lane
+
+
+class LaneEntries(msgspec.Struct, tag=9, array_like=True):
+    """From the sequencer: the next entries of the log. Each is the lane whose next collective is launched."""
+
+    lanes: list[Lane]
+
+
+class LaneEnd(msgspec.Struct, tag=10, array_like=True):
+    """From the sequencer: nothing more of a lane that the receiver has given up comes into the log."""
+
+    lane: Lane
+
+
+class LaneFault(msgspec.Struct, tag=11, array_like=True):
+    """From the sequencer: what the receiver has called in a lane cannot be."""
+
+    lane: Lane
+    reason: Reason
+
+
+class LaneWaits(msgspec.Struct, tag=12, array_like=True):
+    """From the sequencer: lanes in which the receiver waits, and for which ranks."""
+
+    waits: list[tuple[Lane, list[int]]]
+
+
+class FormChannels(msgspec.Struct, tag=13, array_like=True):
+    """From the sequencer: form the communicators that carry lanes. All ranks do."""
+
+    unique_ids: list[bytes]
+
+
+LaneFrame = LaneCalls | LaneGivenUp | LaneEntries | LaneEnd | LaneFault | LaneWaits | FormChannels
+"""What ranks tell each other of lanes."""
+Frame = Announce | TakeMessage | DirectionRequest | Calls | NcclBye | NcclAbort | NcclNote | LaneFrame
 
 _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 
@@ -95,6 +158,31 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 def dialect() -> Dialect:
     """Return what a rank's first record begins with. The ranks compare it before they tell each other anything else."""
     return Dialect("the nccl transport", b"aioN", VERSION)
+
+
+def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
+    """Return the frames that tell of calls in lanes: one, unless they are too many for it."""
+    part: list[LaneCall] = []
+    nbytes = 0
+    for call in calls:
+        nbytes += 4 * len(call.text) + 9 * (len(call.gives) + len(call.takes) + 2)
+        if part and nbytes > _PIECE:
+            yield LaneCalls(part)
+            part, nbytes = [], 0
+        part.append(call)
+    yield LaneCalls(part)
+
+
+def lane_entries(lanes: Sequence[int]) -> Iterator[LaneEntries]:
+    """Return the frames with entries of the log: one, unless they are too many for it."""
+    most = _PIECE // 9
+    return (LaneEntries(list(lanes[at : at + most])) for at in range(0, len(lanes), most))
+
+
+def lane_waits(waits: Sequence[tuple[int, list[int]]]) -> Iterator[LaneWaits]:
+    """Return the frames that tell a rank for whom it waits: one, unless the lanes are too many for it."""
+    most = _PIECE // (9 * (2 + max(len(ranks) for _, ranks in waits)))
+    return (LaneWaits(list(waits[at : at + most])) for at in range(0, len(waits), most))
 
 
 def pack(frame: Frame) -> bytes:

@@ -1,0 +1,134 @@
+"""The channels of lanes: a few NCCL communicators of all ranks, each with a stream of its own, so that lanes overlap.
+
+They are formed when the log has its first entry: all ranks have called that, and wait for it. A lane is always carried
+by the same channel, which its number tells. So its collectives run one after the other, and no rank has to say which.
+All are launched in the order of the log, whatever their channel. CUDA may have one wait for another, because it has
+fewer queues than there are streams; then it is the later one on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from aiocomms import ops
+from aiocomms.errors import CommError
+from aiocomms.transport import Completion
+from aiocomms_nccl.calls import CallPlan
+from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.direction import AT_ONCE, Forming
+
+CHANNELS: Final = 4
+"""How many lanes may have a kernel on the GPU at once. Each costs what a communicator of NCCL costs in GPU memory."""
+
+
+class PostedInLane:
+    """A collective of a lane that this rank has called."""
+
+    __slots__ = ("after", "end", "error", "lane", "op", "plan", "work")
+
+    def __init__(self, op: ops.Op, lane: int, work: Completion, plan: CallPlan, after: Any) -> None:
+        self.op = op
+        self.lane = lane
+        self.work = work
+        self.plan = plan
+        self.after = after
+        """The point of the caller's stream for which it waits."""
+        self.end: Any = None
+        """Its end, for streams to wait for, once it is launched."""
+        self.error: CommError | None = None
+        """What it ends with, if its lane was given up."""
+
+
+class LaneChannel:
+    """One channel, formed."""
+
+    __slots__ = ("comm_stream", "under_way")
+
+    def __init__(self, comm_stream: CommStream) -> None:
+        self.comm_stream = comm_stream
+        self.under_way = 0
+
+
+class ChannelsOwner(Forming, Protocol):
+    """What the channels need of their transport."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+
+class LaneChannels:
+    """All channels of one rank. Its methods run on the loop's thread unless they say otherwise."""
+
+    def __init__(self, owner: ChannelsOwner, ended: Callable[[PostedInLane], object]) -> None:
+        """Start with channels that are not formed.
+
+        :param ended: called with each collective that the GPU has done.
+        """
+        self.begun = False
+        """Whether this rank has begun to form them."""
+        self._owner = owner
+        self._ended = ended
+        self._channels: list[LaneChannel] = []
+        self._ordered: deque[PostedInLane] = deque()
+
+    def comm_streams(self) -> list[CommStream]:
+        """Return the communicators that are formed. Any thread may call this."""
+        return [it.comm_stream for it in list(self._channels)]
+
+    def add(self, posted: PostedInLane) -> None:
+        """Launch a collective that the log has named, behind all others."""
+        self._ordered.append(posted)
+        self._flush()
+
+    def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
+        """Join the communicators in a thread, which calls ``unique_ids`` first."""
+        self.begun = True
+        self._owner.spawn(partial(self._join, unique_ids), self._formed)
+
+    def _join(self, unique_ids: Callable[[], Sequence[bytes]]) -> list[CommStream]:
+        owner, joined = self._owner, list[CommStream]()
+        try:
+            for unique_id in unique_ids():
+                comm = owner.library.communicator(owner.size, unique_id, owner.rank)
+                joined.append(owner.comm_stream(comm, owner.rank, owner.size))
+                joined[-1].warm()
+        except BaseException:
+            for comm_stream in joined:
+                comm_stream.comm.abort()
+            raise
+        return joined
+
+    def _formed(self, comm_streams: Sequence[CommStream]) -> None:
+        for comm_stream in comm_streams:
+            self._owner.launcher.adopt(comm_stream)
+        self._channels = [LaneChannel(comm_stream) for comm_stream in comm_streams]
+        self._flush()
+
+    def _flush(self) -> None:
+        """Launch what CUDA has room for, in the order of the log: it blocks whoever enqueues more."""
+        channels, ordered, launcher = self._channels, self._ordered, self._owner.launcher
+        while channels and ordered:
+            posted = ordered[0]
+            channel = channels[posted.lane % CHANNELS]
+            if channel.under_way >= AT_ONCE:
+                return
+            ordered.popleft()
+            then = partial(self._finish, channel, posted)
+            posted.end = launcher.launch(channel.comm_stream, posted.op.name, posted.plan, posted.after, then)
+            if posted.end is None:
+                return
+            channel.under_way += 1
+
+    def _finish(self, channel: LaneChannel, posted: PostedInLane) -> None:
+        channel.under_way -= 1
+        if not self._owner.aborted:  # else the event may have fired because NCCL has stopped
+            self._ended(posted)
+            self._flush()

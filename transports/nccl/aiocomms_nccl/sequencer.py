@@ -1,0 +1,124 @@
+"""The sequencer of lanes: rank 0 hears what all ranks have called, and makes the one order in which they launch it.
+
+NCCL wants one order of calls on all ranks, and lanes have none. So each rank tells rank 0 what it has called in which
+lane. What all ranks have called is appended to a log, which all ranks are told, and launch in its order. Nothing else
+is ever launched: a kernel that waits for a rank which has given its lane up could not be stopped alone.
+
+It is plain bookkeeping: no tensor, no connection, no NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final, Protocol
+
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowlevel import closed_by, disagreement
+from aiocomms_nccl.wire import LaneCall
+
+MOST_NAMED: Final = 16
+"""How many of the ranks that are missing the others are told of."""
+
+
+class Sequenced(Protocol):
+    """What the sequencer does by others."""
+
+    def append(self, lane: int) -> None:
+        """Append a lane's next collective to the log, for all ranks have called it."""
+
+    def refuse(self, rank: int, lane: int, error: CommError) -> None:
+        """Tell a rank that what it has called in a lane cannot be."""
+
+
+class Sequencer:
+    """What has been called in lanes by some ranks, and not yet by all."""
+
+    def __init__(self, size: int, outcome: Sequenced) -> None:
+        self._size = size
+        self._outcome = outcome
+        self._lanes: dict[int, deque[dict[int, LaneCall]]] = {}  # by lane what is not in the log, by rank
+        self._left: set[int] = set()
+        self._unsaid: dict[int, None] = {}  # lanes of which it was not said for whom they wait
+
+    def __len__(self) -> int:
+        """Return how many lanes wait for some rank."""
+        return len(self._lanes)
+
+    def hear(self, rank: int, call: LaneCall) -> None:
+        """Note that a rank has called the next collective of a lane."""
+        meetings = self._lanes.setdefault(call.lane, deque())
+        meeting = next((it for it in meetings if rank not in it), None)
+        if meeting is None:
+            meeting = {}
+            meetings.append(meeting)
+        for other, theirs in meeting.items():
+            if (wrong := disagree(rank, call, other, theirs)) is not None:
+                self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
+                self._outcome.refuse(rank, call.lane, wrong)
+                return  # the communicator is lost
+        meeting[rank] = call
+        if len(meeting) == self._size:
+            self._remove(call.lane, meeting)
+            self._outcome.append(call.lane)
+        else:
+            self._unsaid[call.lane] = None
+            self._refuse_left(call.lane, meeting)
+
+    def _remove(self, lane: int, meeting: dict[int, LaneCall]) -> None:
+        meetings = self._lanes[lane]
+        meetings.remove(meeting)
+        if not meetings:
+            del self._lanes[lane]
+            self._unsaid.pop(lane, None)
+
+    def give_up(self, rank: int, lane: int) -> None:
+        """Forget what a rank has called in a lane and is not in the log. It calls nothing more there."""
+        for meeting in list(self._lanes.get(lane, ())):
+            meeting.pop(rank, None)
+            if not meeting:
+                self._remove(lane, meeting)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has closed: it calls nothing more."""
+        self._left.add(rank)
+        for lane, meetings in list(self._lanes.items()):
+            for meeting in list(meetings):
+                self._refuse_left(lane, meeting)
+
+    def _refuse_left(self, lane: int, meeting: dict[int, LaneCall]) -> None:
+        for gone in self._left:
+            if gone not in meeting:
+                for rank in list(meeting):
+                    self._outcome.refuse(rank, lane, closed_by(gone))
+                return
+
+    def missing(self, lane: int) -> list[int]:
+        """Return the ranks that have not called what others wait for in a lane. Any thread may call this."""
+        meeting = next(iter(list(self._lanes.get(lane, ()))), {})
+        return [rank for rank in range(self._size) if rank not in meeting] if meeting else []
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank waits in some lane, and does not know for whom."""
+        return bool(self._unsaid)
+
+    def news(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Return lanes that wait, the ranks that wait in each, and those for which they wait; each once."""
+        lanes, self._unsaid = self._unsaid, {}
+        for lane in lanes:
+            if lane in self._lanes:
+                missing = islice((r for r in range(self._size) if r not in self._lanes[lane][0]), MOST_NAMED)
+                yield lane, list(self._lanes[lane][0]), list(missing)
+
+
+def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> MismatchError | None:
+    """Return what a rank is told whose call does not fit that of another rank; None: it does."""
+    here, there = mine.text, theirs.text
+    if here == there:
+        if not mine.gives or (mine.takes[peer], mine.gives[peer]) == (theirs.gives[rank], theirs.takes[rank]):
+            return None
+        here += f" for {mine.takes[peer]} bytes from there and {mine.gives[peer]} to there"
+        there += f" for {[theirs.takes[rank], theirs.gives[rank]]} bytes"
+    return disagreement(peer, there, rank, here)
