@@ -413,6 +413,24 @@ async def test_a_lane_is_given_up_at_every_step(
 
 
 @pytest.mark.asyncio
+async def test_a_lane_is_called_and_given_up_in_one_turn(cuda: FakeCuda) -> None:
+    """Its end comes behind what the log has named by then, and its word behind what it has called."""
+    async with world(2) as comms:
+        await reduced(comms, "channels")
+        first = comms[0].lane("it").all_reduce(ones())
+        await until(lambda: not lanes(comms[0])._sequencer.has_news)
+        tensor = ones()
+        works = [comms[1].lane("it").all_reduce(tensor), comms[1].lane("it").barrier()]
+        comms[1].lane("it").abort("not any more")
+        for work in works:
+            assert isinstance(await failure(work), LaneAbortedError)
+        await first.wait()
+        assert tensor.tolist() == [2.0] * 3
+        await reduced(comms, "another")
+        await until(lambda: at_rest(comms))
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("step", "caller"), [("ordered", 0), ("heard", 0), ("launched", 0)])
 @RANKS
 async def test_closing_waits_for_it_at_every_step(
