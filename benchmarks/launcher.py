@@ -29,7 +29,7 @@ from aiocomms_nccl.nccl import Nccl
 
 import aiocomms
 from aiocomms.bootstrap import registry
-from aiocomms.communicator import Communicator
+from aiocomms.communicator.communicator import Communicator
 from aiocomms.cuda import Cuda
 from aiocomms.cuda.runtime import FUNCTIONS as RUNTIME
 from aiocomms.transport import Capabilities

@@ -613,6 +613,33 @@ async def test_ranks_that_disagree_are_told_at_once(cuda: FakeCuda, callers: tup
 
 
 @pytest.mark.asyncio
+async def test_a_rank_that_disagrees_with_what_the_sequencer_has_heard(cuda: FakeCuda) -> None:
+    """The sequencer's own rank finds it at its call."""
+    async with world(2) as comms:
+        other = comms[1].lane("it").all_reduce(torch.ones(4))
+        await until(lambda: len(lanes(comms[0])._sequencer))
+        work = comms[0].lane("it").barrier()
+        assert work.done()
+        for error in (await failure(work), await failure(other)):
+            assert isinstance(error, MismatchError)
+            assert "calls barrier()" in str(error)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_error_of_nccl_while_a_collective_of_a_lane_is_pending(cuda: FakeCuda, rank: int) -> None:
+    async with world(2) as comms:
+        await reduced(comms, "it")
+        gate = Gate(cuda.current_stream())
+        works = [comm.lane("it").barrier() for comm in comms]
+        for comm in of_channels(comms[rank]):
+            comm.shared.async_error = 6
+        for work in works:
+            assert "ncclRemoteError" in str(await failure(work))
+        gate.open()
+
+
+@pytest.mark.asyncio
 async def test_parts_of_an_all_to_all_that_do_not_fit(cuda: FakeCuda) -> None:
     async with world(2) as comms:
         works = [

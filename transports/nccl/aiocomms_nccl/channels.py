@@ -79,9 +79,12 @@ class LaneChannels:
         self._channels: list[LaneChannel] = []
         self._ordered: deque[PostedInLane] = deque()
 
-    def comm_streams(self) -> list[CommStream]:
-        """Return the communicators that are formed. Any thread may call this."""
-        return [it.comm_stream for it in list(self._channels)]
+    def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
+        """Return the communicators that are formed. Any thread may call this.
+
+        :param busy: only those which have something under way.
+        """
+        return [it.comm_stream for it in list(self._channels) if it.under_way or not busy]
 
     def add(self, posted: PostedInLane) -> None:
         """Launch a collective that the log has named, behind all others."""

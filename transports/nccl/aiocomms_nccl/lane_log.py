@@ -140,9 +140,12 @@ class LaneLog:
             return ()
         return found.missing if self._sequencer is None else self._sequencer.missing(posted.lane)
 
-    def comm_streams(self) -> list[CommStream]:
-        """Return the communicators of the channels. Any thread may call this."""
-        return self._channels.comm_streams()
+    def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
+        """Return the communicators of the channels. Any thread may call this.
+
+        :param busy: only those which have something under way.
+        """
+        return self._channels.comm_streams(busy=busy)
 
     def clear(self) -> None:
         """Let go of everything, at the end."""
@@ -153,12 +156,11 @@ class LaneLog:
 
     def _soon(self) -> None:
         """Send what is to be told: the first of a turn of the loop at once, and the others together in the next."""
+        if self._fresh and (self._calls or self._entries):
+            self._fresh = False
+            self._flush()
         if self._calls or self._entries or (self._sequencer is not None and self._sequencer.has_news):
-            if self._fresh:
-                self._fresh = False
-                self._flush()
-            if self._calls or self._entries or self._sequencer is not None:
-                self._owner.control.wake()
+            self._owner.control.wake()
 
     def turn(self, came: bool) -> None:
         """Send what this turn of the loop has to tell. It is called in every turn, after all frames were handled.

@@ -314,7 +314,7 @@ class NcclTransport(LaneTransport):
             self.lose_cuda(error)
             return True
         if len(self.launcher) and not self.aborted:
-            for comm_stream in self._comm_streams():
+            for comm_stream in self._comm_streams(busy=True):
                 self.call_nccl("what is under way", comm_stream.comm.check_async_error)
             if self.launcher.parked and self._agreement.pending:
                 self._agreement.tell_calls()
@@ -405,8 +405,9 @@ class NcclTransport(LaneTransport):
                 self._agreement.send_abort(error)
                 self._end_all(self._comm_streams(), abort=True)
 
-    def _comm_streams(self) -> list[CommStream]:
-        return [self._comm_stream, *self._lanes.comm_streams(), *self._matcher.comm_streams()]
+    def _comm_streams(self, *, busy: bool = False) -> list[CommStream]:
+        """Return all communicators, or without those for lanes that have nothing under way."""
+        return [self._comm_stream, *self._lanes.comm_streams(busy=busy), *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
