@@ -321,6 +321,7 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.torch_backend
 	$(BENCH_BIN)/python -m benchmarks.endpoints
 	$(BENCH_BIN)/python -m benchmarks.launcher
+	$(BENCH_BIN)/python -m benchmarks.nccl_lanes
 
 ## What grows with the number of ranks while a communicator forms: processes, ranks of one loop, calls of the store.
 bench-scale: $(VENV)/ucx.stamp
