@@ -208,15 +208,15 @@ def main() -> None:
     figures = {
         what: {way: summary([time for one in both for time in one[what][way]]) for way in WAYS} for what in SUBJECTS
     }
-    print(f"{'µs per op: fastest tenth, median':34}" + "".join(f"{way:>20}" for way in WAYS))
+    print(f"{'µs per op: fastest tenth, median, mean':40}" + "".join(f"{way:>26}" for way in WAYS))
     for what, ways in figures.items():
-        print(f"{what:34}" + "".join(f"{fastest:12.1f}{median:8.1f}" for fastest, median in ways.values()))
+        print(f"{what:40}" + "".join(f"{low:10.1f}{median:8.1f}{mean:8.1f}" for low, median, mean in ways.values()))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1))
 
 
-def summary(times: list[float]) -> tuple[float, float]:
-    return statistics.quantiles(times, n=10)[0], statistics.median(times)
+def summary(times: list[float]) -> tuple[float, float, float]:
+    return statistics.quantiles(times, n=10)[0], statistics.median(times), statistics.mean(times)
 
 
 if __name__ == "__main__":
