@@ -67,7 +67,7 @@ class LaneLog:
         self._channels = LaneChannels(owner, self._ended)
         self._sequencer = Sequencer(owner.size, self) if owner.rank == SEQUENCER else None
         self._calls: list[wire.LaneCall] = []  # of which the sequencer is not told yet
-        self._entries: list[int] = []  # of which the other ranks are not told yet
+        self._entries: list[int] = []  # of which the other ranks are not told yet, nor are they launched here
         self._fresh = True  # whether nothing was sent in this turn of the loop
         self._vain = 0
         self._closed = False  # whether the sequencer's rank has closed
@@ -97,6 +97,7 @@ class LaneLog:
 
     def give_up(self, lane: int, error: CommError) -> None:
         """See :meth:`LaneTransport.give_up_lane`."""
+        self._flush()  # what is in the log is launched, and what this rank has called comes before its word
         found = self._lanes.get(lane)
         if found is None:
             return
@@ -106,7 +107,6 @@ class LaneLog:
         if not found.waiting:
             return
         if self._sequencer is None:
-            self._flush()
             self._owner.control.send(SEQUENCER, wire.LaneGivenUp(lane))
         else:
             self._sequencer.give_up(SEQUENCER, lane)
@@ -177,6 +177,7 @@ class LaneLog:
                 self._tell_news(self._sequencer)
 
     def _flush(self) -> None:
+        """Tell the other ranks what is to be told, and launch what they are told to: the telling takes longer."""
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
         control = self._owner.control
@@ -187,6 +188,8 @@ class LaneLog:
             for part in wire.lane_entries(entries):
                 for peer in control.peers:
                     control.send(peer, part)
+            for lane in entries:
+                self._launch(lane)
 
     def _tell_news(self, sequencer: Sequencer) -> None:
         """Tell the ranks that wait for whom they do."""
@@ -250,7 +253,6 @@ class LaneLog:
         if not self._channels.begun:
             self._channels.form(self._make_channels)
         self._entries.append(lane)
-        self._launch(lane)
 
     def _make_channels(self) -> list[bytes]:
         """Have all ranks form the channels. Runs in a thread."""
@@ -262,6 +264,7 @@ class LaneLog:
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
         """See :meth:`Sequenced.refuse`."""
         if rank == SEQUENCER:
+            self._flush()  # what is in the log is none of it
             self._fail(lane, error)
         else:
             self._owner.control.send(rank, wire.LaneFault(lane, Reason.of(error, SEQUENCER)))
