@@ -91,6 +91,10 @@ class LaneChannels:
         self._ordered.append(posted)
         self._flush()
 
+    def clear(self) -> None:
+        """Let go of what was not launched, at the end."""
+        self._ordered.clear()
+
     def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
         """Join the communicators in a thread, which calls ``unique_ids`` first."""
         self.begun = True

@@ -151,6 +151,7 @@ class LaneLog:
         """Let go of everything, at the end."""
         self._lanes.clear()
         self._posted.clear()
+        self._channels.clear()
 
     # ------------------------------------------------------------------------------------------------- what is told
 

@@ -32,13 +32,32 @@ class Sequenced(Protocol):
         """Tell a rank that what it has called in a lane cannot be."""
 
 
+class _Waiting:
+    """A lane of which some ranks have called more than is in the log."""
+
+    __slots__ = ("ahead", "meetings")
+
+    def __init__(self) -> None:
+        self.meetings: deque[dict[int, LaneCall]] = deque()
+        """The collectives that are not in the log, oldest first: what each rank has called."""
+        self.ahead: dict[int, int] = {}
+        """How many of them each rank has called."""
+
+    def next_of(self, rank: int) -> dict[int, LaneCall]:
+        """Return the first that a rank has not called."""
+        ahead = self.ahead.get(rank, 0)
+        if ahead == len(self.meetings):
+            self.meetings.append({})
+        return self.meetings[ahead]
+
+
 class Sequencer:
     """What has been called in lanes by some ranks, and not yet by all."""
 
     def __init__(self, size: int, outcome: Sequenced) -> None:
         self._size = size
         self._outcome = outcome
-        self._lanes: dict[int, deque[dict[int, LaneCall]]] = {}  # by lane what is not in the log, by rank
+        self._lanes: dict[int, _Waiting] = {}
         self._left: set[int] = set()
         self._unsaid: dict[int, None] = {}  # lanes of which it was not said for whom they wait
 
@@ -48,43 +67,56 @@ class Sequencer:
 
     def hear(self, rank: int, call: LaneCall) -> None:
         """Note that a rank has called the next collective of a lane."""
-        meetings = self._lanes.setdefault(call.lane, deque())
-        meeting = next((it for it in meetings if rank not in it), None)
-        if meeting is None:
-            meeting = {}
-            meetings.append(meeting)
-        for other, theirs in meeting.items():
-            if (wrong := disagree(rank, call, other, theirs)) is not None:
-                self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
-                self._outcome.refuse(rank, call.lane, wrong)
-                return  # the communicator is lost
+        found = self._lanes.get(call.lane)
+        if found is None:
+            found = self._lanes[call.lane] = _Waiting()
+        meeting = found.next_of(rank)
+        if self._disagrees(rank, call, meeting):
+            return  # the communicator is lost
         meeting[rank] = call
-        if len(meeting) == self._size:
-            self._remove(call.lane, meeting)
+        found.ahead[rank] = found.ahead.get(rank, 0) + 1
+        if len(meeting) == self._size:  # it is the first: all have called those before it
+            found.meetings.popleft()
+            found.ahead = {other: ahead - 1 for other, ahead in found.ahead.items()}
+            self._look(call.lane, found)
             self._outcome.append(call.lane)
         else:
             self._unsaid[call.lane] = None
             self._refuse_left(call.lane, meeting)
 
-    def _remove(self, lane: int, meeting: dict[int, LaneCall]) -> None:
-        meetings = self._lanes[lane]
-        meetings.remove(meeting)
-        if not meetings:
+    def _disagrees(self, rank: int, call: LaneCall, meeting: dict[int, LaneCall]) -> bool:
+        """Compare what a rank calls with what others have called, and tell both if it differs."""
+        for other, theirs in meeting.items():
+            if (wrong := disagree(rank, call, other, theirs)) is not None:
+                self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
+                self._outcome.refuse(rank, call.lane, wrong)
+                return True
+            if not call.gives:
+                return False  # all others say what this one does
+        return False
+
+    def _look(self, lane: int, found: _Waiting) -> None:
+        """Forget a lane in which nobody waits."""
+        if not found.meetings:
             del self._lanes[lane]
             self._unsaid.pop(lane, None)
 
     def give_up(self, rank: int, lane: int) -> None:
         """Forget what a rank has called in a lane and is not in the log. It calls nothing more there."""
-        for meeting in list(self._lanes.get(lane, ())):
-            meeting.pop(rank, None)
-            if not meeting:
-                self._remove(lane, meeting)
+        found = self._lanes.get(lane)
+        if found is None:
+            return
+        for meeting in islice(found.meetings, found.ahead.pop(rank, 0)):
+            del meeting[rank]
+        while found.meetings and not found.meetings[-1]:
+            found.meetings.pop()
+        self._look(lane, found)
 
     def leave(self, rank: int) -> None:
         """Note that a rank has closed: it calls nothing more."""
         self._left.add(rank)
-        for lane, meetings in list(self._lanes.items()):
-            for meeting in list(meetings):
+        for lane, found in list(self._lanes.items()):
+            for meeting in list(found.meetings):
                 self._refuse_left(lane, meeting)
 
     def _refuse_left(self, lane: int, meeting: dict[int, LaneCall]) -> None:
@@ -96,7 +128,8 @@ class Sequencer:
 
     def missing(self, lane: int) -> list[int]:
         """Return the ranks that have not called what others wait for in a lane. Any thread may call this."""
-        meeting = next(iter(list(self._lanes.get(lane, ()))), {})
+        found = self._lanes.get(lane)
+        meeting = next(iter(list(found.meetings)), {}) if found is not None else {}
         return [rank for rank in range(self._size) if rank not in meeting] if meeting else []
 
     @property
@@ -108,9 +141,9 @@ class Sequencer:
         """Return lanes that wait, the ranks that wait in each, and those for which they wait; each once."""
         lanes, self._unsaid = self._unsaid, {}
         for lane in lanes:
-            if lane in self._lanes:
-                missing = islice((r for r in range(self._size) if r not in self._lanes[lane][0]), MOST_NAMED)
-                yield lane, list(self._lanes[lane][0]), list(missing)
+            meeting = self._lanes[lane].meetings[0]
+            missing = islice((rank for rank in range(self._size) if rank not in meeting), MOST_NAMED)
+            yield lane, list(meeting), list(missing)
 
 
 def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> MismatchError | None:
