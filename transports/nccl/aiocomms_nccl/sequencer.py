@@ -32,7 +32,7 @@ class Sequenced(Protocol):
         """Tell a rank that what it has called in a lane cannot be."""
 
 
-class _Waiting:
+class _LaneMeetings:
     """A lane of which some ranks have called more than is in the log."""
 
     __slots__ = ("ahead", "meetings")
@@ -57,7 +57,7 @@ class Sequencer:
     def __init__(self, size: int, outcome: Sequenced) -> None:
         self._size = size
         self._outcome = outcome
-        self._lanes: dict[int, _Waiting] = {}
+        self._lanes: dict[int, _LaneMeetings] = {}
         self._left: set[int] = set()
         self._unsaid: dict[int, None] = {}  # lanes of which it was not said for whom they wait
 
@@ -69,7 +69,7 @@ class Sequencer:
         """Note that a rank has called the next collective of a lane."""
         found = self._lanes.get(call.lane)
         if found is None:
-            found = self._lanes[call.lane] = _Waiting()
+            found = self._lanes[call.lane] = _LaneMeetings()
         meeting = found.next_of(rank)
         if self._disagrees(rank, call, meeting):
             return  # the communicator is lost
@@ -95,7 +95,7 @@ class Sequencer:
                 return False  # all others say what this one does
         return False
 
-    def _look(self, lane: int, found: _Waiting) -> None:
+    def _look(self, lane: int, found: _LaneMeetings) -> None:
         """Forget a lane in which nobody waits."""
         if not found.meetings:
             del self._lanes[lane]
