@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiocomms import blocking, cuda, errors, functional, ops, serving, testing
+    from aiocomms.arguments import COMM_TIMEOUT
     from aiocomms.communicator.communicator import Communicator
+    from aiocomms.communicator.formation import get_comm
     from aiocomms.communicator.lane import Lane
-    from aiocomms.communicator.opening import from_process_group, get_comm, new_comm
+    from aiocomms.communicator.opening import from_process_group, new_comm
     from aiocomms.communicator.portal.portal import Portal
     from aiocomms.communicator.portal.works import BlockingWork
     from aiocomms.communicator.rma import Window
     from aiocomms.communicator.streams import ItemStream, TensorStream
     from aiocomms.diagnosis.on_signal import dump_on_signal
-    from aiocomms.endpoints.endpoint import Endpoint, open_endpoint
+    from aiocomms.endpoints.endpoint import Endpoint
+    from aiocomms.endpoints.opening import open_endpoint
     from aiocomms.endpoints.peer import Peer
     from aiocomms.endpoints.regions import Region, RemoteRegion
     from aiocomms.errors import CommError
     from aiocomms.ops import Message, Received, TensorLike
-    from aiocomms.ops.checks import COMM_TIMEOUT
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
@@ -74,7 +76,7 @@ __all__ = [
 # Beside the imports above, which type checkers and editors read; a test keeps the two in step.
 _HOME = {
     "BlockingWork": "communicator.portal.works",
-    "COMM_TIMEOUT": "ops.checks",
+    "COMM_TIMEOUT": "arguments",
     "Capabilities": "transport",
     "CommError": "errors",
     "Communicator": "communicator.communicator",
@@ -95,9 +97,9 @@ _HOME = {
     "Work": "progress.work",
     "dump_on_signal": "diagnosis.on_signal",
     "from_process_group": "communicator.opening",
-    "get_comm": "communicator.opening",
+    "get_comm": "communicator.formation",
     "new_comm": "communicator.opening",
-    "open_endpoint": "endpoints.endpoint",
+    "open_endpoint": "endpoints.opening",
 }
 _MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "serving", "testing"})
 

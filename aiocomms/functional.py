@@ -16,8 +16,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.communicator.opening import get_comm
+from aiocomms.communicator.formation import get_comm
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
@@ -186,11 +187,11 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     try:
         sizes = [index(n) for n in shape]
     except TypeError:
-        raise checks.wrong_type("shape", shape, "a sequence of ints") from None
+        raise arguments.wrong_type("shape", shape, "a sequence of ints") from None
     if any(n < 0 for n in sizes):
-        raise ArgumentError(f"shape is {checks.short(shape)}, wanted sizes of at least 0")
+        raise ArgumentError(f"shape is {arguments.short(shape)}, wanted sizes of at least 0")
     if not isinstance(dtype, torch.dtype):
-        raise checks.wrong_type("dtype", dtype, "a torch.dtype")
+        raise arguments.wrong_type("dtype", dtype, "a torch.dtype")
     return buffers.empty(sizes, dtype=dtype, device=device)
 
 
@@ -209,7 +210,7 @@ def _copy(name: str, given: Any) -> Any:
 
 def _chunk(tensor: Tensor, size: int) -> tuple[int, ...]:
     if not tensor.dim() or tensor.shape[0] % size:
-        raise ArgumentError(f"tensor is {checks.describe(tensor)}, wanted dimension 0 divisible by the {size} ranks")
+        raise ArgumentError(f"tensor is {arguments.describe(tensor)}, wanted dimension 0 divisible by the {size} ranks")
     return (tensor.shape[0] // size, *tensor.shape[1:])
 
 

@@ -9,16 +9,17 @@ from typing import Final, Self, TypeVar
 
 import torch
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.works import close, run
 from aiocomms.endpoints import endpoint as endpoints
+from aiocomms.endpoints import opening
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 
 _T = TypeVar("_T")
 
@@ -156,7 +157,7 @@ class Endpoint(Handle):
 
 
 open_endpoint: Final = blocking(
-    endpoints.open_endpoint,
+    opening.open_endpoint,
     Endpoint,
     "Open an endpoint, with an event loop in a thread of its own. ``with`` closes it.",
 )

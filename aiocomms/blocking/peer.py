@@ -9,6 +9,7 @@ from typing import Any, Final, Self, TypeVar, cast, overload
 
 from torch import Tensor
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.portal import Portal
 from aiocomms.communicator.portal.views import BlockingStream, BlockingWindow, started
@@ -18,7 +19,6 @@ from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.hooks import Hook
 
 _T = TypeVar("_T")

@@ -23,7 +23,8 @@ import anyio
 import msgspec
 from torch.distributed import Store
 
-from aiocomms import ops
+from aiocomms import arguments, ops
+from aiocomms.arguments import as_int
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
@@ -43,8 +44,7 @@ from aiocomms.errors import (
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
-from aiocomms.ops import checks, membership
-from aiocomms.ops.numbers import as_int
+from aiocomms.ops import membership
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.005
@@ -96,7 +96,7 @@ async def form_again(
     """Form the communicator that takes another one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
     old = before.rendezvous
     try:
-        seconds = checks.seconds("timeout", timeout)
+        seconds = arguments.seconds("timeout", timeout)
         with admitting(old.root):
             return await Recovery(before, ranks, as_int(size), seconds).run()
     except CommError as error:

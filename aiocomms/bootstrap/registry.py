@@ -15,11 +15,10 @@ import msgspec
 import torch
 
 from aiocomms import ops
+from aiocomms.arguments import advice
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, UnsupportedOperation
-from aiocomms.ops import checks
 from aiocomms.progress.guard import broken
-from aiocomms.progress.heartbeat import silence
 from aiocomms.transport import Transport
 
 _log = logging.getLogger("aiocomms")
@@ -48,18 +47,6 @@ class Selection(msgspec.Struct, frozen=True):
         :raises ArgumentError: a hint is wrong.
         """
         return Selection(self.names, self.classes, {**self.options, **advice(hints)})
-
-
-def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a program's hints, checked.
-
-    :raises ArgumentError: they are no mapping, or one of the core's own is wrong.
-    """
-    if hints is not None:
-        checks.mapping("hints", hints)
-    options = dict(hints or {})
-    silence(options)
-    return options
 
 
 def entries() -> dict[str, EntryPoint]:

@@ -15,6 +15,7 @@ import anyio
 import torch
 from torch.distributed import PrefixStore, Store
 
+from aiocomms.arguments import FORMING
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import append, believed, last_look, listed, number, pauses
@@ -23,8 +24,6 @@ from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
-FORMING: Final = 600.0
-"""Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
 PROBE: Final = 0.5
 """Seconds in which a store answers, or those who can do without it do without."""
 

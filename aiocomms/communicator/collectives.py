@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiocomms import ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.reducing import Reducing
 from aiocomms.ops import TensorLike
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, sequence
+from aiocomms.ops.checks import integers, optional, sequence
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)

@@ -14,7 +14,8 @@ from typing import Any, Self
 import anyio
 import torch
 
-from aiocomms import ops
+from aiocomms import arguments, ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.groups import Groups
@@ -38,9 +39,8 @@ from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import CommError, MismatchError, StoreLostError, as_reason, wrong_thread
 from aiocomms.lowering.lanes import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
-from aiocomms.ops import Op, checks, membership
+from aiocomms.ops import Op, membership
 from aiocomms.ops.arrays import checked
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.hooks import Hooked
 from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.progress.work import Work
@@ -126,9 +126,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise core.refused(op)
         try:
             of_tensors = checked(op, core)
-            seconds = self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            seconds = self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
             if hints is not None:
-                checks.mapping("hints", hints)
+                arguments.mapping("hints", hints)
             work: StartedWork[Any] = self._start(of_tensors, core.issued, core, hints)
         except CommError as error:
             raise core.worded(error.about(comm=self.name, op=op.name, rank=self.rank)) from None
@@ -246,7 +246,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :param timeout: seconds; None: they have no deadline, and wait until they are done or the communicator is lost.
         :raises ArgumentError: it is neither None nor a number of seconds above 0.
         """
-        self._seconds = checks.deadline("timeout", timeout)
+        self._seconds = arguments.deadline("timeout", timeout)
 
     async def split(
         self,
@@ -272,8 +272,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
         """
         members = membership.members(ranks, self._core)
-        child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
-        seconds = checks.op_deadline(timeout, self._rendezvous.timeout)
+        child = f"{self.name}/{self._children + 1}" if name is None else arguments.label(name)
+        seconds = arguments.op_deadline(timeout, self._rendezvous.timeout)
         plan = self._plan if hints is None else self._plan.advised(hints)
         number = self._children = self._children + 1  # another split may begin before this one goes on
         core = self._core
@@ -329,8 +329,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         self._core.demand("create_group")
         members = membership.members(ranks, self._core, "create_group", least=1)
-        seconds = checks.op_deadline(timeout, self._rendezvous.timeout)
-        return Communicator(*await self._groups.form(members, checks.label(name), seconds))
+        seconds = arguments.op_deadline(timeout, self._rendezvous.timeout)
+        return Communicator(*await self._groups.form(members, arguments.label(name), seconds))
 
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0

@@ -6,10 +6,10 @@ import hashlib
 import struct
 from typing import Any, NamedTuple
 
+from aiocomms import arguments
 from aiocomms.communicator.items import Kind
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.lowlevel.versions import Dialect
-from aiocomms.ops import checks
 
 MAX_CAPACITY = 2**20
 MAX_NAME = 100
@@ -45,14 +45,14 @@ def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
     if capacity_bytes is not None:
         _check_count("capacity_bytes", capacity_bytes, MAX_BYTES, "bytes")
     if not isinstance(name, str):
-        raise checks.wrong_type("name", name, "a str")
+        raise arguments.wrong_type("name", name, "a str")
     if len(name.encode()) > MAX_NAME:
-        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
+        raise ArgumentError(f"name is {arguments.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 
 
 def _check_count(argument: str, value: int, most: int, unit: str) -> None:
     if type(value) is not int:
-        raise checks.wrong_type(argument, value, f"an int, in {unit}")
+        raise arguments.wrong_type(argument, value, f"an int, in {unit}")
     if not 1 <= value <= most:
         raise ArgumentError(f"{argument} is {value}, wanted 1 to {most} {unit}")
 

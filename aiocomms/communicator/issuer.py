@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 from aiocomms.transport.native import Shortcuts
 

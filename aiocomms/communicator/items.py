@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
 from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.ops import buffers, checks, codec
@@ -139,7 +140,7 @@ class Mappings(Kind[T]):
         :raises ArgumentTypeError: it is no mapping.
         """
         if not isinstance(item, Mapping):
-            raise checks.wrong_type("item", item, "a mapping, as the stream was opened for")
+            raise arguments.wrong_type("item", item, "a mapping, as the stream was opened for")
         return dict(item)
 
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
@@ -181,13 +182,13 @@ class Dataclasses(Mappings[T]):
         :raises ArgumentTypeError: it is of another class.
         """
         if type(item) is not self.items:
-            raise checks.wrong_type("item", item, f"a {self.items.__name__}, as the stream was opened for")
+            raise arguments.wrong_type("item", item, f"a {self.items.__name__}, as the stream was opened for")
         return {name: getattr(item, name) for name in self._names}
 
     def checked(self, arrived: Any) -> Any:
         """See :meth:`Mappings.checked`."""
         if not isinstance(arrived, dict) or list(arrived) != self._names:
-            raise ProtocolError(f"{checks.short(arrived)} came on a stream of {self.text}")
+            raise ProtocolError(f"{arguments.short(arrived)} came on a stream of {self.text}")
         return arrived
 
     def make(self, arrived: Any) -> T:
@@ -207,7 +208,7 @@ def kind_of(items: Any) -> Kind[Any]:
         return Mappings(items)
     if isinstance(origin, type) and dataclasses.is_dataclass(origin):
         return Dataclasses(origin)
-    raise checks.wrong_type("items", items, "torch.Tensor, dict, collections.abc.Mapping or a dataclass")
+    raise arguments.wrong_type("items", items, "torch.Tensor, dict, collections.abc.Mapping or a dataclass")
 
 
 def _packed(parcel: Parcel) -> Packed:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.collectives import Collectives
 from aiocomms.communicator.objects import Objects
 from aiocomms.communicator.p2p import PointToPoint
@@ -18,10 +20,8 @@ from aiocomms.core.core import Core
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
 from aiocomms.lowering.lanes import Key, number_of
 from aiocomms.lowering.runs import RunPart
-from aiocomms.ops import Op, checks
+from aiocomms.ops import Op
 from aiocomms.ops.arrays import checked
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
-from aiocomms.ops.numbers import as_int
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.progress.work import Work
 
@@ -89,7 +89,7 @@ class Lane(PointToPoint, Collectives, Objects):
         if type(key) not in (str, bytes, int):
             key = as_int(key)
         if type(key) not in (str, bytes, int):
-            raise checks.wrong_type("key", key, "a str, bytes or an int").about(op="lane", rank=comm.rank)
+            raise arguments.wrong_type("key", key, "a str, bytes or an int").about(op="lane", rank=comm.rank)
         self.key = key
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
         self._comm = comm
@@ -100,7 +100,7 @@ class Lane(PointToPoint, Collectives, Objects):
         self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
 
     def __repr__(self) -> str:
-        return f"<Lane {checks.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
+        return f"<Lane {arguments.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
 
     @property
     def timeout(self) -> float | None:
@@ -112,13 +112,13 @@ class Lane(PointToPoint, Collectives, Objects):
     def _seconds(self) -> float:
         return self._comm._seconds if self._own is None else self._own
 
-    def set_timeout(self, timeout: checks.Timeout) -> None:
+    def set_timeout(self, timeout: arguments.Timeout) -> None:
         """Set the deadline of operations on this view of the lane that are given none.
 
         :param timeout: seconds; None: they have no deadline.
         :raises ArgumentError: it is neither None nor a number of seconds above 0.
         """
-        self._own = checks.deadline("timeout", timeout)
+        self._own = arguments.deadline("timeout", timeout)
 
     @property
     def closed(self) -> bool:
@@ -183,7 +183,7 @@ class Lane(PointToPoint, Collectives, Objects):
         if self._known is not None:
             return self._known
         plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
-        return number_of(self.key), str(self.key) if plain else checks.short(self.key)
+        return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
         """Before the first op: hear which lanes other ranks have given up, and keep what the lane is called."""
@@ -221,8 +221,8 @@ class Lane(PointToPoint, Collectives, Objects):
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
         """Check what is seldom given, and return the deadline in seconds."""
         if hints is not None:
-            checks.mapping("hints", hints)
-        return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            arguments.mapping("hints", hints)
+        return self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
         """Return why an op cannot be called now, or not here."""

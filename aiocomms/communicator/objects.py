@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from aiocomms import ops
+from aiocomms import arguments, ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.communicator.parcels import HEADER_BYTES, ArrivingObject, Parcel, own_copy
 from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
 from aiocomms.ops import Family, Op, buffers, checks, codec
-from aiocomms.ops.checks import COMM_TIMEOUT, CheckedComm, OpTimeout
-from aiocomms.ops.numbers import as_int
+from aiocomms.ops.checks import CheckedComm
 from aiocomms.progress.work import Work
 
 
@@ -380,7 +380,7 @@ class Objects(Issuer):
         if self.rank == root:
             if not isinstance(objs, (list, tuple)) or len(objs) != self.size:
                 raise ArgumentError(
-                    f"objs is {checks.short(objs)}, wanted a list of {self.size} objects, one per rank",
+                    f"objs is {arguments.short(objs)}, wanted a list of {self.size} objects, one per rank",
                     comm=self.name, op="scatter_object", rank=self.rank,
                 )  # fmt: skip
             parcels = tuple(self._parcel("scatter_object", obj, pickle) for obj in objs)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
+from aiocomms.arguments import as_int
 from aiocomms.communicator import greeting
 from aiocomms.communicator.greeting import Greeting
 from aiocomms.communicator.issuer import Issuer
@@ -13,7 +14,6 @@ from aiocomms.communicator.items import kind_of
 from aiocomms.communicator.streams import ItemStream, TensorStream
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
-from aiocomms.ops.numbers import as_int
 
 T = TypeVar("T")
 

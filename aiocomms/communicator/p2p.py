@@ -8,13 +8,13 @@ from typing import Any, Self, TypeVar
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Message, Received, TensorLike
 from aiocomms.ops._arrivals import Source, sources_of
 from aiocomms.ops.arrays import checked
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiocomms import ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import TensorLike
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, sequence
+from aiocomms.ops.checks import sequence
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 

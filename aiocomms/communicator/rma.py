@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
-from aiocomms.ops.numbers import as_int
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)

@@ -18,6 +18,8 @@ import anyio
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints.credentials import FORGED, Descriptor, dtype_of
 from aiocomms.endpoints.regions import REVOKED, Attachment, Region
@@ -45,8 +47,7 @@ from aiocomms.errors import (
     as_reason,
     wrong_thread,
 )
-from aiocomms.ops import buffers, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops import buffers
 from aiocomms.progress.driver import Promise
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Attachments:
         :raises CommTimeoutError: it is.
         """
         self.check_thread("close")
-        seconds = checks.op_deadline(timeout, self._comm._seconds)
+        seconds = arguments.op_deadline(timeout, self._comm._seconds)
         with anyio.move_on_after(seconds):
             await attachment.opened
             if not attachment.leaving and self._over is None:

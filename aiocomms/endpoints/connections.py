@@ -20,8 +20,8 @@ from weakref import WeakSet
 import anyio
 import torch
 
+from aiocomms.arguments import FORMING
 from aiocomms.bootstrap.registry import Selection, open_transports
-from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
 from aiocomms.endpoints.meeting import (

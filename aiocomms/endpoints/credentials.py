@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import torch
 
+from aiocomms import arguments
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
 from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, mac, same
 from aiocomms.lowlevel.auth import read_token
@@ -90,13 +91,13 @@ def new_key() -> bytes:
     return secrets.token_bytes(32)
 
 
-def expiry(name: str, lifetime: checks.Timeout) -> float:
+def expiry(name: str, lifetime: arguments.Timeout) -> float:
     """Return when something expires that is made now.
 
     :param lifetime: seconds, or None for ever.
     :raises ArgumentError: it is neither.
     """
-    seconds = checks.deadline(name, lifetime)
+    seconds = arguments.deadline(name, lifetime)
     return math.inf if seconds == math.inf else time.time() + seconds
 
 
@@ -170,6 +171,6 @@ def _key() -> bytes:
 
 def _bytes(name: str, data: object) -> bytes:
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise checks.wrong_type(name, data, "bytes")
+        raise arguments.wrong_type(name, data, "bytes")
     raw = bytes(data)
     return raw if HEAD_BYTES + _MAC < len(raw) <= LONGEST else b""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from threading import get_ident
@@ -11,9 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from aiocomms.bootstrap.registry import Selection, advice, choose
-from aiocomms.bootstrap.rendezvous import FORMING
-from aiocomms.communicator.opening import Opening, device_of
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, FORMING, OpTimeout, Timeout
+from aiocomms.bootstrap.registry import Selection, choose
+from aiocomms.communicator.formation import settled
 from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
 from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
@@ -21,54 +24,21 @@ from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.reception import Reception
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
-from aiocomms.lowlevel import LOOPBACK
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.arrays import fitting
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.driver import LoopDriver, Promise
 
 
-class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - it is called like a function, as new_comm is
-    """Open an endpoint, by whose address other processes connect with this one: no ranks, no store, no launcher.
-
-    Await it for an :class:`Endpoint`, or use it as ``async with open_endpoint(...) as here:``, which closes it.
-
-    :param transport: a transport's name; ``"auto"`` for the best that is available; or a name for each of some of the
-        families ``"collectives"``, ``"p2p"`` and ``"rma"``. The same on all endpoints that connect.
-    :param device: the device of all tensors.
-    :param host: the address of this host at which others connect. By default only processes of this host do. Where
-        other hosts can, the job must have a token.
-    :param lifetime: the seconds for which others may connect by its address; None: as long as it is open.
-    :param name: what it is called in errors.
-    :param timeout: the deadline in seconds for connecting, and afterwards that of ops that are given none. None: these
-        have no deadline, and connecting has 600 s.
-    :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
-    :raises ArgumentError: an argument is wrong.
-    :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
-    """
-
-    _example = "here = await open_endpoint(...)"
-
-    def __init__(
-        self,
-        transport: str | Mapping[str, str] = "auto",
-        device: str | torch.device = "cpu",
-        *,
-        host: str = LOOPBACK,
-        lifetime: Timeout = None,
-        name: str = "endpoint",
-        timeout: Timeout = FORMING,
-        hints: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._transport, self._device = transport, device_of(device)
-        if not isinstance(host, str):
-            raise checks.wrong_type("host", host, "an address of this host as a str")
-        self._options = advice(hints)
-        self._where = host, expiry("lifetime", lifetime), checks.label(name), checks.deadline("timeout", timeout)
-
-    async def _open(self) -> Endpoint:
-        return Endpoint(choose(self._transport, self._device, 2, self._options), self._device, *self._where)
+async def opened(
+    transport: str | Mapping[str, str], device: str | torch.device, hints: Mapping[str, Any],
+    host: str, lifetime: float, name: str, timeout: float,
+) -> Endpoint:  # fmt: skip
+    """Open an endpoint, as :class:`aiocomms.open_endpoint` is asked to."""
+    expires, where = time.time() + lifetime, await settled(device)
+    plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
+    return Endpoint(plan, where, host, expires, name, timeout)
 
 
 class _Alone:
@@ -142,7 +112,7 @@ class Endpoint(Handle):
         """
         self._check("connect")
         try:
-            seconds = checks.op_deadline(timeout, self._seconds)
+            seconds = arguments.op_deadline(timeout, self._seconds)
             return await self._connections.connect(address, FORMING if seconds == inf else seconds)
         except CommError as error:
             raise error.about(comm=self.name, op="connect") from error.__cause__
@@ -177,7 +147,7 @@ class Endpoint(Handle):
             checks.writable("tensor", memory, self._alone)
             for name, value in (("read", read), ("write", write)):
                 if not isinstance(value, bool):
-                    raise checks.wrong_type(name, value, "a bool")
+                    raise arguments.wrong_type(name, value, "a bool")
             if not (read or write):
                 raise ArgumentError("read and write are both False, wanted at least one of them")
             expires = expiry("lifetime", lifetime)

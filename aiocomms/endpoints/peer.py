@@ -13,6 +13,8 @@ import anyio
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 from aiocomms.communicator.streams import ItemStream, TensorStream
@@ -22,8 +24,7 @@ from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_de
 from aiocomms.endpoints.regions import Region, RemoteRegion
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.ops import TensorLike, buffers, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops import TensorLike, buffers
 from aiocomms.progress.driver import Promise
 from aiocomms.progress.hooks import Hook
 from aiocomms.progress.work import Work
@@ -174,7 +175,7 @@ class Peer(Handle):
         """
         self._attachments.check_thread("attach")
         try:
-            seconds = checks.op_deadline(timeout, self._comm._seconds)
+            seconds = arguments.op_deadline(timeout, self._comm._seconds)
             says = self._checked(descriptor)
             with anyio.move_on_after(seconds) as late:
                 key = bytes(descriptor)
@@ -198,7 +199,7 @@ class Peer(Handle):
         remote = await self.attach(descriptor, timeout=timeout)
         if timeout is None or timeout is COMM_TIMEOUT:
             return remote, timeout
-        return remote, max(0.001, checks.deadline("timeout", timeout) - (time.monotonic() - began))
+        return remote, max(0.001, arguments.deadline("timeout", timeout) - (time.monotonic() - began))
 
     async def put(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
@@ -228,7 +229,7 @@ class Peer(Handle):
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommError: the connection is lost or closed.
         """
-        seconds = checks.op_deadline(timeout, self._comm._seconds)
+        seconds = arguments.op_deadline(timeout, self._comm._seconds)
         with anyio.move_on_after(seconds) as late:
             await self._settle(timeout)
         if late.cancelled_caught:

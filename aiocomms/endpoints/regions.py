@@ -11,11 +11,12 @@ import anyio
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.endpoints.credentials import Descriptor, dtype_of, expired
 from aiocomms.errors import CommError, RegionError, wrong_thread
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.ops import TensorLike, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops import TensorLike
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Region(Handle):
         if get_ident() != self._thread:
             raise wrong_thread("revoke")
         if timeout is not COMM_TIMEOUT:
-            checks.deadline("timeout", timeout)
+            arguments.deadline("timeout", timeout)
         self._revoked = True
         self._forget()
         await all_of([functools.partial(close, it, REVOKED, timeout) for it, close in self._open.items()])

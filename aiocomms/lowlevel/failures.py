@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 import torch
 
+from aiocomms.arguments import describe
 from aiocomms.errors import (
     CommAbortedError,
     CommError,
@@ -20,7 +21,6 @@ from aiocomms.errors import (
     PeerDiedError,
     WorkerError,
 )
-from aiocomms.ops.checks import describe
 
 _LONGEST: Final = 2000
 """Characters of a reason that travels."""

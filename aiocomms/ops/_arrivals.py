@@ -12,12 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
+from aiocomms.arguments import as_int
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.ops._base import USER, AsTensor, Buffers, Family, Op
 from aiocomms.ops._p2p import Recv
 from aiocomms.ops.checks import CheckedComm
-from aiocomms.ops.numbers import as_int
 
 Source = int | Sequence[int] | None
 """From whom a message may be: one rank, some of them, or any."""
@@ -119,7 +120,7 @@ class RecvMessage(_FromAny, frozen=True, eq=False):
         """See :meth:`Op.check`."""
         super().check(group)
         if self.into is not None and not callable(self.into):
-            raise checks.wrong_type("into", self.into, "a function of the message, or None")
+            raise arguments.wrong_type("into", self.into, "a function of the message, or None")
 
 
 class RecvAny(_Sourced, Op, frozen=True, eq=False):
@@ -156,7 +157,7 @@ def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
 
 def _sources(sources: Any, group: CheckedComm) -> None:
     if not isinstance(sources, tuple):
-        raise checks.wrong_type("src", sources, "a rank as an int, a list of ranks, or None for any rank")
+        raise arguments.wrong_type("src", sources, "a rank as an int, a list of ranks, or None for any rank")
     for i, rank in enumerate(sources):
         checks.end("src" if len(sources) == 1 else f"src[{i}]", rank, group)
     if len(set(sources)) != len(sources):

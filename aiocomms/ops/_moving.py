@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.ops._base import AsTensor, Buffers, Op, chunks, named, shapes
@@ -268,7 +269,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
         checks.same("output", self.output, "input", self.input)
         if not self.input.dim() or self.input.shape[0] % group.size:
             raise ArgumentError(
-                f"input is {checks.describe(self.input)}, wanted dimension 0 divisible by the {group.size} ranks"
+                f"input is {arguments.describe(self.input)}, wanted dimension 0 divisible by the {group.size} ranks"
             )
         checks.apart("output", self.output, "input", self.input)
 

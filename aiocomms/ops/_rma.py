@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.ops import checks
 from aiocomms.ops._base import AsTensor, Buffers, Family, Op
@@ -58,7 +59,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
         info = torch.iinfo(dtype)
         for name, value in values.items():
             if type(value) is not int:
-                raise checks.wrong_type(name, value, "an int")
+                raise arguments.wrong_type(name, value, "an int")
             if not info.min <= value <= info.max:
                 raise ArgumentError(f"{name} is {value}, wanted {info.min} <= {name} <= {info.max}")
 

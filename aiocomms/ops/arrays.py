@@ -18,11 +18,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aiocomms import arguments
+from aiocomms.arguments import as_int
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import checks
 from aiocomms.ops._base import Op
 from aiocomms.ops.checks import CheckedComm
-from aiocomms.ops.numbers import as_int
 
 Asked = TypeVar("Asked", bound=Op)
 
@@ -102,7 +103,9 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
         return value
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
-        raise ArgumentError(f"{name} is {checks.short(value)}, whose mask would stay behind; give its data or filled()")
+        raise ArgumentError(
+            f"{name} is {arguments.short(value)}, whose mask would stay behind; give its data or filled()"
+        )
     try:
         return torch.from_dlpack(_Exported(name, value, write))
     except ArgumentError:
@@ -112,7 +115,7 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
         if dtype is not None and isinstance(error, BufferError):
             return as_tensor(name, value.view(f"u{dtype.itemsize}"), write=write).view(dtype)
         raise ArgumentError(
-            f"{name} is {checks.short(value)}, wanted one whose memory a tensor can share: {error}"
+            f"{name} is {arguments.short(value)}, wanted one whose memory a tensor can share: {error}"
         ) from error
 
 
@@ -126,10 +129,10 @@ def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
         library = type(value).__module__.partition(".")[0]
         copies = not write and hasattr(sys.modules.get(library), "ascontiguousarray")
         give = f"{library}.ascontiguousarray({name})" if copies else "one that is"
-        raise ArgumentError(f"{name} is {checks.short(value)}, which is not contiguous; give {give}")
+        raise ArgumentError(f"{name} is {arguments.short(value)}, which is not contiguous; give {give}")
     if tensor is not value and tensor.device != device:
         raise ArgumentError(
-            f"{name} is {checks.short(value)} on {tensor.device}, wanted it on {device}, the communicator's device; "
+            f"{name} is {arguments.short(value)} on {tensor.device}, wanted it on {device}, the communicator's device; "
             f"give a tensor there, or form a communicator with device='{tensor.device}'"
         )
     return tensor
@@ -176,7 +179,7 @@ class _Exported:
         return capsule
 
     def _wrong(self, why: str) -> ArgumentError:
-        return ArgumentError(f"{self._name} is {checks.short(self._array)} {why}")
+        return ArgumentError(f"{self._name} is {arguments.short(self._array)} {why}")
 
 
 def _look(capsule: object) -> tuple[int, tuple[int, ...]]:

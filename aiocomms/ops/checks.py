@@ -7,18 +7,15 @@ of a failure is looked for only after a check has failed.
 
 from __future__ import annotations
 
-import enum
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.autograd import forward_ad
 
+from aiocomms.arguments import describe, wrong_type
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.modes import stands_for_others
-from aiocomms.ops.numbers import as_int
 
 DTYPES = frozenset(
     {
@@ -47,26 +44,6 @@ DTYPES = frozenset(
 """Every dtype that a tensor may have, whatever the transport. Not all of them can be reduced."""
 
 TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
-TIMEOUT_MAX = 366 * 86400.0
-"""The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
-
-Timeout = float | timedelta | None
-"""A deadline, as a number of seconds or a ``timedelta``; None: there is none."""
-
-
-class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`: an enumeration of one member, which type checkers tell from all else."""
-
-    COMM_TIMEOUT = "the communicator's timeout"
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
-"""The timeout of an op that is given none: its communicator's at the time of the call."""
-OpTimeout = Timeout | UseDefault
-"""The deadline of one op."""
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -86,33 +63,6 @@ class CheckedComm(Members, Protocol):
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
     """See :attr:`aiocomms.transport.native.NativeTransport.fast_check`."""
-
-
-def short(value: object) -> str:
-    """Describe a value in at most 80 characters, for an error message."""
-    if isinstance(value, torch.Tensor):
-        text = describe(value)
-        return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
-    if hasattr(type(value), "__dlpack__"):  # an array, whose elements nobody wants to see
-        text = f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', []))}"
-        return f"{'an' if text.startswith('int') else 'a'} {text} {type(value).__module__}.{type(value).__qualname__}"
-    try:
-        text = repr(value)
-    except Exception:  # an int of thousands of digits has none in decimal; or the object's own is broken
-        text = hex(value) if isinstance(value, int) else object.__repr__(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
-    """Make the error for an argument of a wrong type. It names the argument, what was given and what was wanted."""
-    hint = "; did you forget `await`?" if isinstance(value, Awaitable) else ""
-    return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}{hint}")
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Describe a tensor's dtype and shape for an error message: ``float32[3, 4]``."""
-    shape = "nested" if tensor.is_nested else list(tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
 def is_tensor(name: str, value: object) -> None:
@@ -303,12 +253,6 @@ def tagged(value: int) -> None:
         raise ArgumentError(f"tag is {value}, wanted a 32-bit signed integer: {TAG_MIN} <= tag <= {TAG_MAX}")
 
 
-def mapping(name: str, value: object) -> None:
-    """Check that a value is a mapping."""
-    if not isinstance(value, Mapping):
-        raise wrong_type(name, value, "a mapping or None")
-
-
 def offset(value: int) -> None:
     """Check that a value is an offset into a window: an ``int`` of at least 0, in elements."""
     if type(value) is not int:
@@ -335,49 +279,3 @@ def splits(name: str, value: Sequence[int], rows: int, group: CheckedComm) -> No
             raise ArgumentError(f"{name}[{i}] is {n}, wanted a number of rows of at least 0")
     if sum(value) != rows:
         raise ArgumentError(f"{name} sums to {sum(value)}, wanted {rows}, the tensor's size along dimension 0")
-
-
-def label(value: str) -> str:
-    """Check that a value can be a communicator's name: a ``str`` of 1 to 200 characters."""
-    if not isinstance(value, str):
-        raise ArgumentTypeError(f"name is {short(value)}, wanted a str")
-    if not value or len(value) > 200:
-        raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
-    return value
-
-
-def deadline(name: str, value: Timeout) -> float:
-    """Check a deadline, and return it in seconds: infinity where there is none.
-
-    :raises ArgumentError: as :func:`seconds` does.
-    """
-    if value is None:
-        return math.inf
-    try:
-        return seconds(name, value)
-    except ArgumentError as error:
-        raise type(error)(f"{error.message}; or None, for no deadline") from None
-
-
-def op_deadline(timeout: OpTimeout, default: float) -> float:
-    """Return the deadline of one op, checked.
-
-    :param default: that of an op that is given none, in seconds.
-    """
-    return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
-
-
-def seconds(name: str, value: float | timedelta) -> float:
-    """Check a time span, and return it in seconds as a float.
-
-    :raises ArgumentTypeError: it is neither a number nor a ``timedelta``.
-    :raises ArgumentError: it is not more than 0 and at most a year.
-    """
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    value = as_int(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_type(name, value, "seconds as a number, or a timedelta")
-    if math.isnan(value) or not 0 < value <= TIMEOUT_MAX:
-        raise ArgumentError(f"{name} is {value}, wanted seconds: 0 < {name} <= {TIMEOUT_MAX:.0f}")
-    return float(value)

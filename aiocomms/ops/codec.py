@@ -15,10 +15,11 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aiocomms.arguments import short
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
 from aiocomms.ops import buffers
 from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
-from aiocomms.ops.checks import DTYPES, PLAIN, short
+from aiocomms.ops.checks import DTYPES, PLAIN
 from aiocomms.ops.modes import stands_for_others, unaffected
 from aiocomms.ops.writing import octets
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aiocomms.arguments import as_int, wrong_type
 from aiocomms.errors import ArgumentError
-from aiocomms.ops.checks import Members, index, wrong_type
-from aiocomms.ops.numbers import as_int
+from aiocomms.ops.checks import Members, index
 
 
 def members(ranks: Sequence[int], group: Members, op: str = "split", least: int = 0) -> list[int]:

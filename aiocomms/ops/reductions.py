@@ -10,10 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from aiocomms.arguments import as_int, short, wrong_type
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import buffers
-from aiocomms.ops.checks import short, wrong_type
-from aiocomms.ops.numbers import as_int
 from aiocomms.ops.writing import write, writing
 
 # What is missing here is only carried: float8 types, whose sums mean nothing without a scale.

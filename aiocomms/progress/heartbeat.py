@@ -7,41 +7,17 @@ no thread wakes up.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from aiocomms.errors import ArgumentError, CommError, PeerDiedError
-from aiocomms.ops import checks
+from aiocomms.arguments import silence
+from aiocomms.errors import CommError, PeerDiedError
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
-SILENCE: Final = 5.0
-"""Seconds without a sign of life after which a rank is taken for dead."""
-_VARIABLE: Final = "AIOCOMMS_HEARTBEAT"
 _LONGEST_PERIOD: Final = 0.4
 _FRESH: Final = 3
 """Periods after which what was measured before is of no use any more."""
-
-
-def silence(options: Mapping[str, Any]) -> float:
-    """Return the seconds after which a silent rank is taken for dead; 0: never.
-
-    They come from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``.
-
-    :raises ArgumentError: the value is no number of seconds, nor 0.
-    """
-    what = 'hint "heartbeat"'
-    value: Any = options.get("heartbeat")
-    if value is None:
-        what, value = _VARIABLE, os.environ.get(_VARIABLE) or SILENCE
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    try:
-        return 0.0 if value == 0 and value is not False else checks.seconds(what, value)
-    except ArgumentError as error:
-        raise type(error)(f"{error.message}; or 0, for never") from None
 
 
 class Heartbeat:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aiocomms.arguments import wrong_type
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
-from aiocomms.ops.checks import wrong_type
 from aiocomms.progress.driver import LoopDriver
 from aiocomms.progress.work import Work
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.collectives import Collectives
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.lane import Lane
@@ -15,7 +16,6 @@ from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.communicator.portal.portal import Portal
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 

@@ -13,12 +13,11 @@ from typing import get_args
 
 import anyio
 
-from aiocomms import ops
+from aiocomms import arguments, ops
+from aiocomms.arguments import as_int
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowering.schedules import SCHEDULES
-from aiocomms.ops import checks
-from aiocomms.ops.numbers import as_int
 from aiocomms.testing.injecting import STREAM, Differs, Fault, Injected, Injection, Kind, link_of
 
 __all__ = ["Fault", "Injected", "delay", "drop", "inject", "kill", "mismatch", "slow_link"]
@@ -82,8 +81,8 @@ def delay(
     if (seconds is None) == (until is None):
         raise ArgumentError(f"seconds is {seconds!r} and until is {until!r}, wanted one of them")
     if until is not None and not isinstance(until, anyio.Event):
-        raise checks.wrong_type("until", until, "an anyio.Event")
-    late = 0.0 if seconds is None else checks.seconds("seconds", seconds)
+        raise arguments.wrong_type("until", until, "an anyio.Event")
+    late = 0.0 if seconds is None else arguments.seconds("seconds", seconds)
     return _fault("delay", ranks, op, nth, probability, seconds=late, until=until)
 
 
@@ -154,7 +153,7 @@ def slow_link(
     """
     bytes_per_second = as_int(bytes_per_second)
     if type(bytes_per_second) not in (int, float):
-        raise checks.wrong_type("bytes_per_second", bytes_per_second, "a number")
+        raise arguments.wrong_type("bytes_per_second", bytes_per_second, "a number")
     if not bytes_per_second > 0:
         raise ArgumentError(f"bytes_per_second is {bytes_per_second}, wanted more than 0")
     return _fault("slow_link", ranks, op, nth, probability, bytes_per_second=float(bytes_per_second))
@@ -198,9 +197,9 @@ def _named(op: str, able: frozenset[str], kind: Kind, differs: Differs) -> froze
 def _check(comms: Sequence[Communicator], faults: Sequence[Fault], seed: int) -> None:
     for i, comm in enumerate(comms):
         if not isinstance(comm, Communicator):
-            raise checks.wrong_type(f"world[{i}]", comm, "a Communicator")
+            raise arguments.wrong_type(f"world[{i}]", comm, "a Communicator")
     if type(seed) is not int:
-        raise checks.wrong_type("seed", seed, "an int")
+        raise arguments.wrong_type("seed", seed, "an int")
     if not comms or not faults:
         raise ArgumentError("wanted at least one communicator and one fault")
     for fault in faults:

@@ -11,15 +11,13 @@ import anyio
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from aiocomms import arguments
+from aiocomms.arguments import Timeout, as_int
 from aiocomms.bootstrap.registry import Selection, choose, in_process, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
 from aiocomms.lowlevel.auth import Seal, read_token
-from aiocomms.ops import checks
-from aiocomms.ops.checks import Timeout
-from aiocomms.ops.numbers import as_int
-from aiocomms.progress import heartbeat
 
 
 @asynccontextmanager
@@ -45,9 +43,9 @@ async def local_world(
     if size < 1:
         raise ArgumentError(f"size is {size}, wanted at least 1 rank")
     options: dict[str, object] = {}
-    heartbeat.silence(options)
+    arguments.silence(options)
     plan = choose(transport or in_process(), torch.device("cpu"), size, options)
-    meeting = _Meeting(size, checks.label(name), checks.deadline("timeout", timeout))
+    meeting = _Meeting(size, arguments.label(name), arguments.deadline("timeout", timeout))
     comms: list[Communicator | None] = [None] * size
     try:
         await _open(comms, plan, meeting)

@@ -24,7 +24,7 @@ from processes import KILLED, Rank, Run, empty, free_port, hear, numbers, togeth
 
 import aiocomms
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.communicator import opening
+from aiocomms.communicator import formation
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
@@ -249,7 +249,7 @@ async def lose_two(place: Rank, port: int) -> float:
         took = place.since_death()
         assert len(peers) == 1, "the first reason stays"
         await comm.aclose()
-        opening._launched.clear()  # a launcher's store is kept for the next communicator
+        formation._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, works, work, caught
         return took
 

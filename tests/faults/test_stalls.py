@@ -15,7 +15,7 @@ from oracle import named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, hear, numbers
 
 import aiocomms
-from aiocomms.communicator import opening
+from aiocomms.communicator import formation
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
@@ -131,7 +131,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
             await hear(place, "over", 2)
             os.kill(pids[0], signal.SIGCONT)
         await comm.aclose()
-        opening._launched.clear()  # a launcher's store is kept for the next communicator
+        formation._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, error
         return took
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiocomms.ops.checks import COMM_TIMEOUT
+from aiocomms.arguments import COMM_TIMEOUT
 
 
 def lists(value: Any) -> Any:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from calls import Calls
 from forms import TIMEOUT, Call, Form, calls, forms
 
+from aiocomms.arguments import COMM_TIMEOUT
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.integrations.torch_backend import Group
 from aiocomms.integrations.torch_backend.forms import FORMS, UNSET, How, one_form
-from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.ops.reductions import ReduceOp
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(114)]

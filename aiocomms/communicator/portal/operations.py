@@ -8,6 +8,8 @@ from typing import Any, Final, Self, cast
 
 import torch
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.communicator.collectives import Collectives
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.communicator.objects import Objects
@@ -18,9 +20,8 @@ from aiocomms.communicator.portal.works import BlockingWork, run
 from aiocomms.core.core import Core
 from aiocomms.errors import CommError
 from aiocomms.lowering.lanes import Key
-from aiocomms.ops import Op, checks
+from aiocomms.ops import Op
 from aiocomms.ops.arrays import checked
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 
 
 class Operations(Issuer):
@@ -80,7 +81,7 @@ class Operations(Issuer):
         try:
             of_tensors = checked(op, self._core)
             if hints is not None:
-                checks.mapping("hints", hints)
+                arguments.mapping("hints", hints)
             work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, of_tensors, hints, timeout)
         except CommError as error:
             raise error.about(comm=self._where, op=op.name, rank=self.rank) from None

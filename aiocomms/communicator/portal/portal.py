@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, overload
 import torch
 from torch import Tensor
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.operations import BlockingLane, Operations
 from aiocomms.communicator.portal.views import BlockingStream, BlockingWindow
@@ -21,7 +22,6 @@ from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.errors import CommError
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import TensorLike
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.hooks import Hooked
 
 _T = TypeVar("_T")

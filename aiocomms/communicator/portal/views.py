@@ -8,13 +8,13 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, c
 
 import anyio
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.communicator.p2p import Batch
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.works import BlockingWork, close, run
 from aiocomms.communicator.rma import Window
 from aiocomms.communicator.streams import ItemStream
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.work import Work
 
 _P = ParamSpec("_P")

@@ -12,13 +12,14 @@ from typing import Any, Generic, TypeVar
 import anyio
 import torch
 
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.communicator.portal import pending
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.pending import Pending
 from aiocomms.core.core import Core
 from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
-from aiocomms.ops import Op, checks
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.ops import Op
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import UnseenError
 
@@ -116,7 +117,7 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
     :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
     """
     door.elsewhere(what)
-    return PortalCall(door, call).run(None if timeout is None else checks.seconds("timeout", timeout))
+    return PortalCall(door, call).run(None if timeout is None else arguments.seconds("timeout", timeout))
 
 
 class BlockingWork(Pending, Generic[T_co]):
@@ -145,7 +146,7 @@ class BlockingWork(Pending, Generic[T_co]):
         """The record of what was asked."""
         self._given: Op | None = None
         """The same of the arrays that it was called with in the place of tensors."""
-        self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
         self._until = monotonic() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
         # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
@@ -177,7 +178,7 @@ class BlockingWork(Pending, Generic[T_co]):
         """
         if not self._over:
             self._door.elsewhere(f"wait for {self.op.name}")
-            patience = None if timeout is None else checks.seconds("timeout", timeout) if timeout else 0.0
+            patience = None if timeout is None else arguments.seconds("timeout", timeout) if timeout else 0.0
             try:
                 ended = self._block(patience)
             except BaseException:

@@ -10,13 +10,11 @@ import anyio
 import torch
 from torch.distributed import Store
 
-from aiocomms.bootstrap.rendezvous import FORMING
+from aiocomms.arguments import FORMING, Timeout, as_int
 from aiocomms.communicator.opening import new_comm
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations.ray.meeting import RayMeeting
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.ops.checks import Timeout
-from aiocomms.ops.numbers import as_int
 
 
 class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new_comm is

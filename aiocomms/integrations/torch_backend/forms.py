@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, short
 from aiocomms.errors import ArgumentError, ArgumentTypeError
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, short
 from aiocomms.ops.reductions import ReduceOp
 
 UNSET: Final = timedelta(milliseconds=-1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from aiocomms import blocking
+from aiocomms.arguments import COMM_TIMEOUT
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations.torch_backend import sparse
 from aiocomms.integrations.torch_backend.any_source import Receives
@@ -27,7 +28,6 @@ from aiocomms.integrations.torch_backend.parts import WorkStep
 from aiocomms.integrations.torch_backend.tensors import CallTensors, cuts
 from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 from aiocomms.lowlevel.handles import Handle
-from aiocomms.ops.checks import COMM_TIMEOUT
 
 
 def create(how: Any, options: Any) -> Group:

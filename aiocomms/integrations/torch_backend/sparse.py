@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from aiocomms import blocking
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.communicator.portal.operations import BlockingLane
 from aiocomms.errors import MismatchError, UnsupportedOperation
 from aiocomms.ops import buffers
-from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import writing
 

@@ -8,10 +8,10 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from aiocomms.arguments import describe
 from aiocomms.blocking.peer import BlockingRegion
 from aiocomms.endpoints.credentials import read_descriptor
 from aiocomms.errors import ArgumentError, RegionError
-from aiocomms.ops.checks import describe
 
 
 class Registration:

@@ -22,6 +22,7 @@ except ImportError as _error:
         "came with 2.15: use aiocomms.blocking.open_endpoint"
     ) from _error
 
+from aiocomms import arguments
 from aiocomms.blocking import open_endpoint
 from aiocomms.blocking.peer import BlockingPeer, BlockingRemoteRegion
 from aiocomms.bootstrap.registry import choose
@@ -87,7 +88,7 @@ class EndpointTransport(_Transport):
         super().__init__(_CPU if device is None else device)
         if self.device.type != "cpu":
             raise UnsupportedOperation(f"device is {self.device}, wanted cpu: endpoints have not been tried on GPUs")
-        self._default_timeout = checks.seconds("timeout", timeout)
+        self._default_timeout = arguments.seconds("timeout", timeout)
         self._lock = threading.Lock()
         self._registrations: dict[tuple[int, int, int], Registration] = {}
         self._remotes: dict[bytes, BlockingRemoteRegion] = {}
@@ -200,7 +201,7 @@ class EndpointTransport(_Transport):
         checks.is_tensor("tensor", tensor)
         self._check_device(tensor.device)
         if not tensor.is_contiguous() or not tensor.numel():
-            raise ArgumentError(f"tensor is {checks.describe(tensor)}, wanted a contiguous one that is not empty")
+            raise ArgumentError(f"tensor is {arguments.describe(tensor)}, wanted a contiguous one that is not empty")
         self._check_open()
         storage = tensor.untyped_storage()
         key = storage._cdata, int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
@@ -329,7 +330,7 @@ class EndpointTransport(_Transport):
         self._check_open()
         self._own("local_buffer", local_buffer, MutableMemoryView if mutable else MemoryView).check()
         if not isinstance(remote_buffer, RemoteBuffer):
-            raise checks.wrong_type("remote_buffer", remote_buffer, "a RemoteBuffer of aiocomms")
+            raise arguments.wrong_type("remote_buffer", remote_buffer, "a RemoteBuffer of aiocomms")
         if local_buffer.size() > remote_buffer.size():
             raise ArgumentError(
                 f"local_buffer has {local_buffer.size()} bytes, and remote_buffer {remote_buffer.size()}, too few"
@@ -341,7 +342,7 @@ class EndpointTransport(_Transport):
         """Return the registration of memory, or of a view of it, which must be this transport's."""
         registration: Registration | None = it._registration if isinstance(it, kind) else None
         if registration is None or registration.owner is not self:
-            raise checks.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
+            raise arguments.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
         return registration
 
     def _check_open(self) -> None:
@@ -353,7 +354,7 @@ class EndpointTransport(_Transport):
         if timeout is None:
             return float(self._default_timeout)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise checks.wrong_type("timeout", timeout, "seconds as a number, or None")
+            raise arguments.wrong_type("timeout", timeout, "seconds as a number, or None")
         if not isfinite(timeout) or timeout < 0:
             raise ArgumentError(f"timeout is {timeout}, wanted seconds: 0 or more, and finite")
         return float(timeout)

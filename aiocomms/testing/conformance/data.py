@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp
-from aiocomms.ops.checks import DTYPES, describe
+from aiocomms.arguments import describe
+from aiocomms.ops.checks import DTYPES
 
 ALL_DTYPES = tuple(sorted(DTYPES, key=str))
 CARRIED_ONLY = (

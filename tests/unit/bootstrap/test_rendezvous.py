@@ -25,7 +25,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 import aiocomms
 from aiocomms.bootstrap import forming, launchers
 from aiocomms.bootstrap.generations import Arrival
-from aiocomms.communicator import opening
+from aiocomms.communicator import formation
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -497,7 +497,7 @@ def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypat
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(opening, "_launched", {})  # a launcher's store is kept as long as its process lives
+    monkeypatch.setattr(formation, "_launched", {})  # a launcher's store is kept as long as its process lives
 
     async def meet_over(server):
         await part(await together(lambda: opened(store=server, rank=0, size=2), opened))
@@ -515,7 +515,7 @@ RANK = """
 import asyncio
 import torch
 import aiocomms
-from aiocomms.communicator import opening
+from aiocomms.communicator import formation
 
 async def main():
     for _ in range(2):

@@ -1,0 +1,212 @@
+"""What arguments are checked by that need no torch: nothing of this may be slow to load, for a loop may run already."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import operator
+import os
+import sys
+from collections.abc import Awaitable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from aiocomms.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_MAX = 366 * 86400.0
+"""The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
+
+Timeout = float | timedelta | None
+"""A deadline, as a number of seconds or a ``timedelta``; None: there is none."""
+
+
+class UseDefault(enum.Enum):
+    """The type of :data:`COMM_TIMEOUT`: an enumeration of one member, which type checkers tell from all else."""
+
+    COMM_TIMEOUT = "the communicator's timeout"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
+"""The timeout of an op that is given none: its communicator's at the time of the call."""
+OpTimeout = Timeout | UseDefault
+"""The deadline of one op."""
+
+FORMING: Final = 600.0
+"""Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
+SILENCE: Final = 5.0
+"""Seconds without a sign of life after which a rank is taken for dead."""
+_HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"
+
+
+def short(value: object) -> str:
+    """Describe a value in at most 80 characters, for an error message."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        text = describe(value)
+        return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
+    if hasattr(type(value), "__dlpack__"):  # an array, whose elements nobody wants to see
+        text = f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', []))}"
+        return f"{'an' if text.startswith('int') else 'a'} {text} {type(value).__module__}.{type(value).__qualname__}"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has none in decimal; or the object's own is broken
+        text = hex(value) if isinstance(value, int) else object.__repr__(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
+    """Make the error for an argument of a wrong type. It names the argument, what was given and what was wanted."""
+    hint = "; did you forget `await`?" if isinstance(value, Awaitable) else ""
+    return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}{hint}")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Describe a tensor's dtype and shape for an error message: ``float32[3, 4]``."""
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
+
+
+def as_int(value: Any) -> Any:
+    """Return the int that a value is by ``__index__``, as NumPy's are and an ``IntEnum``'s.
+
+    A bool, a tensor or array, and what is no such number, stays as it is. It is for what is called seldom: records of
+    ops are made anew, with ints, by :func:`aiocomms.ops.arrays.checked`, where a check has failed.
+    """
+    kind = type(value)
+    if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # as of a work that was not awaited
+        return value
+
+
+def mapping(name: str, value: object) -> None:
+    """Check that a value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise wrong_type(name, value, "a mapping or None")
+
+
+def label(value: str) -> str:
+    """Check that a value can be a communicator's name: a ``str`` of 1 to 200 characters."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"name is {short(value)}, wanted a str")
+    if not value or len(value) > 200:
+        raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
+    return value
+
+
+def deadline(name: str, value: Timeout) -> float:
+    """Check a deadline, and return it in seconds: infinity where there is none.
+
+    :raises ArgumentError: as :func:`seconds` does.
+    """
+    if value is None:
+        return math.inf
+    try:
+        return seconds(name, value)
+    except ArgumentError as error:
+        raise type(error)(f"{error.message}; or None, for no deadline") from None
+
+
+def op_deadline(timeout: OpTimeout, default: float) -> float:
+    """Return the deadline of one op, checked.
+
+    :param default: that of an op that is given none, in seconds.
+    """
+    return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
+
+
+def seconds(name: str, value: float | timedelta) -> float:
+    """Check a time span, and return it in seconds as a float.
+
+    :raises ArgumentTypeError: it is neither a number nor a ``timedelta``.
+    :raises ArgumentError: it is not more than 0 and at most a year.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    value = as_int(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong_type(name, value, "seconds as a number, or a timedelta")
+    if math.isnan(value) or not 0 < value <= TIMEOUT_MAX:
+        raise ArgumentError(f"{name} is {value}, wanted seconds: 0 < {name} <= {TIMEOUT_MAX:.0f}")
+    return float(value)
+
+
+def silence(options: Mapping[str, Any]) -> float:
+    """Return the seconds after which a silent rank is taken for dead; 0: never.
+
+    They come from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``.
+
+    :raises ArgumentError: the value is no number of seconds, nor 0.
+    """
+    what = 'hint "heartbeat"'
+    value: Any = options.get("heartbeat")
+    if value is None:
+        what, value = _HEARTBEAT, os.environ.get(_HEARTBEAT) or SILENCE
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    try:
+        return 0.0 if value == 0 and value is not False else seconds(what, value)
+    except ArgumentError as error:
+        raise type(error)(f"{error.message}; or 0, for never") from None
+
+
+def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a program's hints, checked.
+
+    :raises ArgumentError: they are no mapping, or one of the core's own is wrong.
+    """
+    if hints is not None:
+        mapping("hints", hints)
+    options = dict(hints or {})
+    silence(options)
+    return options
+
+
+def device_of(value: str | torch.device) -> torch.device:
+    """Return the device that an argument names.
+
+    :raises ArgumentError: it names none.
+    """
+    import torch
+
+    try:
+        return torch.device(value)
+    except TypeError:
+        raise wrong_type("device", value, "a torch.device or its name") from None
+    except RuntimeError as error:
+        raise ArgumentError(f"device is {value!r}, wanted a torch.device or its name: {error}") from None
+
+
+def place(store: object, rank: object, size: object) -> None:
+    """Check that rank, size and store fit together; one error lists all that does not."""
+    if store is None and rank is None and size is None:
+        return
+    wrong = []
+    for what, value in (("rank", rank), ("size", size)):
+        if type(value) is not int:
+            wrong.append(f"{what} is missing" if value is None else f"{what} is {value!r}, wanted an int")
+    if type(size) is int and size < 1:
+        wrong.append(f"size is {size}, wanted at least 1")
+    elif type(size) is int and type(rank) is int and not 0 <= rank < size:
+        wrong.append(f"rank is {rank}, wanted 0 <= rank < size = {size}")
+    if store is None and size != 1:
+        wrong.append("store is missing")
+    elif store is not None and not _is_store(store):
+        wrong.append(f"store is a {type(store).__name__}, wanted a torch.distributed.Store")
+    if wrong:
+        raise ArgumentError(f"rank, size and store belong together: {'; '.join(wrong)}")
+
+
+def _is_store(value: object) -> bool:
+    """Return whether a value is a store, which there is none of before torch is loaded."""
+    store: Any = getattr(sys.modules.get("torch.distributed"), "Store", None)
+    return store is not None and isinstance(value, store)

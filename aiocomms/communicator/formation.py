@@ -1,0 +1,137 @@
+"""How a communicator comes about: ranks are found, transports are chosen, and opened."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup
+from torch.distributed import Store
+
+from aiocomms import arguments
+from aiocomms.arguments import device_of
+from aiocomms.bootstrap import directory, early, newcomers
+from aiocomms.bootstrap.directory import DEFAULT
+from aiocomms.bootstrap.forming import formed
+from aiocomms.bootstrap.launchers import read_environment
+from aiocomms.bootstrap.registry import Selection, choose, choose_adopter, open_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.bootstrap.stores import connect_store
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.diagnosis.root_cause import tell_torchrun
+from aiocomms.errors import ArgumentError, CommError, StoreLostError
+from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.handles import uncompiled
+from aiocomms.lowlevel.stores import admitting
+
+
+async def form(
+    transport: str | Mapping[str, str], device: str | torch.device, store: Store | None, rank: int, size: int,
+    name: str, timeout: float, hints: Mapping[str, Any], join: bool,
+) -> Communicator:  # fmt: skip
+    """Form a communicator, as :class:`aiocomms.new_comm` is asked to."""
+    where = await settled(device)
+    if join and store is None:
+        raise ArgumentError("join is True, and no store and no launcher says where the others are", rank=rank)
+    plan = await run_in_thread(functools.partial(choose, transport, where, size, hints), anyhow=True)
+    try:
+        return await _form(plan, store, rank, size, name, where, timeout, join)
+    except StoreLostError:  # another attempt finds the one that is served by then
+        for place in [place for place, known in list(_launched.items()) if known is store]:
+            del _launched[place]
+        raise
+
+
+async def adopt(pg: Any, device: str | torch.device, name: str, timeout: float) -> Communicator:
+    """Form a communicator over a process group, as :func:`aiocomms.from_process_group` is asked to."""
+    where = await settled(device)
+    plan = await run_in_thread(functools.partial(choose_adopter, pg, where, {}), anyhow=True)
+    return await _form(plan, None, pg.rank(), pg.size(), name, where, timeout)
+
+
+async def settled(value: str | torch.device) -> torch.device:
+    """Return the device that an argument names; of CUDA, this thread's current one, where it names no other.
+
+    :raises ArgumentError: it names none.
+    """
+    device = device_of(value)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    if await run_in_thread(_starts_cuda, anyhow=True):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _starts_cuda() -> bool:
+    """Start CUDA, which takes some tenths of a second; return whether there is a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return True
+
+
+async def launched(name: str, timeout: float) -> tuple[Store | None, int, int]:
+    """Reach the launcher's store, and return it with this rank and the number of ranks."""
+    launch = await run_in_thread(lambda: read_environment(os.environ), anyhow=True)
+    if launch is None or launch.host is None or launch.port is None:
+        return None, 0, 1
+    host, port = launch.host, launch.port
+    cpu, seal = torch.device("cpu"), Seal(None)
+    alone = StoreRendezvous(None, launch.rank, launch.size, name=name, device=cpu, timeout=timeout, seal=seal)
+    store = _launched.get((host, port))
+    if store is None:
+        reach = functools.partial(connect_store, host, port, launch.rank, launch.size, timeout=alone.timeout)
+        connect = functools.partial(reach, agent_store=launch.agent_store, elsewhere=launch.elsewhere)
+        store = _launched[host, port] = await alone.run(f"reaching the store at {host}:{port}", connect)
+    return store, launch.rank, launch.size
+
+
+async def _form(
+    plan: Selection, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float,
+    join: bool = False,
+) -> Communicator:  # fmt: skip
+    tell_torchrun()
+    seal = await run_in_thread(lambda: Seal(read_token(os.environ), name), anyhow=True)
+    rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
+    try:
+        with admitting(store):
+            if store is not None and join:
+                rendezvous = await newcomers.join(rendezvous, store)
+            elif store is not None:
+                await rendezvous.arrive(store)
+            early.meets()
+            opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+            transports = await formed(rendezvous, opening)
+        rendezvous.timeout = timeout
+        return Communicator(rendezvous, plan, transports)
+    except CommError as error:
+        raise error.about(comm=name, rank=rank) from error.__cause__
+
+
+_launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
+"""The launcher's store, which the communicators over it share and keep."""
+
+
+@uncompiled
+def get_comm(group: Communicator | str | None = None) -> Communicator:
+    """Find an open communicator.
+
+    :param group: a communicator, which is returned as it is; its name; ``""`` or None for the default one, ``"world"``.
+    :raises ArgumentError: there is none of that name, or several and this task opened none of them.
+    :raises ArgumentTypeError: it is neither; where it is a process group of torch, says how to form one over it.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is None or isinstance(group, str):
+        found = directory.find(group or DEFAULT)
+        assert isinstance(found, Communicator)
+        return found
+    wanted = "a Communicator or its name"
+    if isinstance(group, (ProcessGroup, Backend)):
+        wanted += ": form one over the process group with `await aiocomms.from_process_group(group)`, and give that"
+    raise arguments.wrong_type("group", group, wanted)

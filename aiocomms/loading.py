@@ -1,0 +1,81 @@
+"""Modules and libraries are loaded off the event loop: from a disk that has not been read before that takes a second.
+
+What a program names first is loaded where it is named, so this needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+_WITH: Final = ("aiocomms.functional", "aiocomms.serving")
+"""What a program may name once it has something open, of which nothing else is made."""
+_OF_ANYIO: Final = (
+    *("BrokenResourceError", "CancelScope", "ClosedResourceError", "EndOfStream", "Event", "Lock", "Semaphore", "abc"),
+    *("create_task_group", "current_effective_deadline", "get_cancelled_exc_class", "lowlevel", "move_on_after"),
+    *("sleep", "to_thread", "wait_readable"),
+)
+"""What is used of it, each of which it loads when it is first named."""
+
+_loaded: set[str] = set()
+_lock = threading.Lock()
+
+
+async def loaded(name: str) -> None:
+    """Import a module, and what will be named with it, in a thread; at once if it is there.
+
+    What goes wrong with that is raised by the import that follows.
+    """
+    trio: Any = sys.modules.get("trio")
+    of_trio = trio is not None and trio.lowlevel.in_trio_run()
+    backend = "trio" if of_trio else "asyncio"
+    if {name, backend} <= _loaded:
+        return
+
+    def load() -> None:
+        with _lock:  # two threads amid each other's packages would wait for each other
+            _load([name, *_WITH], backend)
+
+    if of_trio:
+        await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+    else:
+        await _in_thread(load)
+
+
+def _load(names: Sequence[str], backend: str) -> None:
+    with contextlib.suppress(Exception):
+        for name in names:
+            importlib.import_module(name)
+        anyio = importlib.import_module("anyio")
+        importlib.import_module(f"anyio._backends._{backend}")
+        for name in _OF_ANYIO:
+            getattr(anyio, name)
+        _loaded.update(names, [backend])
+
+
+async def _in_thread(call: Callable[[], None]) -> None:
+    """Make a call in a daemon thread, on a loop of asyncio. A cancelled wait leaves it behind."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+
+    def end() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def run() -> None:
+        call()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end)
+
+    try:
+        threading.Thread(target=run, name="aiocomms is being loaded", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        call()
+    else:
+        await over
