@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import append, believed, last_look, listed, number, pauses
 from aiocomms.errors import CommTimeoutError, StoreLostError
-from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.auth import Seal, job_token
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
@@ -85,7 +84,7 @@ class StoreRendezvous(Board):
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
-            device=self.device, timeout=timeout, seal=Seal(read_token(os.environ), self.base, key),
+            device=self.device, timeout=timeout, seal=Seal(job_token(), self.base, key),
         )  # fmt: skip
         new.root, new.base, new.epoch = root, self.base, epoch
         return new

@@ -25,7 +25,7 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.root_cause import tell_torchrun
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.auth import Seal, job_token
 from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.lowlevel.stores import admitting
 
@@ -96,7 +96,7 @@ async def _form(
     join: bool = False,
 ) -> Communicator:  # fmt: skip
     tell_torchrun()
-    seal = await run_in_thread(lambda: Seal(read_token(os.environ), name), anyhow=True)
+    seal = await run_in_thread(lambda: Seal(job_token(), name), anyhow=True)
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
         with admitting(store):

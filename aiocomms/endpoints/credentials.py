@@ -7,7 +7,6 @@ endpoint that made it, and by nobody else: its key never leaves that endpoint.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from typing import Final
@@ -18,7 +17,7 @@ import torch
 from aiocomms import arguments
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
 from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, mac, same
-from aiocomms.lowlevel.auth import read_token
+from aiocomms.lowlevel.auth import job_token
 from aiocomms.ops import checks
 
 FORGED: Final = "its owner has not made this descriptor, or it was changed"
@@ -166,7 +165,7 @@ def dtype_of(descriptor: Descriptor) -> torch.dtype:
 
 
 def _key() -> bytes:
-    return mac(read_token(os.environ) or b"", "aiocomms", "endpoint")
+    return mac(job_token() or b"", "aiocomms", "endpoint")
 
 
 def _bytes(name: str, data: object) -> bytes:

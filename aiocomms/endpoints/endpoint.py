@@ -21,7 +21,7 @@ from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
 from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
 from aiocomms.endpoints.peer import Peer
-from aiocomms.endpoints.reception import Reception
+from aiocomms.endpoints.reception import Here, Reception, find
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import run_in_thread
@@ -38,7 +38,8 @@ async def opened(
     """Open an endpoint, as :class:`aiocomms.open_endpoint` is asked to."""
     expires, where = time.time() + lifetime, await settled(device)
     plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
-    return Endpoint(plan, where, host, expires, name, timeout)
+    here = await run_in_thread(lambda: find(host), anyhow=True)
+    return Endpoint(plan, where, (host, here), expires, name, timeout)
 
 
 class _Alone:
@@ -61,7 +62,7 @@ class Endpoint(Handle):
     device: torch.device
 
     def __init__(
-        self, plan: Selection, device: torch.device, host: str, expires: float, name: str, timeout: float
+        self, plan: Selection, device: torch.device, place: tuple[str, Here], expires: float, name: str, timeout: float
     ) -> None:
         self.name, self.device = name, device
         self._alone = _Alone(device)
@@ -70,7 +71,7 @@ class Endpoint(Handle):
         self._regions: dict[int, Region] = {}
         self._closed: Promise | None = None
         self._driver = LoopDriver.current()
-        self._reception = Reception(host, self._driver)
+        self._reception = Reception(*place, self._driver)
         self._address = Address(
             secrets.token_bytes(16), self._reception.host, self._reception.port,
             {str(family): transport for family, transport in plan.names.items()}, str(device), expires,

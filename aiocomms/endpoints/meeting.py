@@ -16,7 +16,7 @@ from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.endpoints.credentials import Address
 from aiocomms.errors import CommError, CommTimeoutError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import ControlCodec, tune
-from aiocomms.lowlevel.auth import MAX_RECORD, Seal, read_token
+from aiocomms.lowlevel.auth import MAX_RECORD, Seal, job_token
 from aiocomms.lowlevel.jobstore import prove
 from aiocomms.lowlevel.sockets import read_exactly
 from aiocomms.lowlevel.storeserver import LENGTH
@@ -185,6 +185,6 @@ class Pair(StoreRendezvous):
 
 def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
     """Return the seal of what the two say while they form; the same for both."""
-    return Seal(read_token(os.environ), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
+    return Seal(job_token(), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
         *(nonce.hex() for nonce in nonces)
     )

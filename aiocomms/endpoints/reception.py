@@ -17,7 +17,7 @@ import anyio
 from aiocomms.endpoints.meeting import CALLER, ENDPOINT
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel import Unshared, check_exposed
-from aiocomms.lowlevel.auth import read_token
+from aiocomms.lowlevel.auth import job_token
 from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
 from aiocomms.lowlevel.handshake import Dialogue, acceptor_dialogue
 from aiocomms.lowlevel.storeserver import owner
@@ -37,17 +37,17 @@ class Reception:
 
     capabilities: Capabilities = Capabilities(ops=frozenset())
 
-    def __init__(self, host: str, driver: LoopDriver) -> None:
+    def __init__(self, host: str, here: Here, driver: LoopDriver) -> None:
         """Listen.
 
-        :param host: an address of this host.
+        :param here: where that is, by :func:`find`.
         :raises ArgumentError: the host is not an address of this one; or others could reach it, and the job has no
             token.
         """
-        self._listener = _listen(host)
+        self._listener = _listen(host, here)
         self.host, self.port = str(self._listener.getsockname()[0]), int(self._listener.getsockname()[1])
         self._unshared = Unshared(self._listener.getsockname())
-        self._guarded = read_token(os.environ) is None
+        self._guarded = job_token() is None
         self._driver = driver
         self._key = b""
         self._let_in: Callable[[socket.socket], object] = socket.socket.close
@@ -126,13 +126,30 @@ class Reception:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
 
-def _listen(host: str) -> socket.socket:
-    """Listen at an address of this host, on a free port."""
+Here = tuple[int, tuple[str, int]]
+"""A family of addresses, and an address of this host, whose port is 0."""
+
+
+def find(host: str) -> Here:
+    """Return where an endpoint listens. Blocks: a name has to be looked up.
+
+    :raises ArgumentError: the host is no address.
+    """
+    job_token()  # from now on it is known
     try:
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+    return family, (str(where[0]), 0)
+
+
+def _listen(host: str, here: Here) -> socket.socket:
+    """Listen on a free port."""
+    family, where = here
+    try:
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
             raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
         raise CommError(f"nothing can listen at {host!r}: {error}") from error
     address = str(listener.getsockname()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hmac
 import os
 import stat
@@ -41,13 +42,27 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
     return None if text is None else _checked(_TOKEN, text.strip().encode(errors="surrogateescape"))
 
 
+def job_token() -> bytes | None:
+    """Return this job's token, or None. It is read once: a file may be on a disk that is slow, and a loop may wait.
+
+    :raises ArgumentError: as :func:`read_token`.
+    """
+    return _kept(os.environ.get(_TOKEN), os.environ.get(_TOKEN_FILE))
+
+
+@functools.cache
+def _kept(text: str | None, path: str | None) -> bytes | None:
+    given = {_TOKEN: text, _TOKEN_FILE: path}
+    return read_token({name: value for name, value in given.items() if value is not None})
+
+
 def check_exposed(what: str) -> None:
     """Check that what other hosts can reach is protected by a token, or that the operator wants it otherwise.
 
     :param what: what they could reach; the beginning of the error's message.
     :raises ArgumentError: it is not.
     """
-    if os.environ.get(_ALLOWED, "0") in ("", "0") and read_token(os.environ) is None:
+    if os.environ.get(_ALLOWED, "0") in ("", "0") and job_token() is None:
         raise ArgumentError(
             f"{what}, and this job has no token: whoever reaches it could join. Give every rank the same random text "
             f"in {_TOKEN}, or in a file of mode 0600 that {_TOKEN_FILE} names; or, on a network that nobody else "

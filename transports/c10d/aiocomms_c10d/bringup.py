@@ -26,6 +26,7 @@ from aiocomms.lowlevel import (
     mac,
     reach_store,
     reachable_address,
+    run_in_thread,
     serve_store,
     store_errors,
 )
@@ -67,7 +68,8 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :raises AuthError: a rank does not have this job's token.
     """
     began = time.monotonic()
-    hellos = await rendezvous.exchange("c10d", hello(adopt, rendezvous.left()))
+    mine = await run_in_thread(lambda: hello(adopt, rendezvous.left()), anyhow=True)
+    hellos = await rendezvous.exchange("c10d", mine)
     key = mac(rendezvous.secret("c10d"), *hellos)
     store = rendezvous.store
     assert store is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from aiocomms.lowlevel import (
     listen_at,
     mac,
     reachable_address,
+    run_in_thread,
     same_user,
     tune,
 )
@@ -123,14 +125,12 @@ async def shared_engine(
     :raises AuthError: a rank does not have this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
-    mine = _introduction()
+    mine = await run_in_thread(_introduction, anyhow=True)
     async with contextlib.AsyncExitStack() as forming:
         with contextlib.ExitStack() as stack:
             listeners = [stack.enter_context(_listen_here(mine.path))]
             hellos, key = await _hellos(rendezvous, mine)
-            far = [hello.name for hello in hellos if hello.host != mine.host]
-            outside = reachable_address((*rendezvous.hosts, hellos[0].name, *far), rendezvous.store) if far else None
-            if outside:
+            if outside := await _outside(rendezvous, mine, hellos):
                 listeners.append(stack.enter_context(listen_at(outside, _BACKLOG)))
             endpoint = listeners[-1].getsockname()[:2] if outside else None
             shared = await _engine_of(rendezvous, outside, cuda, memory)
@@ -149,6 +149,13 @@ async def shared_engine(
                 "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
             )
         yield shared, _introduce(shared, rank, hellos, places, connections, _cookies(key, rank, size))
+
+
+async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[EngineHello]) -> str | None:
+    """Return the address at which ranks of other hosts reach this one; None if there are none."""
+    far = [hello.name for hello in hellos if hello.host != mine.host]
+    names = *rendezvous.hosts, hellos[0].name, *far
+    return await run_in_thread(functools.partial(reachable_address, names, rendezvous.store)) if far else None
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Waker, buffers, has_room
+from aiocomms.lowlevel import Waker, buffers, has_room, run_in_thread
 from aiocomms.ops.writing import octets
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
@@ -141,7 +141,8 @@ class CudaUcxTransport(UcxTransport):
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
-        return await cls._open(rendezvous, *cls.layer(rendezvous.device))
+        cuda, memory = await run_in_thread(functools.partial(cls.layer, rendezvous.device), anyhow=True)
+        return await cls._open(rendezvous, cuda, memory)
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
 

@@ -18,7 +18,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError
-from aiocomms.lowlevel import ControlCodec, buffers, unaffected
+from aiocomms.lowlevel import ControlCodec, buffers, run_in_thread, unaffected
 from aiocomms.transport import OP_RESULT, Rendezvous
 from aiocomms_ucx._engine import create_segment
 from aiocomms_ucx.bringup import blame
@@ -72,20 +72,19 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
     pooled = first and rendezvous.home is None  # the connections of an endpoint do not know each other
     segment, trouble = _create(rank, here, pooled)
     try:
-        mine = MemberRecord(
-            transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances()
-        )
+        reads, why = transport.engine.reads_all(transport.peers), await run_in_thread(hindrances, anyhow=True)
+        mine = MemberRecord(transport.group, segment, reads, trouble, why)
         raw = await rendezvous.exchange("ucx members", MEMBERS.encode(mine))
         members = [MEMBERS.decode(value, peer) for peer, value in enumerate(raw)]
-        why = [member.hindrances for member in members]
-        blame(rank, [member.trouble for member in members], why)
+        all_of = [member.hindrances for member in members]
+        blame(rank, [member.trouble for member in members], all_of)
         transport.named([member.number for member in members])
         trouble = _open(transport, members, here, pooled)
         if first and transport.proves:
             trouble = await _prove(transport, trouble, _SHARE * rendezvous.left())
         # After this, no rank opens the descriptor any more.
         raw = await rendezvous.exchange("ucx opened", trouble.encode())
-        blame(rank, [value.decode(errors="replace") for value in raw], why)
+        blame(rank, [value.decode(errors="replace") for value in raw], all_of)
     finally:
         if segment != _NONE:
             os.close(segment)
