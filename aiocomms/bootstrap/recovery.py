@@ -97,7 +97,7 @@ async def form_again(
     old = before.rendezvous
     try:
         seconds = arguments.seconds("timeout", timeout)
-        with admitting(old.root):
+        async with admitting(old.root):
             return await Recovery(before, ranks, as_int(size), seconds).run()
     except CommError as error:
         raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
@@ -151,7 +151,7 @@ class Recovery:
             if decision is None:
                 continue
             try:
-                with admitting(root):  # a store that is new
+                async with admitting(root):  # a store that is new
                     return await self._form(decision, root)
             except BaseException as error:
                 self._before.notes.tried.add(decision.key)

@@ -20,6 +20,7 @@ from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import append, believed, last_look, listed, number, pauses
 from aiocomms.errors import CommTimeoutError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, job_token
+from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
@@ -100,8 +101,17 @@ class StoreRendezvous(Board):
         key = await self._meeting("all at once", lambda: arrival.meet(given_up, self.left()), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Hold the store no more, which may be another's to let go: nobody meets here again."""
+        root = self.root
+        if isinstance(root, JobStore) and root.serves:  # whoever lets go of it last waits for the end of its thread
+            del root
+            with anyio.CancelScope(shield=True):
+                await run_in_thread(self._forget, anyhow=True)
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
         self.store = self.root = self._kept = None
 
     def secret(self, purpose: str) -> bytes:

@@ -34,11 +34,12 @@ from aiocomms.core.core import Core
 from aiocomms.core.leak_guard import LeakGuard, guards
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
-from aiocomms.diagnosis.live import Sight, live, sight_of
+from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import CommError, MismatchError, StoreLostError, as_reason, wrong_thread
 from aiocomms.lowering.lanes import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops import Op, membership
 from aiocomms.ops.arrays import checked
 from aiocomms.progress.hooks import Hooked
@@ -88,6 +89,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._guard = LeakGuard(self)
         dumps.register(core.recorder)
         directory.register(self)
+        self._leaving: Leaving | None = None
         live.register(self)
 
     def __repr__(self) -> str:
@@ -205,7 +207,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         try:
             await self._core.aclose(self._released)
         finally:
-            self._rendezvous.leave()
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Let go of what others may share, with what blocks in a thread."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and leaving.stopped.locked():
+            with anyio.CancelScope(shield=True):
+                await run_in_thread(leaving.finish, anyhow=True)
+        elif leaving is not None:
+            leaving.finish()
+        await self._rendezvous.leave()
 
     def _disown(self) -> None:
         self._core.disown()
@@ -216,7 +228,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         for door in self._doors:
             door.close()
         directory.unregister(self)
-        live.unregister(self)
+        self._leaving = live.unregister(self)
         self._guard.dismiss()
 
     async def __aenter__(self) -> Self:

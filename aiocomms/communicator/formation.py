@@ -99,7 +99,7 @@ async def _form(
     seal = await run_in_thread(lambda: Seal(job_token(), name), anyhow=True)
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
-        with admitting(store):
+        async with admitting(store):
             if store is not None and join:
                 rendezvous = await newcomers.join(rendezvous, store)
             elif store is not None:

@@ -342,6 +342,8 @@ class Core(Posting):
                 await close_transports(self.transports)
             except CommError as error:
                 raise error.about(comm=self.name, op="aclose", rank=self.rank) from error.__cause__
+            finally:
+                await self.in_flight.unwatched()
 
     def disown(self) -> None:
         """Disown it in a forked child, which must neither use nor close its parent's sockets."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -64,6 +64,20 @@ class Visible(Protocol):
         """Look at it; on any thread, whatever its loop is doing."""
 
 
+class Leaving(NamedTuple):
+    """A thread that is to end, and the socket that it has."""
+
+    listener: socket.socket
+    stopped: _thread.LockType
+
+    def finish(self) -> None:
+        """Wait for the thread, and close the socket. Blocks for :data:`PATIENCE` at most, if somebody is being told."""
+        try:
+            self.stopped.acquire(timeout=PATIENCE)
+        finally:
+            self.listener.close()
+
+
 class LiveView:
     """The socket of this process, its thread, and the communicators that are seen by it."""
 
@@ -98,8 +112,11 @@ class LiveView:
                 except (OSError, RuntimeError) as error:
                     _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
 
-    def unregister(self, comm: Visible) -> None:
-        """Undo it. With the last communicator the socket and the thread go. Idempotent."""
+    def unregister(self, comm: Visible) -> Leaving | None:
+        """Undo it. With the last communicator the socket and the thread go. Idempotent.
+
+        :returns: what is then to be finished.
+        """
         with self._lock:
             self._comms.discard(comm)
             listener = None if self._comms else self._listener
@@ -109,11 +126,7 @@ class LiveView:
                 for end in filter(None, (listener, self._guest)):
                     with contextlib.suppress(OSError):  # who has connected is gone
                         end.shutdown(socket.SHUT_RDWR)
-        if listener is not None:
-            try:
-                self._stopped.acquire(timeout=PATIENCE)
-            finally:
-                listener.close()
+        return None if listener is None else Leaving(listener, self._stopped)
 
     def _start(self) -> None:
         """Listen.

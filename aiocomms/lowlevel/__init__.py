@@ -2,7 +2,7 @@
 
 ======================================= ================================================================================
 to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with what it shall call
-to block off the loop                   :func:`run_in_thread`
+to block off the loop                   :func:`run_in_thread`; :func:`load_libraries`, of what else an import loads
 to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`listen_at`
                                         there, and :func:`tune` for the connections with them
 to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
@@ -39,6 +39,7 @@ from aiocomms.lowlevel.failures import Reason, disagreement, misfit
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.libraries import load_libraries
 from aiocomms.lowlevel.memory import has_room, in_use, register
 from aiocomms.lowlevel.sockets import listen_at, tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
@@ -72,6 +73,7 @@ __all__ = [
     "host_id",
     "in_use",
     "listen_at",
+    "load_libraries",
     "mac",
     "misfit",
     "reach_store",

@@ -56,6 +56,17 @@ class JobStore(Store):
         if self._server is not None and not sys.is_finalizing():  # its thread stands still by then
             self._server.let_go()
 
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store."""
+        return self._server is not None and self._server.is_there
+
+    def listening(self) -> contextlib.ExitStack:
+        """Begin what :meth:`admitting` does. Returns what ends it. Both block."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.admitting())
+            return stack.pop_all()
+
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
         """Let ranks in meanwhile that are not connected, if this process serves the store. Behind it nobody listens."""

@@ -1,12 +1,13 @@
-"""``torch.distributed`` stores: one's own, and what their errors mean. Everything here blocks."""
+"""``torch.distributed`` stores: one's own, and what their errors mean. All but :func:`admitting` blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import anyio
 from torch.distributed import Store
 
 from aiocomms.errors import StoreLostError
@@ -14,6 +15,7 @@ from aiocomms.lowlevel.auth import mac, read_token
 from aiocomms.lowlevel.jobstore import JobStore, prove
 from aiocomms.lowlevel.sockets import listen_at
 from aiocomms.lowlevel.storeserver import StoreServer
+from aiocomms.lowlevel.threads import run_in_thread
 
 
 @contextlib.contextmanager
@@ -81,9 +83,19 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
         raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error
 
 
-def admitting(store: Store | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.asynccontextmanager
+async def admitting(store: Store | None) -> AsyncIterator[None]:
     """While ranks form a communicator over a store; behind it nobody listens, if this process serves the store."""
-    return store.admitting() if isinstance(store, JobStore) else contextlib.nullcontext()
+    if not isinstance(store, JobStore) or not store.serves:
+        yield
+        return
+    with anyio.CancelScope(shield=True):  # the thread that serves does it at once
+        listening = await run_in_thread(store.listening, anyhow=True)
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run_in_thread(listening.close, anyhow=True)
 
 
 def _key(token: bytes | None) -> bytes:

@@ -156,6 +156,11 @@ class StoreServer:
         finally:
             self._call(self._end_to_listen)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it serves anybody still, in this process."""
+        return not self._ended
+
     def disown(self) -> None:
         """Disown the server in a forked child, which has no thread that serves."""
         self._ended, self._lock = True, threading.RLock()

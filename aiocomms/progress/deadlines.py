@@ -55,6 +55,7 @@ class Watchdog:
         self._changed = threading.Condition(self._lock)
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
+        self._leaving: list[threading.Thread] = []
 
     def register(self, who: Watched) -> None:
         """Watch an object's deadlines."""
@@ -62,15 +63,21 @@ class Watchdog:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
-        """Watch an object's deadlines no more. The thread ends when no object is left. Idempotent."""
+        """Watch an object's deadlines no more; idempotent. With the last one the thread ends: see :attr:`leaving`."""
         with self._lock:
             self._watched.discard(who)
             thread = None if self._watched else self._thread
             if thread is not None:
                 self._thread, self.wakes_at = None, float("inf")
+                self._leaving.append(thread)
                 self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+
+    @property
+    def leaving(self) -> list[threading.Thread]:
+        """The threads that are to end, and have not. They may be telling an object that its deadline has passed."""
+        with self._lock:
+            self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+            return list(self._leaving)
 
     def wake_by(self, deadline: float) -> None:
         """Make sure that the thread wakes when ``deadline`` has passed.

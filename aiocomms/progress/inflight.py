@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import memory
-from aiocomms.lowlevel.threads import copied
+from aiocomms.lowlevel.threads import copied, run_in_thread
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import LoopDriver, Promise, Waiters
 from aiocomms.progress.heartbeat import Heartbeat
@@ -339,6 +339,11 @@ class InFlight:
     def unwatch(self) -> None:
         """Stop watching deadlines. Idempotent."""
         watchdog.unregister(self)
+
+    async def unwatched(self) -> None:
+        """Wait until nobody watches deadlines who is to end, which is at once but where one has passed just now."""
+        for thread in watchdog.leaving:
+            await run_in_thread(thread.join, anyhow=True)
 
     def expire(self, now: float) -> float:
         """See :class:`Watched`; copies before it looks, for the loop's thread goes on meanwhile."""

@@ -288,6 +288,7 @@ def test_a_loop_that_is_closed_by_hand_amid_a_wait(impatient):
     assert "barrier on 'world' (rank 0): its event loop has ended" in str(late)
     assert Thread(portal.close).end() is None
     comm._released()
+    comm._leaving.finish()
 
 
 async def _open(**place: Any) -> aiocomms.Communicator:

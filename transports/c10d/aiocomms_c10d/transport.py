@@ -136,7 +136,7 @@ class C10dTransport(Transport):
             )
         if rendezvous.store is None and rendezvous.size > 1:
             raise UnsupportedOperation("transport 'c10d' meets in a store, and endpoints have none: use another one")
-        with admitting(rendezvous.store):
+        async with admitting(rendezvous.store):
             return await bringup.open_gloo(rendezvous, adopt)
 
     # ---------------------------------------------------------------------------------------- on the loop's thread

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from aiocomms.lowlevel import load_libraries
+
 try:
     import libucx
 except ImportError:
@@ -27,7 +29,10 @@ _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cu
 """Modules of UCX; what is built into it has no devices to register memory with, either."""
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
 """Modules that cannot be loaded without the driver's library."""
-_CHOSEN: Final = ("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "UCX_MODULE_DIR")
+_LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
+"""What the wheel loads, in its order."""
+_SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+_CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
 """The user's settings by which other modules may be loaded than those of the wheel."""
 
 
@@ -40,10 +45,13 @@ def load_ucx() -> None:
     ours = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(ours)
     try:
+        if not os.environ.get(_SYSTEM):
+            load_libraries(lib / f"{name}.so" for lib in _own() for name in _LIBRARIES)
         libucx.load_library()
     finally:
         for name in ours:
             del os.environ[name]
+    load_libraries(Path(__file__).parent.glob("_engine*.so"))
 
 
 def no_cuda_in_ucx() -> str | None:

@@ -1,0 +1,19 @@
+"""Shared libraries, loaded while the event loop goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+
+
+def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Load those of some shared libraries that can be loaded, without the interpreter's lock. For a thread.
+
+    An import, and ``ctypes.CDLL``, holds that lock until a library is read from the disk and linked, and with it the
+    event loop. Behind this it finds the library loaded. What cannot be loaded is for the import to explain.
+    """
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for path in paths:
+        dlopen(os.fsencode(path), os.RTLD_NOW)
