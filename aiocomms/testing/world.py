@@ -17,6 +17,7 @@ from aiocomms.bootstrap.registry import Selection, choose, in_process, open_tran
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal, read_token
 
 
@@ -44,7 +45,8 @@ async def local_world(
         raise ArgumentError(f"size is {size}, wanted at least 1 rank")
     options: dict[str, object] = {}
     arguments.silence(options)
-    plan = choose(transport or in_process(), torch.device("cpu"), size, options)
+    cpu = torch.device("cpu")
+    plan = await run_in_thread(lambda: choose(transport or in_process(), cpu, size, options), anyhow=True)
     meeting = _Meeting(size, arguments.label(name), arguments.deadline("timeout", timeout))
     comms: list[Communicator | None] = [None] * size
     try:

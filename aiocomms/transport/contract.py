@@ -179,6 +179,7 @@ class Transport(ABC):
     def probe(cls, device: torch.device) -> str | None:
         """Return why it cannot run for tensors on ``device``, as the end of "... is not available: ", or None. Cheap.
 
+        Any thread may call this, :meth:`preference`, :meth:`adopts` and :meth:`info`.
         Raising: it is not available, and what was raised is the reason.
         """
 

@@ -945,7 +945,9 @@ async def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'aiocomms[nccl]'" in str(NcclTransport.probe(device))
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        names.importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=None)
+    )
     old = SimpleNamespace(available=True, NcclCommunicator=object, get_version=lambda: 23203)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=old))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -15,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, ControlCodec, host_id, listen_at, reachable_address, tune
+from aiocomms.lowlevel import LOOPBACK, ControlCodec, host_id, listen_at, reachable_address, run_in_thread, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -124,7 +125,8 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
     :raises CommTimeoutError: a rank did not connect.
     """
     rank = rendezvous.rank
-    with contextlib.closing(_listener(rendezvous, hellos)) as listener:
+    address = await run_in_thread(functools.partial(_address, rendezvous, hellos), anyhow=True)
+    with contextlib.closing(listen_at(address, rendezvous.size)) as listener:
         unique_id = b""
         if rank == 0 and library is not None:
             unique_id = await rendezvous.run("making a unique id for NCCL", library.unique_id)
@@ -136,11 +138,11 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
         return await rendezvous.run("connecting the ranks", call), places[0].unique_id
 
 
-def _listener(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> socket.socket:
+def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
+    """Return where the others reach this rank. Blocks, where they are on other hosts."""
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
-    address = reachable_address(others, rendezvous.store) if others else LOOPBACK
-    return listen_at(address, rendezvous.size)
+    return reachable_address(others, rendezvous.store) if others else LOOPBACK
 
 
 def _connect_all(

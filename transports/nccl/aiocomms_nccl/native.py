@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import aiocomms
-from aiocomms.cuda import Event
+from aiocomms.cuda import Cuda, Event
+from aiocomms.lowlevel import load_libraries
 from aiocomms_nccl.calls import CallPlan
 from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.launcher import Launcher, LauncherOwner, PythonLauncher, Then
-from aiocomms_nccl.nccl import NcclStatusError, explain
+from aiocomms_nccl.nccl import Nccl, NcclStatusError, explain
 
 if TYPE_CHECKING:
     import aiocomms_launcher as native
@@ -22,6 +26,7 @@ DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
 """What is told of an op, with the numbers of the native module.
 
 One that was dropped was not called. :data:`ASLEEP` is of no op: threads sleep on what is under way."""
+_MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
 """Microseconds for which the native thread looks for the next op, and at what is under way, before it sleeps."""
 _DIRECT_SPIN: Final = 1
@@ -65,15 +70,24 @@ _shared = _Shared()
 os.register_at_fork(after_in_child=_shared.forget)
 
 
+def load_launcher(cuda: Cuda, library: Nccl) -> None:
+    """Load what :func:`make_launcher` needs, which then does not block. This does."""
+    found = importlib.util.find_spec(_MODULE)
+    if found is not None and found.origin is not None and _MODULE not in sys.modules:
+        load_libraries([found.origin])
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_MODULE)
+    if _is_there():
+        cuda.functions()
+        library.functions()
+
+
 def _is_there() -> bool:
-    """Return whether the native module is there, and of this version. ``AIOCOMMS_PURE=1`` forbids it."""
+    """Return whether the native module is loaded, and of this version. ``AIOCOMMS_PURE=1`` forbids it."""
     if os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0"):
         return False
-    try:
-        import aiocomms_launcher
-    except ImportError:
-        return False
-    return aiocomms_launcher.version() == aiocomms.__version__
+    module = sys.modules.get(_MODULE)
+    return module is not None and bool(module.version() == aiocomms.__version__)
 
 
 def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from aiocomms.cuda import Cuda, addresses
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import load_libraries
 
 T = TypeVar("T")
 
@@ -131,6 +134,10 @@ class CupyNccl:
 
     def functions(self) -> Mapping[str, int] | None:
         """See :meth:`Nccl.functions`. The library is the one that CuPy has loaded."""
+        return self._functions
+
+    @functools.cached_property
+    def _functions(self) -> Mapping[str, int] | None:
         try:
             library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except OSError:  # CuPy has found it under another name
@@ -142,20 +149,26 @@ class CupyNccl:
 
 def no_cupy() -> str | None:
     """Return why CuPy cannot be used, as the end of "... is not available: ", or None if it can."""
-    if importlib.util.find_spec("cupy") is None:
+    if (found := importlib.util.find_spec("cupy")) is None:
         return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
+    load_libraries(path for folder in found.submodule_search_locations or () for path in _parts_of(Path(folder)))
     from cupy.cuda import nccl
 
     if not nccl.available:
         return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 for CUDA 13, nvidia-nccl-cu12 for CUDA 12"
     if not hasattr(nccl.NcclCommunicator, "commSplit"):
         return "CuPy is too old, wanted 14 or newer: pip install -U cupy-cuda13x (or -cuda12x)"
-    found = int(nccl.get_version())
-    if found < OLDEST:
-        return (
-            f"NCCL is {readable(found)}, wanted {readable(OLDEST)} or newer: pip install -U nvidia-nccl-cu13 (or -cu12)"
-        )
+    version = int(nccl.get_version())
+    if version < OLDEST:
+        wanted = f"{readable(OLDEST)} or newer"
+        return f"NCCL is {readable(version)}, wanted {wanted}: pip install -U nvidia-nccl-cu13 (or -cu12)"
     return None
+
+
+def _parts_of(cupy: Path) -> Iterator[Path]:
+    """Return the native modules that come with CuPy, but those that load CUDA's libraries, which CuPy has to find."""
+    yield from cupy.rglob("*.so")
+    yield from (cupy.parent / "cupy_backends" / "cuda").glob("api/*.so")
 
 
 def readable(version: int) -> str:

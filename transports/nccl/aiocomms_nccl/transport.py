@@ -29,7 +29,7 @@ from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
 from aiocomms_nccl.lane_log import LaneLog
 from aiocomms_nccl.launcher import end_comm
 from aiocomms_nccl.matching import Matcher
-from aiocomms_nccl.native import make_launcher
+from aiocomms_nccl.native import load_launcher, make_launcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.threads import Threads
 from aiocomms_nccl.wire import NcclNote
@@ -109,11 +109,18 @@ class NcclTransport(LaneTransport):
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`. Hint ``"high_priority_stream"``: run on streams of high priority."""
-        cuda, library = cls.layers(rendezvous.device)
-        hellos = await bringup.exchange_hellos(rendezvous, bringup.hello(cls.gpu(rendezvous.device), library))
+        cuda, library, mine = await rendezvous.run("opening CUDA and NCCL", lambda: cls._look(rendezvous.device))
+        hellos = await bringup.exchange_hellos(rendezvous, mine)
         sockets, unique_id = await bringup.connect(rendezvous, hellos, library)
         form = functools.partial(library.communicator, rendezvous.size, unique_id, rendezvous.rank)
         return await cls._finish(cuda, library, rendezvous, hellos, sockets, form, bool(options.get(HIGH_PRIORITY)))
+
+    @classmethod
+    def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
+        """Load what CUDA and NCCL are called through, and introduce this rank. Blocks."""
+        cuda, library = cls.layers(device)
+        load_launcher(cuda, library)
+        return cuda, library, bringup.hello(cls.gpu(device), library)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`. It calls ``ncclCommSplit``."""
