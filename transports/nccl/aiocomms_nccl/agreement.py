@@ -1,8 +1,8 @@
 """Agreement: whether the other ranks call the same collectives, and whether they close, abort or die.
 
 NCCL waits for ever for a rank that calls another collective. A collective that is quick costs nothing here: its
-description is kept as it is, for a while. A collective that has to wait is described to the other ranks, which compare
-the description with their own.
+description is kept as it is, for a while. A collective that has waited for some milliseconds is described to the other
+ranks, which compare the description with their own; all that were called until then go in one frame to each rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from aiocomms_nccl.matching import Matcher
 _NONE: Final = -1
 _KEPT: Final = 32
 """How many of its last calls a rank remembers."""
+TELL_AFTER: Final = 0.005
+"""Seconds for which a collective waits before the others are told of it: most are over by then, and cost no frame."""
 _TEXT: Final = 1000
 """Most characters of a description."""
 
@@ -65,6 +67,8 @@ class NcclAgreement:
         self._data_moved: dict[int, Completion] = {}  # collectives that are done as far as NCCL knows
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had called
         self._disputed = _NONE  # the number of the collective in which ranks disagree
+        self._owed: set[int] = set()  # the ranks that wait to hear what this one has called
+        self._waits = 0  # how many this rank had called when the reminder was set
 
     # ----------------------------------------------------------------------------------------- this rank's own part
 
@@ -82,7 +86,7 @@ class NcclAgreement:
         elif self._left:
             self._fail_if_needed(index)
         if self._detects_mismatch:
-            self.tell_calls()
+            self._tell_calls()
         return index
 
     def data_moved(self, index: int) -> None:
@@ -106,8 +110,17 @@ class NcclAgreement:
         found = [index for index, other in list(self.pending.items()) if other is work]
         return self._log.waiting_for(found[0]) if found else ()
 
-    def tell_calls(self) -> None:
-        """Tell the other ranks which collectives this rank has called, because one of them has to wait."""
+    def tell_soon(self) -> None:
+        """Tell the other ranks before long which collectives this rank has called, because one of them has to wait."""
+        if not self._control.reminds and self._log.has_news:
+            self._remind()
+
+    def _remind(self) -> None:
+        if not self._control.reminds:
+            self._waits = self._log.calls
+        self._control.remind(TELL_AFTER)
+
+    def _tell_calls(self) -> None:
         for peer in self._control.peers:
             self._tell_calls_to(peer)
 
@@ -144,6 +157,17 @@ class NcclAgreement:
                     self._handle(peer, frame)
             except ProtocolError as error:
                 self._fail(error)
+        if self._control.reminded():
+            self._tell_due()
+
+    def _tell_due(self) -> None:
+        """Tell all ranks if a collective has waited since the reminder was set, else those that have told this one."""
+        owed, self._owed = self._owed, set()
+        first = next(iter(self.pending), self._waits)
+        for peer in self._control.peers if first < self._waits else owed:
+            self._tell_calls_to(peer)
+        if first >= self._waits and self.pending and self._log.has_news:
+            self._remind()
 
     def _handle(self, peer: int, frame: wire.Frame | ProtocolError | None) -> None:
         if frame is None:
@@ -171,7 +195,11 @@ class NcclAgreement:
         if wrong is not None:
             self._dispute(*wrong)
             return
-        self._tell_calls_to(peer)
+        if self._detects_mismatch:
+            self._tell_calls_to(peer)
+        elif self._log.has_news:
+            self._owed.add(peer)
+            self._remind()
         for index in [index for index in self._data_moved if not self._log.waiting_for(index)]:
             del self._data_moved[index]
             self._complete(index)
@@ -252,6 +280,11 @@ class _CallLog:
         for peer, described in self._others.pop(index, {}).items():
             error = error or self._compare(index, peer, described)
         return index, error
+
+    @property
+    def has_news(self) -> bool:
+        """Whether some rank has not been told of the last call."""
+        return any(told < self.calls for told in self._told.values())
 
     def news_for(self, peer: int) -> wire.Calls | None:
         """Return the calls that a rank has not been told yet; None if there are none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import select
 import socket
 import threading
@@ -15,6 +17,37 @@ from aiocomms_nccl.wire import Frame, pack, unpack
 
 _PIECE: Final = 64 * 1024
 """Most bytes that are read from a connection at a time."""
+_MONOTONIC: Final = 1  # CLOCK_MONOTONIC
+
+
+class _Reminder:
+    """A descriptor that is readable some time after it was set, once (``timerfd``): transports have no timers."""
+
+    def __init__(self) -> None:
+        """Set it to no time.
+
+        :raises OSError: there is no descriptor left.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._settime = libc.timerfd_settime
+        self._when = (ctypes.c_long * 4)()  # struct itimerspec, whose first half would have it come again
+        self.fd: int = libc.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def set(self, seconds: float) -> None:
+        """Be readable after so many seconds, more than 0."""
+        self._when[2], self._when[3] = divmod(round(seconds * 1e9), 10**9)
+        self._settime(self.fd, 0, self._when, None)
+
+    def clear(self) -> None:
+        """Be readable no more, until it is set again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)
 
 
 class Control:
@@ -39,10 +72,41 @@ class Control:
             self._sockets[peer].setblocking(False)
             self._epoll.register(fd, select.EPOLLIN)
         self.fileno = self._epoll.fileno
+        self._reminder: _Reminder | None = None
+        self.reminds = False
+        """Whether :meth:`remind` was called, and :meth:`reminded` has not returned True since."""
+        self._due = False
 
     def watch(self, fd: int) -> None:
         """Wake the loop when another descriptor is readable, too."""
         self._epoll.register(fd, select.EPOLLIN)
+
+    def remind(self, seconds: float) -> None:
+        """Wake the loop after so many seconds, once, and have :meth:`reminded` return True then; 0: on its next turn.
+
+        While it is set, it stays as it is. It is called on the loop's thread.
+        """
+        if self.reminds:
+            return
+        self.reminds = True
+        try:
+            if seconds > 0 and self._reminder is None:
+                self._reminder = _Reminder()
+                self._epoll.register(self._reminder.fd, select.EPOLLIN)
+        except OSError:
+            seconds = 0
+        if seconds > 0 and self._reminder is not None:
+            self._reminder.set(seconds)
+        else:
+            self._due = True
+            self.wake()
+
+    def reminded(self) -> bool:
+        """Return whether the time has come; once."""
+        if not self._due:
+            return False
+        self._due = self.reminds = False
+        return True
 
     @property
     def peers(self) -> list[int]:
@@ -66,7 +130,10 @@ class Control:
         for fd, events in self._epoll.poll(0):
             peer = self._peers.get(fd)
             if peer is None:
-                continue  # the waker, or a descriptor of somebody else's
+                if self._reminder is not None and fd == self._reminder.fd:
+                    self._reminder.clear()
+                    self._due = True
+                continue  # else the waker, or a descriptor of somebody else's
             if events & select.EPOLLOUT:
                 with self._lock:
                     self._push(peer)
@@ -130,4 +197,6 @@ class Control:
                     connection.sendall(self._unsent[peer])
                 self._disconnect(peer)
             self._epoll.close()
+            if self._reminder is not None:
+                self._reminder.close()
             self._waker.close()

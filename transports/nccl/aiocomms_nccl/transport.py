@@ -324,7 +324,7 @@ class NcclTransport(LaneTransport):
             for comm_stream in self._comm_streams(busy=True):
                 self.call_nccl("what is under way", comm_stream.comm.check_async_error)
             if self.launcher.parked and self._agreement.pending:
-                self._agreement.tell_calls()
+                self._agreement.tell_soon()
         return did
 
     def fileno(self) -> int | None:
