@@ -4,6 +4,7 @@ from aiocomms.cuda.device import Cuda as Cuda
 from aiocomms.cuda.device import Event as Event
 from aiocomms.cuda.device import Stream as Stream
 from aiocomms.cuda.device import TorchCuda as TorchCuda
+from aiocomms.cuda.device import check_stream as check_stream
 from aiocomms.cuda.device import no_gpu as no_gpu
 from aiocomms.cuda.runtime import addresses as addresses
 from aiocomms.cuda.streams import SPIN as SPIN

@@ -9,7 +9,9 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from aiocomms.arguments import wrong_type
 from aiocomms.cuda import runtime
+from aiocomms.errors import ArgumentError
 
 _THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
 
@@ -161,8 +163,34 @@ def no_gpu(device: torch.device) -> str | None:
     if torch.version.cuda is None:
         return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
     if not torch.cuda.is_available():
-        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
+        why = _why_no_gpu()
+        return f"torch finds no GPU{why}: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
     count = torch.cuda.device_count()
     if device.index is not None and device.index >= count:
         return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
     return None
+
+
+def _why_no_gpu() -> str:
+    """Return what torch says of it, which tells a driver that is too old from none; empty if it says nothing."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return f" ({str(error).partition(chr(10))[0].partition('. ')[0]})"
+    return ""
+
+
+def check_stream(cuda: Cuda, stream: Any) -> None:
+    """Check a stream that is to wait for an op.
+
+    :raises ArgumentTypeError: it is none.
+    :raises ArgumentError: it is of another device than the op.
+    """
+    if not hasattr(stream, "cuda_stream"):
+        raise wrong_type("stream", stream, "a torch.cuda.Stream, or None for the current one")
+    device = getattr(stream, "device", None)
+    if device is not None and device.index != cuda.index:
+        raise ArgumentError(
+            f"stream is of {device}, wanted one of cuda:{cuda.index}, the communicator's device: "
+            "have that one wait, and yours for it"
+        )

@@ -171,6 +171,7 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
         For an op that was captured into a CUDA graph, this joins it back to the capturing stream.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
+        :raises ArgumentError: it is no stream, or of another device than the communicator.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         """
         owner = self._owner

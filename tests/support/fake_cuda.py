@@ -92,6 +92,7 @@ class FakeStream:
         self.gpu = gpu
         self.priority = priority
         self.cuda_stream = next(self._numbers)
+        self.device = torch.device("cuda", 0)
         self.queue: deque[Task] = deque()
         self.capture: Capture | None = None
         gpu.streams[self.cuda_stream] = self

@@ -12,7 +12,6 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio.to_thread
@@ -937,38 +936,6 @@ async def test_ranks_that_cannot_work_together() -> None:
     bringup.check([hello(nccl=22907, host_override="a"), hello(nccl=22907, host_override="b")])
     with pytest.raises(ArgumentError, match=r"rank 1 has NCCL 2\.29\.7, rank 0 has 2\.32\.3"):
         bringup.check([hello(gpu="a"), hello(gpu="b", nccl=22907)])
-
-
-@pytest.mark.asyncio
-async def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 1)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'aiocomms[nccl]'" in str(NcclTransport.probe(device))
-    monkeypatch.setattr(
-        names.importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=None)
-    )
-    old = SimpleNamespace(available=True, NcclCommunicator=object, get_version=lambda: 23203)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=old))
-    assert "CuPy is too old, wanted 14 or newer" in str(NcclTransport.probe(device))
-    monkeypatch.setattr("aiocomms_nccl.transport.no_cupy", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "built without CUDA" in str(NcclTransport.probe(device))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch finds no GPU" in str(NcclTransport.probe(device))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "device is cuda:1, and this process sees 1 GPU(s)" in str(NcclTransport.probe(device))
-    assert NcclTransport.probe(torch.device("cuda", 0)) is None
-
-
-@pytest.mark.asyncio
-async def test_a_tensor_on_another_device(cuda: FakeCuda) -> None:
-    async with world(1) as (comm,):
-        with pytest.raises(ArgumentError, match=r"tensor is on meta, wanted it on cpu.*or form a communicator with"):
-            comm.all_reduce(torch.ones(3, device="meta"))
 
 
 @pytest.mark.asyncio

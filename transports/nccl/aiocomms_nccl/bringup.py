@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import socket
@@ -11,6 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -21,9 +23,11 @@ from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 
+_log = logging.getLogger("aiocomms")
 _HELLO: Final = struct.Struct("<I32s")  # the rank that connects, and the token of the rank to which it connects
 _SHARE: Final = 0.9
 """Share of the remaining time for connecting. The rest is for reporting which ranks did not connect."""
+_MPS: Final = "/tmp/nvidia-mps"  # noqa: S108 - where CUDA looks for it
 _PATIENCE: Final = 2.0
 """Seconds in which a new connection must present its rank and token."""
 
@@ -74,7 +78,19 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclH
     raw = await rendezvous.exchange("nccl", wire.dialect().head + HELLOS.encode(mine))
     hellos = [HELLOS.decode(wire.dialect().check(value, f"rank {peer}", peer), peer) for peer, value in enumerate(raw)]
     check(hellos)
+    await run_in_thread(functools.partial(_advise, rendezvous.rank, hellos), anyhow=True)
     return hellos
+
+
+def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
+    """Log that this rank shares a GPU without MPS, which works and is slow."""
+    other = next((n for n, it in enumerate(hellos) if it.gpu == hellos[rank].gpu and n != rank), None)
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS))
+    if other is not None and not (folder / "control").exists():
+        _log.warning(
+            "ranks %d and %d share a GPU without MPS, and so their processes take turns on it: "
+            "start it by `nvidia-cuda-mps-control -d`, or give each rank a GPU of its own", rank, other,
+        )  # fmt: skip
 
 
 def check(hellos: Sequence[NcclHello]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
+import torch
+
 from aiocomms.cuda import Cuda, addresses
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import load_libraries
@@ -152,8 +154,14 @@ def no_cupy() -> str | None:
     if (found := importlib.util.find_spec("cupy")) is None:
         return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
     load_libraries(path for folder in found.submodule_search_locations or () for path in _parts_of(Path(folder)))
-    from cupy.cuda import nccl
-
+    try:
+        from cupy.cuda import driver, nccl
+    except Exception as error:  # which tells in a page what to look for, and the reason at its end
+        return f"CuPy cannot be loaded ({_reason(error)}): reinstall cupy-cuda13x (or -cuda12x), one of them alone"
+    if torch.version.cuda is not None:
+        ours, theirs = int(torch.version.cuda.partition(".")[0]), int(driver.get_build_version()) // 1000
+        if ours != theirs:
+            return f"CuPy is built for CUDA {theirs}, and torch for CUDA {ours}: pip install cupy-cuda{ours}x"
     if not nccl.available:
         return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 for CUDA 13, nvidia-nccl-cu12 for CUDA 12"
     if not hasattr(nccl.NcclCommunicator, "commSplit"):
@@ -163,6 +171,13 @@ def no_cupy() -> str | None:
         wanted = f"{readable(OLDEST)} or newer"
         return f"NCCL is {readable(version)}, wanted {wanted}: pip install -U nvidia-nccl-cu13 (or -cu12)"
     return None
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip(" =")]
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
 
 def _parts_of(cupy: Path) -> Iterator[Path]:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.cuda import SPIN, Cuda, Event, TorchCuda, no_gpu
+from aiocomms.cuda import SPIN, Cuda, Event, TorchCuda, check_stream, no_gpu
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, LaneTransport, Rendezvous
@@ -223,8 +223,8 @@ class NcclTransport(LaneTransport):
             raise no_memory(op.name, error) from error
 
     def _collective(self, op: ops.Op, work: Completion, captured: bool) -> None:
-        if captured and self._held is not None:
-            raise UnsupportedOperation("the communicator is being split; capture afterwards")
+        if captured:
+            self._check_capture()
         if not captured and self._captured:
             if self.cuda.capturing(self._comm_stream.stream):
                 raise UnsupportedOperation(
@@ -239,6 +239,15 @@ class NcclTransport(LaneTransport):
             self._held.append((plan, op, work, self.launcher.mark()))
         else:
             self._launch(plan, op, work, self.launcher.mark())
+
+    def _check_capture(self) -> None:
+        if self._held is not None:
+            raise UnsupportedOperation("the communicator is being split; capture afterwards")
+        if not self.cuda.capturing(self.cuda.current_stream()):
+            raise UnsupportedOperation(
+                "the stream that is being captured is of another device than the communicator's, "
+                f"cuda:{self.cuda.index}: capture on a stream of that device"
+            )
 
     def _capture(self, plan: CallPlan, op: ops.Op, work: Completion) -> None:
         """Enqueue a collective from this thread, whose capture it is to be part of."""
@@ -272,6 +281,8 @@ class NcclTransport(LaneTransport):
         """See :meth:`Transport.wait_stream`."""
         index = self._agreement.number_of(work)
         end = self._captured_ends.get(work) if index is None else self._ends.get(index)
+        if stream is not None:
+            check_stream(self.cuda, stream)
         if index is None and end is None:
             end = self._lanes.end_of(work)
         if end is not None:
