@@ -180,8 +180,13 @@ class Router(dict[type[ops.Op], Route]):
 
     def _refuse(self, op: ops.Op, work: Completion) -> None:
         carriers = {family: type(transport).__name__ for family, transport in self._transports.items()}
+        why = "no transport of this communicator carries it, nor can other ops express it"
+        if isinstance(op, (ops.FetchAdd, ops.CompareSwap)):
+            device = self._comm.device
+            why = f"its transport has no atomics in windows on {device}"
+            why += "" if device.type == "cpu" else "; a communicator on the CPU has windows with atomics"
         raise UnsupportedOperation(
-            f"no transport of this communicator carries it, nor can other ops express it; transports: {carriers}",
+            f"{why}; transports: {carriers}",
             comm=self._comm.name,
             op=op.name,
             rank=self._comm.rank,
