@@ -6,6 +6,8 @@ from aiocomms.cuda.device import Stream as Stream
 from aiocomms.cuda.device import TorchCuda as TorchCuda
 from aiocomms.cuda.device import check_stream as check_stream
 from aiocomms.cuda.device import no_gpu as no_gpu
+from aiocomms.cuda.ipc import Mapped as Mapped
+from aiocomms.cuda.ipc import Shared as Shared
 from aiocomms.cuda.runtime import addresses as addresses
 from aiocomms.cuda.streams import SPIN as SPIN
 from aiocomms.cuda.streams import Completions as Completions

@@ -10,7 +10,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from aiocomms.arguments import wrong_type
-from aiocomms.cuda import runtime
+from aiocomms.cuda import ipc, runtime
+from aiocomms.cuda.ipc import Mapped, Shared
 from aiocomms.errors import ArgumentError
 
 _THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
@@ -83,6 +84,15 @@ class Cuda(Protocol):
         :raises torch.OutOfMemoryError: no memory is left.
         """
 
+    def share(self, storage: torch.UntypedStorage) -> Shared | None:
+        """Return what one other process of the host needs to map this memory; None: CUDA does not share it."""
+
+    def map(self, shared: Shared) -> Mapped | None:
+        """Map another process's memory. Blocks, off the loop.
+
+        :returns: None if this process does not see its GPU, or CUDA refuses.
+        """
+
     def harmless(self) -> contextlib.AbstractContextManager[None]:
         """Keep this thread's calls from invalidating another thread's capture (thread-local capture mode)."""
 
@@ -146,6 +156,14 @@ class TorchCuda:
         """See :meth:`Cuda.empty_like`."""
         with torch.cuda.stream(stream):  # type: ignore[arg-type]
             return torch.empty_like(tensor)
+
+    def share(self, storage: torch.UntypedStorage) -> Shared | None:
+        """See :meth:`Cuda.share`."""
+        return ipc.share(storage)
+
+    def map(self, shared: Shared) -> Mapped | None:
+        """See :meth:`Cuda.map`."""
+        return ipc.map_shared(self.index, shared)
 
     @contextlib.contextmanager
     def harmless(self) -> Iterator[None]:

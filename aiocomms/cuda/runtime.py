@@ -27,6 +27,9 @@ FUNCTIONS: Final = (
 )
 """What native code calls that is given the runtime's addresses."""
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
+_LAZY_PEERS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
+HANDLE_BYTES: Final = 64
+"""Of a ``cudaIpcMemHandle_t``."""
 
 _idle: dict[tuple[int | None, int], list[int]] = {}  # streams that have no owner any more, by device and priority
 
@@ -65,6 +68,35 @@ def copy(stream: int, to: int, source: int, nbytes: int) -> None:
     to_, source_, stream_ = ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_void_p(stream)
     status = library().cudaMemcpyAsync(to_, source_, ctypes.c_size_t(nbytes), _DEVICE_TO_DEVICE, stream_)
     check(status, "a copy")
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def map_handle(handle: bytes) -> int:
+    """Map another process's memory for the current device, or count that it is mapped once more. Releases the GIL.
+
+    :param handle: a ``cudaIpcMemHandle_t``.
+    :returns: the address, for :func:`unmap`.
+    """
+    made = ctypes.c_void_p()
+    by_value = _IpcHandle.from_buffer_copy(handle)
+    status = library().cudaIpcOpenMemHandle(ctypes.byref(made), by_value, ctypes.c_uint(_LAZY_PEERS))
+    check(status, "mapping another process's memory")
+    assert made.value is not None
+    return made.value
+
+
+def unmap(address: int) -> None:
+    """Take back a :func:`map_handle`. Releases the GIL."""
+    check(library().cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "giving another process's memory back")
+
+
+def reach(index: int) -> None:
+    """Let the current device use another one's memory, if it can; else CUDA copies by way of the host."""
+    if library().cudaDeviceEnablePeerAccess(ctypes.c_int(index), ctypes.c_uint(0)):
+        library().cudaGetLastError()  # or torch would raise it
 
 
 def own_stream(device: torch.device, priority: int) -> Any:

@@ -2,7 +2,8 @@
 
 ======================================= ================================================================================
 to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with what it shall call
-to block off the loop                   :func:`run_in_thread`; :func:`load_libraries`, of what else an import loads
+to block off the loop                   :func:`run_in_thread`; :func:`call_in_thread`, where nothing can be awaited;
+                                        :func:`load_libraries`, of what else an import loads
 to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`listen_at`
                                         there, and :func:`tune` for the connections with them
 to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
@@ -43,7 +44,7 @@ from aiocomms.lowlevel.libraries import load_libraries
 from aiocomms.lowlevel.memory import has_room, in_use, register
 from aiocomms.lowlevel.sockets import listen_at, tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
-from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 from aiocomms.lowlevel.waker import Inbox, Waker
 from aiocomms.ops import buffers
@@ -63,6 +64,7 @@ __all__ = [
     "admitting",
     "at_end",
     "buffers",
+    "call_in_thread",
     "check_exposed",
     "closed_by",
     "closed_on_exec",

@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -262,13 +264,42 @@ class Gate:
         self.gpu.kick()
 
 
+class FakeMapped:
+    """See :class:`aiocomms.cuda.Mapped`."""
+
+    def __init__(self, cuda: FakeCuda, storage: torch.UntypedStorage, memory: object) -> None:
+        self.storage, self._memory = storage, memory
+        self._cuda = cuda
+        cuda.mapped.append(self)
+
+    def release(self) -> None:
+        """The owner's memory is its own again."""
+        self._cuda.ipc_threads.add(threading.get_ident())
+        self._cuda.mapped.remove(self)
+        del self.storage, self._memory
+
+
 class FakeCuda:
     """See :class:`aiocomms.cuda.Cuda`."""
 
     index = 0
+    _numbers = itertools.count(1)
 
-    def __init__(self, gpu: Gpu | None = None) -> None:
+    def __init__(self, gpu: Gpu | None = None, *, shares: bool = True) -> None:
+        """Start a GPU, unless it is given one.
+
+        :param shares: whether a process may map another one's memory.
+        """
         self.gpu = gpu or Gpu()
+        self.shares = shares
+        self.mapped: list[FakeMapped] = []
+        """What is mapped, and was not given back."""
+        self.ipc_threads: set[int] = set()
+        """Those that memory was mapped on, and given back on."""
+        self.mappable = threading.Event()
+        """Set, unless the driver takes long to map memory."""
+        self.mappable.set()
+        self._shared: dict[int, torch.UntypedStorage] = {}
         self.default = FakeStream(self.gpu)
         self._local = threading.local()
         self.made: list[FakeStream] = []
@@ -320,6 +351,40 @@ class FakeCuda:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
             self.gpu.memory -= 1
         return torch.full_like(tensor, 1)
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...] | None:
+        """Share memory with a rank of this process, where it stays; it is kept until that gives it back."""
+        if not self.shares:
+            return None
+        number = next(self._numbers)
+        self._shared[number] = storage
+        return os.getpid(), number, storage.nbytes()
+
+    def share_moved(self, storage: torch.UntypedStorage) -> tuple[Any, ...] | None:
+        """Share it with another process, by the means of torch's CPU tensors."""
+        if not self.shares:
+            return None
+        fd, size = storage._share_fd_cpu_()
+        return os.getpid(), fd, size
+
+    def map(self, shared: tuple[Any, ...]) -> FakeMapped | None:
+        self.ipc_threads.add(threading.get_ident())
+        self.mappable.wait()
+        pid, number, size = shared
+        if pid == os.getpid():
+            owned = self._shared.pop(number)
+            if not self.shares:
+                return None
+            memory = (ctypes.c_char * size).from_address(owned.data_ptr())
+            return FakeMapped(self, torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), owned)
+        if not self.shares:
+            return None
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            pages = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        return FakeMapped(self, torch.frombuffer(pages, dtype=torch.uint8).untyped_storage(), pages)
 
     @contextlib.contextmanager
     def harmless(self) -> Iterator[None]:

@@ -5,38 +5,27 @@ The engine treats them as GPU memory, which it never touches itself. All ranks m
 
 from __future__ import annotations
 
-import mmap
-import os
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 from aiocomms_ucx._engine import HOST
-from aiocomms_ucx.cuda_transport import CudaUcxTransport, CudaWindows
+from aiocomms_ucx.cuda_transport import CudaUcxTransport
+from aiocomms_ucx.cuda_windows import CudaWindows
 from fake_cuda import FakeCuda
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from aiocomms.cuda import Cuda
 
 
 class FakeWindows(CudaWindows):
-    """Windows that are mapped between processes by the means of torch's CPU tensors."""
+    """Windows that ranks of one process map, too."""
 
-    def _gpu(self, tensor: Tensor) -> str:
-        return "the fake one"
-
-    def _export(self, storage: UntypedStorage) -> tuple[Any, ...] | None:
-        fd, size = storage._share_fd_cpu_()
-        return os.getpid(), fd, size
-
-    def _import(self, rank: int, gpu: str, exported: tuple[Any, ...]) -> UntypedStorage | None:
-        assert gpu == "the fake one"
-        pid, fd, size = exported
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return torch.frombuffer(mmap.mmap(mine, size), dtype=torch.uint8).untyped_storage()
-        finally:
-            os.close(mine)
+    def _export(self, rank: int, storage: UntypedStorage) -> tuple[Any, ...] | None:
+        transport = self._transport
+        cuda = cast("FakeCuda", transport.cuda)
+        here = transport.pids[rank] == transport.pids[transport.rank]
+        return cuda.share(storage) if here else cuda.share_moved(storage)
 
 
 class FakeUcxTransport(CudaUcxTransport):
@@ -57,3 +46,9 @@ class FakeUcxTransport(CudaUcxTransport):
     @classmethod
     def preference(cls, device: torch.device, size: int, family: Any) -> int:
         return 0
+
+
+class UnmappedUcxTransport(FakeUcxTransport):
+    """The same where CUDA maps no memory of another rank, so that UCX reads and writes it."""
+
+    cuda_layer = FakeCuda(shares=False)

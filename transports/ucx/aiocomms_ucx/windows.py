@@ -7,6 +7,7 @@ import math
 import os
 import stat
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -35,8 +36,6 @@ class WindowPart(msgspec.Struct, array_like=True):
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
     """What each rank needs to map the part, if it is GPU memory."""
-    gpu: str = ""
-    """The identifier of that GPU."""
 
     def __repr__(self) -> str:  # whoever has address and key can read and write the memory
         return f"<part of shape {self.shape}>"
@@ -221,15 +220,32 @@ class Windows:
             return -1
 
     def _opened_everywhere(self, work: Completion) -> None:
-        transport = self._transport
         handle = self._opening.pop(id(work))
         assert handle.exchange is not None
         rows = handle.exchange[1]
         handle.exchange = None
         try:
-            for rank, row in enumerate(rows):
-                part = _part(rank, row)
-                mapped = self._reach(handle, rank, part)
+            parts = [_part(rank, row) for rank, row in enumerate(rows)]
+        except ProtocolError as error:
+            work.fail(error)
+        else:
+            self._enter(handle, parts, work)
+
+    def _enter(self, handle: WindowHandle, parts: list[WindowPart], work: Completion) -> None:
+        """Reach all ranks' parts."""
+        self._entered(handle, parts, (self._reach(handle, rank, part) for rank, part in enumerate(parts)), work)
+
+    def _entered(
+        self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None], work: Completion
+    ) -> None:
+        """Tell the engine of the parts, with those that this process shares, and end the opening.
+
+        :param reached: raises what reaching a part has raised.
+        """
+        transport, rank, found = self._transport, 0, iter(reached)
+        try:
+            for rank, part in enumerate(parts):
+                mapped = next(found)
                 if mapped is not None:
                     handle.mapped[rank] = mapped
                 nbytes = torch.Size(part.shape).numel() * handle.itemsize
@@ -238,12 +254,11 @@ class Windows:
                 )
         except ProtocolError as error:
             work.fail(error)
-            return
         except (OSError, RuntimeError) as error:
             if not transport.ends_soon(rank):
                 work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}", peer=rank))
-            return
-        work.complete(handle)
+        else:
+            work.complete(handle)
 
     def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
         """Return a rank's part as a tensor of this process; None if they do not share memory."""
@@ -290,7 +305,11 @@ class Windows:
         transport = self._transport
         if self._handles.pop(handle.number, None) is not None:
             transport.engine.close_window(transport.group, handle.number)
-            handle.mapped.clear()
+            self._let_go(handle)
+
+    def _let_go(self, handle: WindowHandle) -> None:
+        """Give back the memory of the parts that this process shares."""
+        handle.mapped.clear()
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:

@@ -1,0 +1,169 @@
+"""Memory that processes of a host share by CUDA IPC, over stand-ins for torch's calls and the runtime's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import UntypedStorage
+
+from aiocomms.cuda import ipc, runtime
+
+pytestmark = pytest.mark.deterministic
+
+HANDLE = bytes(range(64))
+SHARED = ("gpu-0", b"\x02c" + HANDLE, 12, 4, b"/counter", 3, b"e" * 64, True)
+"""What torch says of memory of the first GPU."""
+
+
+class Storage:
+    """A storage of torch's. It says when nothing refers to it any more."""
+
+    device = torch.device("cuda", 1)
+
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def __del__(self) -> None:
+        self._log.append("torch lets go")
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        self._log.append("torch shares")
+        return (1, *SHARED[1:])
+
+
+class Ipc:
+    """Two GPUs, and what was called, each call within the device and the stream that it is in."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.opens = self.reaches = 0
+        """The statuses of two calls of the runtime."""
+        self.refused = ""
+        self.inside: list[int] = []
+        self.cudaGetErrorString = lambda status: b"invalid resource handle"
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        self.inside.append(index)
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+    def cudaIpcOpenMemHandle(self, made: Any, handle: Any, flags: Any) -> int:  # noqa: N802
+        self.log.append(("mapped", bytes(handle), flags.value, self.inside[-1]))
+        made._obj.value = 0x700
+        return self.opens
+
+    def cudaIpcCloseMemHandle(self, address: ctypes.c_void_p) -> int:  # noqa: N802
+        self.log.append(("unmapped", address.value, self.inside[-1]))
+        return 0
+
+    def cudaDeviceEnablePeerAccess(self, index: ctypes.c_int, flags: Any) -> int:  # noqa: N802
+        self.log.append(("reaches", self.inside[-1], index.value))
+        return self.reaches
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.log.append("cleared")
+        return 0
+
+    def new_shared(self, index: int, *exported: Any) -> Storage:
+        self.log.append(("torch maps", index, exported))
+        if self.refused:
+            raise RuntimeError(self.refused)
+        return Storage(self.log)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Ipc:
+    gpus = Ipc()
+    monkeypatch.setattr(runtime, "library", lambda: gpus)
+    monkeypatch.setattr(ipc, "_nothing", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", gpus.device)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu-{index}"))
+    monkeypatch.setattr(UntypedStorage, "_new_shared_cuda", staticmethod(gpus.new_shared), raising=False)
+    return gpus
+
+
+def test_what_is_shared_names_its_gpu(gpus: Ipc) -> None:
+    storage: Any = Storage(gpus.log)
+    assert ipc.share(storage) == ("gpu-1", *SHARED[1:])
+
+
+def test_what_torch_does_not_share_is_not_shared(gpus: Ipc, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Storage) -> None:
+        raise RuntimeError("expandable segments")
+
+    monkeypatch.setattr(Storage, "_share_cuda_", refuse)
+    storage: Any = Storage(gpus.log)
+    assert ipc.share(storage) is None
+
+
+def test_memory_is_mapped_before_torch_does_and_until_it_has_let_go(gpus: Ipc) -> None:
+    """torch's own calls would hold the interpreter's lock for as long as the driver takes."""
+    mapped = ipc.map_shared(0, SHARED)
+    assert mapped is not None
+    assert gpus.log == [("mapped", HANDLE, 1, 0), ("torch maps", 0, SHARED[1:])]
+    gpus.log.clear()
+    mapped.release()
+    assert gpus.log == ["torch lets go", ("unmapped", 0x700, 0)]
+
+
+@pytest.mark.parametrize(
+    ("handle", "ours"), [(HANDLE, True), (b"\x03c" + HANDLE, True), (b"\x02e" + HANDLE, False), (b"\x02e", False)]
+)
+def test_only_a_plain_handle_is_opened_by_hand(gpus: Ipc, handle: bytes, ours: bool) -> None:
+    """Of memory from ``cudaMalloc``, as torch has written it before and after it gave handles a version."""
+    mapped = ipc.map_shared(0, ("gpu-0", handle, *SHARED[2:]))
+    assert mapped is not None
+    assert (("mapped", HANDLE, 1, 0) in gpus.log) == ours
+    mapped.release()
+    assert (("unmapped", 0x700, 0) in gpus.log) == ours
+
+
+def test_a_gpu_that_is_not_seen_here(gpus: Ipc) -> None:
+    assert ipc.map_shared(0, ("gpu-7", *SHARED[1:])) is None
+    assert not gpus.log
+
+
+def test_what_torch_cannot_map_is_given_back(gpus: Ipc) -> None:
+    gpus.refused = "invalid device context"
+    assert ipc.map_shared(0, SHARED) is None
+    assert gpus.log[-1] == ("unmapped", 0x700, 0)
+
+
+def test_what_cuda_cannot_map_is_left(gpus: Ipc) -> None:
+    gpus.opens = 400
+    assert ipc.map_shared(0, SHARED) is None
+    assert not any(entry[0] == "torch maps" for entry in gpus.log)
+
+
+@pytest.mark.parametrize("status", [0, 704])
+def test_another_gpus_memory_is_reached_from_the_one_that_copies(gpus: Ipc, status: int) -> None:
+    """It may be allowed already, which torch must not hear of as an error."""
+    gpus.reaches = status
+    mapped = ipc.map_shared(1, SHARED)
+    assert mapped is not None
+    assert ("reaches", 1, 0) in gpus.log
+    assert ("cleared" in gpus.log) == bool(status)
+    mapped.release()
+
+
+@pytest.mark.parametrize("nonsense", [("gpu-0",), ("gpu-0", "handle", 1), ("gpu-0", b"\x02c" + HANDLE[:9])])
+def test_what_makes_no_sense_is_not_mapped(
+    gpus: Ipc, nonsense: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strict(index: int, *exported: Any) -> None:
+        if len(exported) != 7:
+            raise RuntimeError("tuple of 8 items expected")
+
+    monkeypatch.setattr(UntypedStorage, "_new_shared_cuda", staticmethod(strict), raising=False)
+    assert ipc.map_shared(0, nonsense) is None

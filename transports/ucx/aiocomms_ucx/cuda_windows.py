@@ -1,0 +1,327 @@
+"""Windows in GPU memory: where CUDA maps a part into this process, the GPU copies; elsewhere UCX reads and writes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Protocol, cast
+
+import anyio
+import torch
+from torch import Tensor, UntypedStorage
+
+from aiocomms import ops
+from aiocomms.cuda import Completions, Cuda, Event, Mapped, Shared, Stream
+from aiocomms.errors import CommError, ProtocolError
+from aiocomms.lowlevel import buffers, call_in_thread, run_in_thread
+from aiocomms.transport import Completion
+from aiocomms_ucx.member import Member
+from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
+
+_LAST_COPIES: Final = 1.0
+"""Seconds that the end of a communicator waits for copies under way, which only a lost one has."""
+
+
+class CudaMember(Member, Protocol):
+    """One rank of a communicator of GPUs, as its windows see it."""
+
+    cuda: Cuda
+    completions: Completions
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """Have something called on the loop's thread, unless the communicator is closed by then; any thread."""
+
+
+class _Copy:
+    """A copy that the GPU may not have made yet, and what it needs."""
+
+    __slots__ = ("behind", "memory", "work")
+
+    def __init__(self, work: Completion, memory: object, behind: Event) -> None:
+        self.work = work
+        self.memory = memory
+        self.behind = behind
+        """When the caller's stream had done what was on it."""
+
+
+class Copies:
+    """The copies of a communicator's windows, which a stream of their own makes in the order of the calls."""
+
+    def __init__(self, cuda: Cuda, completions: Completions) -> None:
+        self.stream: Stream | None = None
+        """There since the first window was opened."""
+        self.made = 0
+        """How many of them the GPU has made."""
+        self._cuda, self._completions = cuda, completions
+        self._begun = 0
+        self._to: dict[int, int] = {}  # by rank: which was the last
+        self._in: dict[int, int] = {}  # by window: likewise
+        self._under_way: deque[_Copy] = deque()
+
+    def begin(self, work: Completion, window: int, rank: int, memory: object, to: int, source: int) -> None:
+        """Enqueue one behind what the current stream was given. It ends the work, unless that has a signal to send.
+
+        :param memory: what the addresses are of, besides the op's own tensors.
+        :raises CommError: CUDA refuses it.
+        """
+        cuda, stream, op = self._cuda, self.stream, cast("ops.Put | ops.Get", work.op)
+        assert stream is not None
+        with cuda.harmless():
+            try:
+                behind = self._completions.mark(cuda.current_stream())
+                stream.wait_event(behind)
+                cuda.copy(stream, to, source, op.tensor.nbytes)
+            except RuntimeError as error:
+                raise CommError(f"CUDA could not begin it: {error}") from error
+            self._under_way.append(_Copy(work, (op, memory), behind))
+            self._completions.add(stream, self._ended)  # what it raises loses the communicator: the GPU may copy
+        self._begun += 1
+        self._to[rank] = self._in[window] = self._begun
+
+    def last(self, rank: int | None) -> int:
+        """Return how many must have been made for all to a rank, or to every rank, to have been."""
+        return self._begun if rank is None else self._to.get(rank, 0)
+
+    def last_in(self, window: int) -> int:
+        """Return how many must have been made for all in a window to have been."""
+        return self._in.get(window, 0)
+
+    def forget(self, window: int) -> None:
+        """Forget a window."""
+        self._in.pop(window, None)
+
+    def tensors(self) -> list[Tensor]:
+        """Return those of the copies that are under way, on any thread."""
+        return [tensor for copy in list(self._under_way) for _, tensor in copy.work.op.reads() + copy.work.op.writes()]
+
+    def end(self) -> Callable[[], object] | None:
+        """Return what waits for the copies under way, and keeps their memory; None if there are none. Blocks."""
+        if not self._under_way:
+            return None
+        event, memory = self._cuda.event(), list(self._under_way)
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):  # a device that is broken does no more work to wait for
+                event.synchronize()
+            memory.clear()
+
+        with self._cuda.harmless():
+            event.record(self.stream)
+        return wait
+
+    def _ended(self) -> None:
+        copy = self._under_way.popleft()
+        self.made += 1
+        self._completions.release(copy.behind)
+        if not isinstance(copy.work.op, ops.PutSignal) and not copy.work.done():
+            copy.work.complete()
+
+
+class _Reached:
+    """What of one window's memory CUDA maps into this process."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor | Exception | None] = []
+        """By rank, as far as they have been tried."""
+        self.mapped: list[Mapped] = []
+        self.tried = threading.Event()
+        """No thread is at it any more."""
+
+    def outcomes(self) -> Iterator[Tensor | None]:
+        """Return what was found, and raise what was raised."""
+        for one in self.found:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+    def release(self) -> None:
+        """Give it back. Blocks, off the loop."""
+        self.tried.wait()
+        self.found.clear()
+        while self.mapped:
+            with contextlib.suppress(RuntimeError):  # of a device that is broken
+                self.mapped.pop().release()
+
+
+class CudaWindows(Windows):
+    """Windows in GPU memory.
+
+    A put or a get of a part that CUDA maps here is a copy on a stream of ours, behind what the caller's stream has been
+    given. What comes behind puts (a signal, a flush, the close) waits until the GPU has made the copies.
+    """
+
+    record = 16 * 1024
+    unshared = (
+        "is memory that CUDA does not map here: of this very process, of a GPU that this process does not see, or of "
+        "torch's expandable segments"
+    )
+    _transport: CudaMember
+
+    def __init__(self, transport: CudaMember) -> None:
+        self.copies = Copies(transport.cuda, transport.completions)
+        self._reached: dict[int, _Reached] = {}
+        super().__init__(transport)
+
+    # ----------------------------------------------------------------------------------------------------- operations
+
+    def begin(self, op: ops.Op, work: Completion) -> bool:
+        """Begin an op on the GPU at the call, if it can be a copy.
+
+        :returns: whether it was: the op ends by itself, but for a signal, which :meth:`post` sends behind it.
+        :raises CommError: it cannot be begun.
+        """
+        part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
+        if part is None:
+            return False
+        assert isinstance(op, (ops.Put, ops.Get))
+        handle: WindowHandle = op.window.handle
+        rank = _target(op)
+        if op.offset + op.tensor.numel() > part.numel():
+            raise ProtocolError(f"the window of rank {rank} is smaller than that rank has said", peer=rank)
+        here, there = op.tensor.data_ptr(), part.data_ptr() + op.offset * handle.itemsize
+        to, source = (here, there) if isinstance(op, ops.Get) else (there, here)
+        self.copies.begin(work, handle.number, rank, part, to, source)
+        return True
+
+    def must_follow(self, op: ops.Op) -> int:
+        """Return how many copies must have been made before an op that is called now may be posted."""
+        match op:
+            case ops.PutSignal() | ops.Signal() | ops.Flush():
+                return self.copies.last(op.dst)
+            case ops.WindowClose():
+                return self.copies.last_in(op.window.handle.number)
+        return 0
+
+    def post(self, op: Any, work: Completion) -> None:
+        """See :meth:`Windows.post`. Of a put with a signal that was copied the signal is left to be sent."""
+        if isinstance(op, ops.PutSignal) and self._mapped(op) is not None:
+            transport = self._transport
+            number = op.window.handle.number
+            return transport.follow(work, transport.engine.signal(id(work), transport.group, number, op.dst))
+        return super().post(op, work)
+
+    def held(self) -> list[Tensor]:
+        """See :meth:`Windows.held`."""
+        return super().held() + self.copies.tensors()
+
+    def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
+        """Return the part that an op is about, if the GPU copies from or to it."""
+        handle: WindowHandle = op.window.handle
+        return handle.mapped.get(_target(op)) if op.tensor.numel() else None
+
+    # ---------------------------------------------------------------------------------------------- opening a window
+
+    def _describe(self, number: int, tensor: Tensor) -> WindowPart:
+        """See :meth:`Windows._describe`. CUDA counts the processes that map memory, so each gets its own handle."""
+        transport = self._transport
+        rkey = transport.engine.map_window(transport.group, number, tensor, True)
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        ipc: list[Shared | None] = [None] * transport.size
+        for rank in range(transport.size) if tensor.nbytes else ():
+            if rank != transport.rank and not transport.far(rank):
+                ipc[rank] = self._export(rank, tensor.untyped_storage())
+        return WindowPart(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc)
+
+    def _export(self, rank: int, storage: UntypedStorage) -> Shared | None:
+        """Return what a rank of this host needs to map this memory; None if CUDA does not share it with that."""
+        transport = self._transport
+        return None if transport.pids[rank] == transport.pids[transport.rank] else transport.cuda.share(storage)
+
+    def _enter(self, handle: WindowHandle, parts: list[WindowPart], work: Completion) -> None:
+        """See :meth:`Windows._enter`. CUDA takes milliseconds to map memory, which a thread waits for."""
+        transport, copies = self._transport, self.copies
+        reached = self._reached[handle.number] = _Reached()
+        streams: list[Stream] = []
+
+        def reach() -> None:
+            with self._aside():
+                if copies.stream is None:
+                    streams.append(transport.cuda.stream(0))
+                for rank, part in enumerate(parts):
+                    reached.found.append(self._tried(handle, rank, part, reached))
+
+        def then(error: Exception | None) -> None:
+            if error is not None:
+                reached.found.append(RuntimeError(f"CUDA cannot be used on another thread: {error}"))
+            reached.tried.set()
+            transport.soon(lambda: self._reached_all(handle, parts, reached.outcomes(), streams, work))
+
+        call_in_thread(reach, then)
+
+    def _reached_all(
+        self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None],
+        streams: list[Stream], work: Completion,
+    ) -> None:  # fmt: skip
+        """Go on on the loop's thread, unless the window is given up by now."""
+        if handle.number not in self._reached or work.done():
+            return
+        if self.copies.stream is None and streams:
+            self.copies.stream = streams[0]
+        self._entered(handle, parts, reached, work)
+
+    def _tried(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | Exception | None:
+        try:
+            return self._map_part(handle, rank, part, reached)
+        except (CommError, RuntimeError) as error:
+            return error
+
+    def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
+        """Return a rank's part as a tensor of this process; None if CUDA does not map it here. Off the loop."""
+        if rank == self._transport.rank:
+            return handle.tensor
+        shared = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
+        if shared is None or self._transport.far(rank):
+            return None
+        mapped = self._transport.cuda.map(shared)
+        if mapped is None:
+            return None
+        reached.mapped.append(mapped)
+        storage, dtype, count = mapped.storage, handle.tensor.dtype, torch.Size(part.shape).numel()
+        if part.offset % handle.itemsize or part.offset + count * handle.itemsize > storage.nbytes():
+            raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
+        whole = buffers.empty(0, dtype=dtype, device=storage.device)
+        flat: Tensor = whole.set_(storage, part.offset // handle.itemsize, (count,), (1,))
+        return flat.view(part.shape)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def _let_go(self, handle: WindowHandle) -> None:
+        """See :meth:`Windows._let_go`. In a thread, and not before the last copy: its owner may free it then."""
+        handle.mapped.clear()
+        last = self.copies.end() if self.copies.last_in(handle.number) > self.copies.made else None
+        self.copies.forget(handle.number)
+        reached = self._reached.pop(handle.number, None)
+        if reached is not None:
+            call_in_thread(lambda: self._release(reached, last), lambda error: None)
+
+    def _release(self, reached: _Reached, last: Callable[[], object] | None) -> None:
+        with self._aside():
+            if last is not None:
+                last()
+            reached.release()
+
+    async def end(self) -> None:
+        """Wait for the copies under way, but not for ever: a stream of the program may hold them up."""
+        last = self.copies.end()
+        if last is not None:
+            with anyio.move_on_after(_LAST_COPIES, shield=True), contextlib.suppress(CommError):
+                await run_in_thread(lambda: self._wait(last))
+
+    def _wait(self, last: Callable[[], object]) -> None:
+        with self._aside():
+            last()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Drive CUDA on a thread that is not the loop's."""
+        cuda = self._transport.cuda
+        cuda.activate()
+        with cuda.harmless():
+            yield
+
+
+def _target(op: ops.Put | ops.Get) -> int:
+    """Return the rank whose part a put or a get is about."""
+    return op.src if isinstance(op, ops.Get) else op.dst
