@@ -271,6 +271,7 @@ class FakeMapped:
         self.storage, self._memory = storage, memory
         self._cuda = cuda
         cuda.mapped.append(self)
+        cuda.ever_mapped += 1
 
     def release(self) -> None:
         """The owner's memory is its own again."""
@@ -294,6 +295,8 @@ class FakeCuda:
         self.shares = shares
         self.mapped: list[FakeMapped] = []
         """What is mapped, and was not given back."""
+        self.ever_mapped = 0
+        """How often something was."""
         self.ipc_threads: set[int] = set()
         """Those that memory was mapped on, and given back on."""
         self.mappable = threading.Event()

@@ -89,6 +89,16 @@ def stopped(comm: Communicator) -> Gate:
     return Gate(stream)
 
 
+def noted(event: asyncio.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Set an event when something is called."""
+
+    def noting(*args: Any) -> Any:
+        event.set()
+        return call(*args)
+
+    return noting
+
+
 def ones(value: float = 1, count: int = PART) -> torch.Tensor:
     return torch.full((count,), float(value))
 
@@ -114,6 +124,25 @@ async def test_memory_is_mapped_and_given_back_off_the_loop(cuda: FakeCuda) -> N
         await asyncio.gather(*(window.aclose() for window in windows))
         await until(lambda: not cuda.mapped)
         assert threading.get_ident() not in cuda.ipc_threads
+
+
+@pytest.mark.asyncio
+async def test_ucx_maps_what_cuda_does_not(either: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both would map a part, UCX would do so on the loop's thread."""
+    keys: list[bool] = []
+    entered = cuda_windows.CudaWindows._entered
+
+    def noting(self: Any, handle: Any, parts: Any, *rest: Any) -> None:
+        keys.extend(part.rkey != b"" for part in parts)
+        entered(self, handle, parts, *rest)
+
+    monkeypatch.setattr(cuda_windows.CudaWindows, "_entered", noting)
+    async with world() as (a, b):
+        windows = await opened(a, b)
+        assert sorted(keys) == [False, False, not either.shares, not either.shares]
+        works: list[Any] = [window.put_signal(ones(), rank) for window in windows for rank in range(2)]
+        await all_of(*works, *(window.flush() for window in windows))
+        await all_of(*(window.wait_signal(rank) for window in windows for rank in range(2)))
 
 
 @pytest.mark.asyncio
@@ -170,7 +199,7 @@ async def test_an_end_amid_the_mapping(cuda: FakeCuda, how: str) -> None:
                 with pytest.raises((CommAbortedError, CommTimeoutError)):
                     await end
         cuda.mappable.set()
-        await until(lambda: not cuda.mapped)
+        await until(lambda: cuda.ever_mapped == 2 and not cuda.mapped)
         assert threading.get_ident() not in cuda.ipc_threads
 
 
@@ -451,35 +480,38 @@ async def test_a_loss_amid_a_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
             with pytest.raises(CommError):
                 await told
         assert cuda.mapped
-        del source, works, work, told
+        del source, works, work, told, windows, a, b
         gc.collect()
         assert gone() is not None
         assert theirs.eq(0).all()
         gate.open()
         await until(lambda: not cuda.mapped)
         assert theirs.eq(1).all()
-        del a, b, windows
         while gone() is not None:
             gc.collect()
             await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
-async def test_a_lost_communicator_ends_behind_its_copies(cuda: FakeCuda) -> None:
+async def test_a_lost_communicator_ends_behind_its_copies(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing holds them up: none of a rank's copies writes after it has closed."""
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
             windows = await opened(a, b)
             theirs, gate = windows[1].tensor, stopped(a)
             work = windows[0].put(ones(), 1)
+            await parked(cuda)
             a.abort("enough")
             with pytest.raises(CommAbortedError):
                 await work
+            carrier, left = transport_of(a, "rma"), asyncio.Event()
+            monkeypatch.setattr(carrier.shared, "leave", noted(left, carrier.shared.leave))
             closing = asyncio.ensure_future(a.aclose())
-            await until(lambda: cuda.gpu.sleeping)
-            assert not closing.done()
+            await until(lambda: cuda.gpu.sleeping == 2)  # beside the thread that waits for it as for any copy
+            assert not left.is_set()
             gate.open()
             await closing
+            assert left.is_set()
             assert theirs.eq(1).all()
 
 
@@ -496,6 +528,18 @@ async def test_a_copy_that_is_made_as_the_communicator_is_lost_signals_nobody(cu
         for end in (work, told):
             with pytest.raises(CommAbortedError):
                 await end
+
+
+@pytest.mark.asyncio
+async def test_a_put_that_a_hook_aborts_is_not_begun(either: FakeCuda) -> None:
+    async with asyncio.timeout(PATIENCE):
+        async with world() as (a, b):
+            windows = await opened(a, b)
+            theirs = windows[1].tensor
+            a.register_pre_hook(lambda *_: a.abort("enough"))
+            with pytest.raises(CommAbortedError):
+                await windows[0].put(ones(), 1)
+        assert theirs.eq(0).all()
 
 
 @pytest.mark.asyncio

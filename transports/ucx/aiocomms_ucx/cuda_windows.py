@@ -263,9 +263,12 @@ class CudaWindows(Windows):
 
     def _tried(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | Exception | None:
         try:
-            return self._map_part(handle, rank, part, reached)
+            found = self._map_part(handle, rank, part, reached)
         except (CommError, RuntimeError) as error:
             return error
+        if found is not None:
+            part.rkey = b""  # UCX would map it, too, and on the loop
+        return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
         """Return a rank's part as a tensor of this process; None if CUDA does not map it here. Off the loop."""
