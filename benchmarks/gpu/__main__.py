@@ -28,7 +28,7 @@ def worlds() -> dict[str, tuple[int, list[str]]]:
     return {
         "one rank": (1, [t.key for t in TARGETS if t.size == 1]),
         "two ranks": (2, ["bandwidth2"]),
-        "two ranks over UCX": (2, ["p2p"]),
+        "two ranks over UCX": (2, ["p2p", "get"]),
     }
 
 

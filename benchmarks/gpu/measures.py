@@ -170,9 +170,33 @@ async def p2p(b: Bench) -> dict[str, Any]:
     return figure(BY_KEY["p2p"], copy / messages, **detail)
 
 
+async def get(b: Bench) -> dict[str, Any]:
+    """A window of rank 1, which rank 0 writes and reads, several puts or gets under way; and small ones, one by one."""
+    window = await b.comm.new_window(b.stage.tensor(b.nbytes))
+    tensor, small, mapped = b.stage.tensor(b.nbytes), b.stage.tensor(SMALL), window.mapped(1)
+    took: dict[str, list[float]] = {"put": [], "get": [], "small_put": [], "small_get": []}
+    for number in range(WARM + b.rounds if b.comm.rank == 0 else 0):
+        for name, of, times in (("", tensor, BURST), ("small_", small, 1)):
+            for kind, call in (("put", window.put), ("get", window.get)):
+                began = time.perf_counter()
+                works = [call(of, 1) for _ in range(times)]
+                if kind == "put":
+                    await window.flush(1)
+                for work in works:
+                    await work
+                if number >= WARM:
+                    took[name + kind].append((time.perf_counter() - began) / times)
+    await window.aclose()
+    if b.comm.rank != 0:
+        return figure(BY_KEY["get"], 1.0)  # nobody asks this rank
+    detail = {f"{kind}_gb_per_s": [b.nbytes / seconds / 1e9 for seconds in took[kind]] for kind in ("put", "get")}
+    detail |= {f"{kind}_us": [seconds * 1e6 for seconds in took[kind]] for kind in ("small_put", "small_get")}
+    return figure(BY_KEY["get"], paired(took["get"], took["put"]), mapped=mapped, **detail)
+
+
 MEASURES: dict[str, Measure] = {
     "post": post, "await": await_, "heartbeat": heartbeat, "parked": parked, "bandwidth1": bandwidth,
-    "bandwidth2": bandwidth, "p2p": p2p,
+    "bandwidth2": bandwidth, "p2p": p2p, "get": get,
 }  # fmt: skip
 
 

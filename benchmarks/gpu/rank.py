@@ -20,7 +20,7 @@ import aiocomms
 from benchmarks.gpu.measures import MEASURES, Bench, settle
 from benchmarks.gpu.onegpu import nccl_version
 from benchmarks.gpu.stage import Stage
-from benchmarks.gpu.targets import TARGETS, missing
+from benchmarks.gpu.targets import OF_WINDOWS_AND_MESSAGES, TARGETS, missing
 
 
 async def run(stage: Stage, folder: Path, rank: int, size: int, keys: list[str], **sizes: Any) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ async def run(stage: Stage, folder: Path, rank: int, size: int, keys: list[str],
     results = []
     for key in keys:
         target = next(target for target in TARGETS if target.key == key)
-        name = stage.p2p if key == "p2p" else stage.transport
+        name = stage.p2p if key in OF_WINDOWS_AND_MESSAGES else stage.transport
         try:
             store = dist.FileStore(str(folder / f"ours {key}"), size)
             options = {"store": store, "rank": rank, "size": size, "timeout": 60}
@@ -76,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(1)
     stage = Stage()
     keys = options.keys.split(",")
-    if set(keys) - {"p2p"}:
+    if set(keys) - OF_WINDOWS_AND_MESSAGES:
         stage.init(dist.FileStore(str(options.folder / "torch"), size), rank, size)
     results = asyncio.run(run(stage, options.folder, rank, size, keys, rounds=options.rounds))
     if rank == 0:

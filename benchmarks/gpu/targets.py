@@ -38,7 +38,10 @@ TARGETS = (
     Target("bandwidth1", "bandwidth, 1 rank, all_gather of 64 MiB / torch's", "x", 0.98, least=True),
     Target("bandwidth2", "bus bandwidth, 2 ranks, all_reduce of 64 MiB / torch's", "x", 0.98, least=True, size=2),
     Target("p2p", "UCX send/recv of 64 MiB, 2 processes / device-to-device copy", "x", 0.7, least=True, size=2),
+    Target("get", "window, time of a get of 64 MiB / of a put, 2 processes", "x", 1.2, size=2),
 )
+OF_WINDOWS_AND_MESSAGES = frozenset({"p2p", "get"})
+"""What is measured of the transport of these."""
 
 
 def figure(target: Target, value: float, **detail: Any) -> dict[str, Any]:
