@@ -148,7 +148,7 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """As :meth:`all_to_all_single`, but the number of rows may differ from pair to pair of ranks.
+        """Call :meth:`all_to_all_single` with a number of rows that may differ from pair to pair of ranks.
 
         :param output: the rows received, in rank order, written.
         :param input: the rows to send, in rank order.

@@ -75,7 +75,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._children = 0  # communicators split off
         self._groups = Groups(rendezvous, plan, core.by_family)
         self._portal: Portal | None = None
-        self._doors: list[Door] = []  # of portals
+        self._doors: list[Door] = []  # The doors of portals.
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
         self._lanes = Lane
         self._shortcuts = shortcuts = core.shortcuts if type(self) is Communicator else None
@@ -100,7 +100,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def transports(self) -> dict[str, str]:
-        """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        """The name of the transport that carries each family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
         names: dict[str, str] = {str(family): name for family, name in self._plan.names.items()}
         if "rma" not in names and "p2p" in names:
             names["rma"] = f"two-sided over {names['p2p']}"
@@ -113,12 +113,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this rank."""
+        """True once the communicator was closed on this rank."""
         return self._core.closed
 
     @property
     def aborted(self) -> bool:
-        """Whether it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
+        """True once it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.life.failure is not None
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
@@ -135,7 +135,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         except CommError as error:
             raise core.worded(error.about(comm=self.name, op=op.name, rank=self.rank)) from None
         if of_tensors is not op:
-            work._value = op.result()  # of arrays
+            work._value = op.result()  # The op was called with arrays.
         return core.start(work, seconds)
 
     _issue_in_order = _issue
@@ -155,7 +155,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return self._lanes(self, key)
 
     def _follow_lanes(self) -> None:
-        """From now on look whether a lane is current; who makes none the current one pays nothing for it."""
+        """Look from now on whether a lane is current.
+
+        A program that makes no lane the current one pays nothing for it.
+        """
         shortcuts = self._shortcuts
         if shortcuts is None:
             self.__class__ = _Following
@@ -290,7 +293,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         number = self._children = self._children + 1  # another split may begin before this one goes on
         core = self._core
         with anyio.CancelScope() as scope:
-            hook = self.register_abort_hook(lambda _: scope.cancel())  # also of what meets the others elsewhere
+            # An abort also ends the part of this that meets the others elsewhere.
+            hook = self.register_abort_hook(lambda _: scope.cancel())
             try:
                 return await self._form_child(members, child, number, plan, seconds)
             except StoreLostError:

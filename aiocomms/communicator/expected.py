@@ -12,7 +12,11 @@ from aiocomms.progress.loops import Waiter
 
 
 class Expected:
-    """What something has pending of its own accord, by tags: so nobody is said to wait who does not.
+    """The receives that this library keeps pending of its own accord, by tags, with the tasks that wait for each.
+
+    So a receive for which no task waits is not reported as a wait.
+
+    A hang report names only the receives that a task waits for.
 
     See :class:`aiocomms.progress.inflight.Stands`.
     """

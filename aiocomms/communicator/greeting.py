@@ -1,4 +1,4 @@
-"""What the two ends of a stream tell each other first: where each receives, its capacity, items and name."""
+"""The first message of each end of a stream to the other: where it receives, its capacity, items and name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GREETING_BYTES = _GREETING.size
 
 
 class Greeting(NamedTuple):
-    """What one end tells the other."""
+    """The content of the first message of one end to the other."""
 
     tag: int
-    """Of the messages to it."""
+    """The tag of the messages to this end."""
     capacity: int
-    """How many messages it holds."""
+    """The number of messages that this end holds."""
     capacity_bytes: int
-    """How many bytes it holds; 0: any number."""
+    """The number of bytes that this end holds; 0: any number."""
 
 
 def check(capacity: int, name: str, capacity_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What a stream carries: how an item becomes messages, and messages an item.
+"""The items of a stream: the conversion of an item to messages, and of messages to an item.
 
 An item is a header of fixed size and, if need be, more messages. A tensor is described by the header and is a message
 itself; a mapping or a dataclass travels as an object does, see :mod:`aiocomms.communicator.parcels`.
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     header: Tensor
     messages: list[Tensor]
     nbytes: int
-    """What it takes of the other end's room."""
+    """The number of bytes that the item takes of the other end's room."""
     prepare: Callable[[], Packed] | None
     """Makes the messages what they must be, on a thread; None: they are."""
 
@@ -52,11 +52,11 @@ class Kind(ABC, Generic[T]):
     def __init__(self, items: type[T], text: str) -> None:
         self.items = items
         self.text = text
-        """What both ends must agree on, for people."""
+        """The type on which both ends must agree, in words for people."""
 
     @property
     def digest(self) -> bytes:
-        """What both ends compare."""
+        """The digest that both ends compare."""
         return hashlib.blake2b(self.text.encode(), digest_size=8).digest()
 
     @abstractmethod

@@ -30,7 +30,7 @@ LONGEST = 60
 
 
 class Viewed(Protocol):
-    """What a lane needs of its communicator."""
+    """The part of a communicator that a lane needs."""
 
     name: str
     rank: int
@@ -81,7 +81,7 @@ class Lane(PointToPoint, Collectives, Objects):
     size: int
     device: torch.device
 
-    __slots__ = ("_closed", "_known", "_shortcuts")  # which native code reads
+    __slots__ = ("_closed", "_known", "_shortcuts")  # Native code reads these slots.
 
     _core: Core
 
@@ -122,7 +122,7 @@ class Lane(PointToPoint, Collectives, Objects):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this rank; another view of the same key may be open."""
+        """True once this view was closed on this rank; another view of the same key may be open."""
         return self._closed
 
     def abort(self, reason: str | BaseException) -> None:
@@ -186,7 +186,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Before the first op: hear which lanes other ranks have given up, and keep what the lane is called."""
+        """Listen before the first op for the lanes that other ranks have given up, and keep what the lane is called."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.refusing:
             core.router.lane_ends.listen()
@@ -194,7 +194,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return names
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        """As a communicator does, but that its collectives are not counted."""
+        """Issue an op as a communicator does, except that the lane's collectives are not counted."""
         comm, core = self._comm, self._core
         number, words = self._known or self._begin()
         try:
@@ -207,7 +207,7 @@ class Lane(PointToPoint, Collectives, Objects):
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
         if of_tensors is not op:
-            work._value = op.result()  # of arrays
+            work._value = op.result()  # The op was called with arrays.
         return core.start(work, seconds, words)
 
     def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:

@@ -388,7 +388,7 @@ class Objects(Issuer):
 
     def _parcel(self, op: str, obj: Any, pickle: bool) -> Parcel:
         try:
-            self._core.caller_stream()  # which refuses a capture, before anything is copied to a GPU
+            self._core.caller_stream()  # This call refuses a capture, before anything is copied to a GPU.
             return Parcel(obj, self.device, pickle=pickle)
         except CommError as error:
             raise error.about(comm=self.name, op=op, rank=self.rank) from error.__cause__

@@ -1,7 +1,7 @@
-"""How users get a communicator: through a launcher, a store, alone, or over a process group.
+"""The functions that open a communicator: through a launcher, a store, alone, over a process group, and by its name.
 
-This is loaded where a program names it first, perhaps on a running loop. So it loads no more than the checks of
-arguments need; all else a thread loads, when what is opened is awaited.
+A program names this module first perhaps on a running loop. So the module loads only what the checks of arguments need.
+A thread loads the rest when the communicator is awaited.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
 
 class Opening(ABC, Generic[_Opened]):
-    """What opens something that is used by ``async with``; it is awaited for that, or used so itself."""
+    """An object that opens another one: it is awaited for it, or is used itself by ``async with``."""
 
     _example: str
-    """Of a program that does not forget the ``await``."""
+    """An example of a program that does not forget the ``await``."""
     _it: _Opened | None = None
 
     @abstractmethod
@@ -42,7 +42,8 @@ class Opening(ABC, Generic[_Opened]):
     def __await__(self) -> Generator[Any, Any, _Opened]:
         return self._open().__await__()
 
-    if not TYPE_CHECKING:  # which see a forgotten await by themselves, and would take any attribute for granted
+    # Type checkers see a forgotten await by themselves, and would take any attribute for granted.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             hint = "" if name.startswith("__") else f": did you forget `await`? {self._example}"
@@ -59,7 +60,7 @@ class Opening(ABC, Generic[_Opened]):
         await self._it.__aexit__(kind, error, trace)
 
 
-class new_comm(Opening["Communicator"]):  # noqa: N801 - it is called like a function, as asyncpg.create_pool is
+class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called like a function, as asyncpg.create_pool is.
     """Form a communicator with the other ranks; collective.
 
     Await it for a :class:`~aiocomms.communicator.communicator.Communicator`, or use it as

@@ -1,4 +1,4 @@
-"""How an object travels: a header of fixed size, its encoding, and what the encoding leaves out, a message each.
+"""The messages of an object: a header of fixed size, its encoding, and one for each value left out of the encoding.
 
 A small encoding stands in the header itself. Large tensors, bytes and strings are left out of the encoding, which
 describes them, and are sent from their own memory and received into new memory; see :mod:`aiocomms.ops.apart`.
@@ -44,7 +44,7 @@ class Parcel:
         self.nbytes: int = len(data) + beside
         head = _HEADER.pack(_OBJECTS.head, flags, self.tag, len(inline), len(data), beside)
         self.header: Tensor = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
-        # Which are not copied: nobody else has them.
+        # These bytes are not copied: no other code has them.
         self.body: Tensor = codec.to_tensor(b"" if inline else data, device)
         self.tensors: list[Tensor] = [item for item in items if isinstance(item, Tensor)]
         """The program's tensors that are sent from their own memory."""
@@ -55,12 +55,12 @@ class Parcel:
 
     @property
     def late(self) -> bool:
-        """Whether something must be copied by :meth:`prepare` before it can be sent."""
+        """True if something must be copied by :meth:`prepare` before it can be sent."""
         return any(not _at_once(item, self._device) for item in self._items)
 
     @property
     def messages(self) -> list[Tensor]:
-        """What travels apart, as flat tensors of bytes on the communicator's device."""
+        """The values that travel apart, as flat tensors of bytes on the communicator's device."""
         return [apart.message(item, self._device) for item in self._items]
 
     def prepare(self) -> None:
@@ -129,7 +129,7 @@ class ArrivingObject:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """What must be called when all has arrived, and blocks; None: nothing."""
+        """The call to make when all has arrived, which blocks; None: there is none to make."""
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:

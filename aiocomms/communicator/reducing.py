@@ -149,7 +149,7 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
+        """Call :meth:`reduce_scatter` with a shape that may differ from rank to rank.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of the shape of that rank's output.

@@ -40,7 +40,8 @@ class OneSided(Issuer):
     def _begin_window(self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
         """Call the collectives that open a window; what is returned waits for their ends."""
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
-        memory = cast("ops.WindowOpen", works[0].op).tensor  # which is the array's, where it is opened with one
+        # The tensor is the array's, where the window is opened with one.
+        memory = cast("ops.WindowOpen", works[0].op).tensor
         mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
         table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
@@ -67,13 +68,13 @@ class OneSided(Issuer):
 
     @contextlib.contextmanager
     def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
-        """If a part of opening a window fails, the communicator is lost: the others may have the window, and wait."""
+        """Lose the communicator if a part of opening a window fails: the others may have the window, and wait."""
         try:
             yield
         except CommError as error:
             for work in works:
                 if work.done():
-                    work.exception()  # it counts as asked for: this call's error says all
+                    work.exception()  # This call counts as asking for the error, for the error of new_window says all.
             failure = error.within("new_window", works[0].seq)
             self._core.lose(failure)
             raise failure from failure.__cause__
@@ -112,7 +113,7 @@ class Window(Handle):
 
     @property
     def closed(self) -> bool:
-        """Whether the window was closed on this rank."""
+        """True once the window was closed on this rank."""
         return self._info.closed
 
     def put(

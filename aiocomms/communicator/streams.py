@@ -35,7 +35,7 @@ T = TypeVar("T")
 _HELLO = -1  # in place of a tag: the first message of the other end
 _EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
-_BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
+_BROKEN = -2  # The same by an end that can do nothing with a message it got, and so takes no more.
 
 
 class ItemStream(Handle, ObjectStream[T]):
@@ -52,7 +52,7 @@ class ItemStream(Handle, ObjectStream[T]):
         """The name with which the stream was opened."""
         self._kind = kind
         self._end = end
-        self._in_tag = end.tag  # of headers; +1: of what follows them; +2: of credits for this end's sends
+        self._in_tag = end.tag  # The tag of headers; +1: of what follows them; +2: of credits for this end's sends.
         self._out_tag = 0
         self._credits = 0
         self._room = self._held = 0  # the bytes that the other end holds, and how many it has; no room: any number
@@ -84,7 +84,7 @@ class ItemStream(Handle, ObjectStream[T]):
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
-        self._comm._core.caller_stream()  # which refuses a capture, before anything is copied to a GPU
+        self._comm._core.caller_stream()  # This call refuses a capture, before anything is copied to a GPU.
         packed = self._kind.pack(item, self._comm._core)
         self._check_sending()
         if packed.prepare is not None:

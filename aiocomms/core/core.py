@@ -134,7 +134,7 @@ class Core(Posting):
 
     @property
     def closed(self) -> bool:
-        """Whether this rank has begun to close it."""
+        """True once this rank has begun to close the communicator."""
         return self._closing is not None
 
     def refusal(self) -> CommError | None:
@@ -159,7 +159,7 @@ class Core(Posting):
 
     @property
     def lost(self) -> bool:
-        """Whether something has ended it."""
+        """True once a failure has ended the communicator."""
         return self.life.failure is not None
 
     def abort(self, reason: str) -> None:
@@ -206,7 +206,7 @@ class Core(Posting):
     def _end_works(self) -> None:
         """End every pending work with the error that the failure gives it."""
         failure = self.life.failure
-        if failure is None:  # it is another process's by now
+        if failure is None:  # After a fork the communicator belongs to the parent process.
             return
         self._ended = True
         for work in self.in_flight:
@@ -239,7 +239,7 @@ class Core(Posting):
         """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
         queue, now = work.queue, time.monotonic()
         posted = None if queue is None else queue.get(work)
-        if posted is not None:  # else it has become done meanwhile
+        if posted is not None:  # A work that is done here has ended since its deadline passed.
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
             late = Wait(self._others(work.op)[0], posted, now, what)
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))

@@ -1,9 +1,9 @@
-"""What a rank learns of those that it has waited for, when a receive is late and the communicator goes on.
+"""Inquiry: the questions of a rank whose receive is late, by which its error says what the other ranks were doing.
 
-The rank asks the one that it has waited for what that is doing, by a note of the transport; then the one that this rank
-waits for, or has waited for until a deadline; and so on, until a rank waits for nobody, or one closes a circle. Who is
-asked answers on a thread in the background, so that a busy loop does not hide what it is doing. What cannot be learnt
-leaves the error as it was.
+The communicator goes on. The rank asks the one that it has waited for, by a note of the transport. It then asks the
+rank that this one waits for, or has waited for until a deadline, and so on. It stops where a rank waits for no other,
+or where a rank closes a circle. A rank answers on a thread in the background, so that a busy loop does not hide what
+the rank is doing. A question without an answer leaves the error as it was.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Inquiry:
         self._late: Wait | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[int, queue.SimpleQueue[Answer]]] = {}
-        """Of each question that has no answer yet the rank that was asked, and where its answer is waited for."""
+        """The questions that have no answer yet: for each the rank that was asked, and the queue for its answer."""
         self._lock = threading.Lock()
         self._askers: dict[int, int] = {}
         """The ranks that wait for an answer, and the number of each one's last question."""
@@ -99,7 +99,7 @@ class Inquiry:
             rank, asked = wait.peer, time.monotonic()
             answer = self._ask(rank, ends)
             if isinstance(answer, str):
-                # Who was asked late has had no time to answer.
+                # A rank that was asked late has had no time to answer.
                 words += [f"rank {rank} {answer}"] if answer and ends - asked > PATIENCE / 2 else []
                 return _report(words)
             chain.append(rank)
@@ -173,7 +173,7 @@ class Inquiry:
 
 
 def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
-    """For whom a rank waits, or did until a deadline, at a time at which all before it have waited, too.
+    """Return the wait of a rank for another, at a time at which all ranks before it in the chain have waited, too.
 
     Of several one that closes a circle, or else the oldest that is pending.
 

@@ -25,14 +25,14 @@ class Closable(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this rank."""
+        """True once the communicator was closed on this rank."""
 
     async def aclose(self) -> None:
         """Release everything."""
 
 
 class LeakGuard(Generic[_Comm]):
-    """Of one communicator, from when it is made, on its loop's thread, until :meth:`dismiss`."""
+    """The guard of one communicator, which is made with it on its loop's thread and lasts until :meth:`dismiss`."""
 
     def __init__(self, comm: _Comm) -> None:
         self.comm = comm
@@ -61,7 +61,7 @@ class LeakGuard(Generic[_Comm]):
         step = self._generator.__anext__()
         try:
             step.send(None)
-        except (StopIteration, StopAsyncIteration):  # it has yielded; it has ended
+        except (StopIteration, StopAsyncIteration):  # The generator has yielded, or it has ended.
             pass
 
     async def _watch(self) -> AsyncGenerator[None, None]:
@@ -83,7 +83,7 @@ _guards: weakref.WeakSet[LeakGuard[Any]] = weakref.WeakSet()
 
 
 def guards() -> Sequence[LeakGuard[Any]]:
-    """Those of all communicators that are open in this process."""
+    """Return the guards of all communicators that are open in this process."""
     return list(_guards)
 
 

@@ -24,16 +24,16 @@ from aiocomms.progress.inflight import StartedWork
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a communicator is lost; it alone decides what error each work gets."""
+    """The reason why a communicator is lost; it alone decides what error each work gets."""
 
     error: CommError
-    """What happened, and to whom: the op, its number and this rank where it happened to an op of this rank."""
+    """The event and the rank concerned: the op, its number and this rank where it happened to an op of this rank."""
     since: float
-    """When, by :func:`time.monotonic`."""
+    """The time of the failure, by :func:`time.monotonic`."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether a deadline has passed, here or elsewhere: then every rank that waited gets a ``TimeoutError``."""
+        """True if a deadline has passed, here or elsewhere: then every rank that waited gets a ``TimeoutError``."""
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
@@ -73,12 +73,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """What is learnt of a deadline that has passed; what the rank that was late tells the others."""
+    """The findings about a deadline that has passed; the rank that was late tells them to the others."""
 
     report: str
-    """Where the ranks were; empty: nothing was learnt."""
+    """The text that says where the ranks were; empty: nothing was learnt."""
     late: tuple[int, ...]
-    """Those that were missing."""
+    """The ranks that were missing."""
 
 
 def failure_of(error: CommError, since: float, rank: int) -> Failure:
@@ -93,7 +93,7 @@ def failure_of(error: CommError, since: float, rank: int) -> Failure:
 
 
 class State(enum.Enum):
-    """Where a communicator is in its life."""
+    """The state of a communicator in its life."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -121,7 +121,7 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Action(enum.Enum):
-    """What a transition asks for."""
+    """An action that a transition asks for."""
 
     END_WORKS = "every pending work ends with the error that the failure gives it"
     END_WORKS_SOON = "they end on the loop's next turn"

@@ -1,6 +1,6 @@
-"""How ops are posted, kept and recorded, on whatever they were called; the part of a core that does so.
+"""The part of a core that posts ops, keeps and records them, whichever object they were called on.
 
-All is called on the loop's thread, but what is marked.
+All of it is called on the loop's thread, except where a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -47,13 +47,16 @@ class Posting(Counted):
     pre_hooks: Hooks
     post_hooks: Hooks
     trace: Ring | None
-    """Where ops are recorded that end within their call. A benchmark sets it to None, to measure what that costs."""
+    """The ring that records the ops that end within their call.
+
+    A benchmark sets it to None, to measure what recording costs.
+    """
     refusals: int
-    """How many could not be posted."""
+    """The number of ops that could not be posted."""
     _ring: Ring
     _spinning: list[Transport]
     _ended: bool
-    """Whether the works that were pending when it was lost have ended."""
+    """True once the works that were pending when the communicator was lost have ended."""
 
     def lose(self, error: CommError) -> None:
         """Lose the communicator by a failure; any thread."""
@@ -64,7 +67,7 @@ class Posting(Counted):
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
-        """Return number, record and post an op that has been checked.
+        """Post an op that has been checked, after it was numbered and recorded.
 
         :param seconds: until its deadline.
         :param lane: the key of its lane, in words; None: it is of none, and counted if it is a collective.
@@ -85,7 +88,9 @@ class Posting(Counted):
             work.seq = seq = self.issued  # again, for another thread's op may have come first
             if lane is not None:
                 self.recorder.lanes.append((seq, lane))
-            self.issued = seq + 1  # and with it, so that no other thread sees one without the others:
+            # The next number, the count of calls and the record change together, so that no other thread sees one
+            # without the others.
+            self.issued = seq + 1
             self.calls += lane is None and op.family == "collectives"
             if (trace := self.trace) is not None:
                 trace.append(kind)
@@ -98,7 +103,7 @@ class Posting(Counted):
                     self.laned += 1
                     at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
             except BaseException as error:
-                raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
+                raise self.post_raised(work, error)  # noqa: B904 - The error raised is this one, or is caused by it.
             if not work._state:  # done(), without the call
                 return self.keep(work, seconds)
             if trace is not None:
@@ -119,7 +124,7 @@ class Posting(Counted):
         try:
             look_after(index)
         except BaseException as error:
-            raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
+            raise self.post_raised(work, error)  # noqa: B904 - The error raised is this one, or is caused by it.
         if not work._state:
             return self.keep(work, seconds)
         if (trace := self.trace) is not None:
@@ -208,7 +213,7 @@ class Posting(Counted):
         self.in_flight.add(work, seconds)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
-        if self._ended:  # it was called before that
+        if self._ended:  # The pending works were ended before this op was added.
             self.driver.call_soon(self._end_works)
         return work
 
@@ -217,7 +222,8 @@ class Posting(Counted):
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
         """Note that an op is pending; on the thread that has posted it, and before anybody hears of its end."""
         self.in_flight.add(work, seconds)
-        if self._ended or work._state:  # it was lost, or what the op needs has gone, before that
+        # The communicator was lost before the op was added, or the op has already ended.
+        if self._ended or work._state:
             self.driver.call_threadsafe(self._end_late, work)
 
     def _end_late(self, work: StartedWork[Any]) -> None:
@@ -244,7 +250,7 @@ class Posting(Counted):
         fault = work.fault
         if self.post_hooks:
             context, work.context = work.context, None
-            if context is None:  # it ended within its call
+            if context is None:  # An op without a context has ended within its call.
                 self.post_hooks.call(self.driver, work)
             else:
                 context.run(self.post_hooks.call, self.driver, work)

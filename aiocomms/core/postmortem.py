@@ -1,8 +1,8 @@
-"""What happens between the loss of a communicator and the end of its pending works: why, and who was missing.
+"""The post mortem of a lost communicator: it explains a hang, before the pending works end, by who was missing and why.
 
 When a deadline passes, every rank says through the store of the rendezvous what it is doing. The late rank waits a
 moment for the others' words and makes a verdict of them, which it passes on. All of it is off the loop, bounded in time
-and size, and best effort: what cannot be learnt leaves the error as it was.
+and size, and best effort: without an answer the error stays as it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ASKED = 64
 """Ranks that are asked at most: those that are missing first."""
 
 _DOING, _VERDICT = "doing", "verdict"
-"""What a rank leaves in the store: what it is doing; what the late rank has made of that."""
+"""The keys of the records that a rank leaves in the store: what it is doing; the verdict of the late rank."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
 """Bytes of what another rank says."""
@@ -76,7 +76,7 @@ class PostMortem:
             end(self._nothing, None)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Stop: no work waits for the verdict any more."""
         self._closed.set()
 
     def _sit(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
@@ -92,7 +92,7 @@ class PostMortem:
             end(verdict, path)
 
     def _left(self, seconds: float) -> float:
-        """Of so many seconds since the communicator was lost."""
+        """Return how many of so many seconds since the communicator was lost are left."""
         return self._failure.since + seconds - time.monotonic()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:

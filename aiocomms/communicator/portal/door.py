@@ -15,12 +15,12 @@ from aiocomms.transport import Capabilities
 
 
 class DoorOwner(Protocol):
-    """What a door leads to: a communicator's core, or an endpoint."""
+    """The owner of the loop that a door leads to: a communicator's core, or an endpoint."""
 
     name: str
     driver: LoopDriver
     thread: int
-    """Of its loop."""
+    """The thread of its loop."""
 
     @property
     def rank(self) -> int | None:
@@ -28,11 +28,11 @@ class DoorOwner(Protocol):
 
     @property
     def refusing(self) -> bool:
-        """Whether it is lost or closed: who waits looks at once."""
+        """True once it is lost or closed: a thread that waits looks at once."""
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once it was closed."""
 
     def refusal(self) -> CommError | None:
         """Return the error of whatever comes once it is lost or closed."""
@@ -71,7 +71,10 @@ class Door:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was put has been called; in this order, for a call leaves the queue while it is served."""
+        """True if all calls that were put have been made.
+
+        The queue is looked at first, for a call leaves it while it is served.
+        """
         return not self._calls and not self._serving
 
     def elsewhere(self, what: str) -> None:

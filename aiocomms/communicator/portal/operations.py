@@ -32,7 +32,7 @@ class Operations(Issuer):
     _target: Any
     """The communicator or lane whose operations they are."""
     _where: str
-    """What errors call that."""
+    """The name of that object in errors."""
 
     send: Final = started(PointToPoint.send)
     recv: Final = started(PointToPoint.recv)
@@ -125,7 +125,7 @@ class BlockingLane(Operations):
 
     @property
     def closed(self) -> bool:
-        """Whether this view was closed on this rank."""
+        """True once this view was closed on this rank."""
         closed: bool = self._target.closed
         return closed
 

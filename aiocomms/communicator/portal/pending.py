@@ -1,4 +1,4 @@
-"""What threads wait for, and who rings for them."""
+"""The base class of whatever threads wait for, and the bells that wake these threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stand_still() -> None:
 
 
 class EndBell(Protocol):
-    """What tells somebody that something has ended."""
+    """A bell, which tells a thread or a callback that something has ended."""
 
     def release(self) -> object:
         """Tell; once."""
@@ -74,7 +74,7 @@ class Pending(Handle):
                 if not bell.acquire(timeout=left):
                     self._look()
         finally:
-            if bell in self._bells:  # it has not rung
+            if bell in self._bells:  # A bell that is still in the list has not rung.
                 self._drop(bell)
         while _still:
             threading.Event().wait()
@@ -94,7 +94,7 @@ class Pending(Handle):
     def _call_when_over(self, bell: _Callback) -> None:
         self._bells.append(bell)
         if self._over:
-            with contextlib.suppress(ValueError):  # whoever ends it calls it just now
+            with contextlib.suppress(ValueError):  # The thread that ends it makes the call at this moment.
                 self._bells.remove(bell)
                 bell.release()
 
@@ -103,7 +103,7 @@ class Pending(Handle):
         settled = allocate_lock()
         settled.acquire()
         self._door.put(self._left_alone, settled)
-        settled.acquire(timeout=LOOK)  # what the other rank sends from now on is the next receive's
+        settled.acquire(timeout=LOOK)  # A message that the other rank sends from now on is for the next receive.
 
     def _left_alone(self, settled: LockType) -> None:
         if all(isinstance(bell, _Callback) and not bell.waits for bell in self._bells):
@@ -115,7 +115,7 @@ class Pending(Handle):
         raise NotImplementedError
 
     def _drop(self, bell: EndBell) -> None:
-        with contextlib.suppress(ValueError):  # it rings just now
+        with contextlib.suppress(ValueError):  # The bell rings at this moment.
             self._bells.remove(bell)
 
     def _ring(self) -> None:

@@ -64,18 +64,18 @@ class Portal(Operations, Hooked):
 
     @property
     def transports(self) -> dict[str, str]:
-        """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        """The name of the transport that carries each family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
         transports: dict[str, str] = self._comm.transports
         return transports
 
     @property
     def closed(self) -> bool:
-        """Whether the communicator was closed on this rank."""
+        """True once the communicator was closed on this rank."""
         return self._core.closed
 
     @property
     def aborted(self) -> bool:
-        """Whether the communicator is poisoned: aborted, a peer died, a deadline passed, or ranks disagreed."""
+        """True once the communicator is poisoned: aborted, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.lost
 
     # --------------------------------------------------------------------------------------------- operations
@@ -144,7 +144,8 @@ class Portal(Operations, Hooked):
             failure = self._core.life.failure
             if failure is None:
                 raise
-            error = failure.error  # it is closed, too, and so nothing runs any more
+            # The communicator is closed as well as lost, and so the loop runs nothing more for it.
+            error = failure.error
         return error
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:

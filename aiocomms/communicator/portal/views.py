@@ -1,4 +1,4 @@
-"""What is opened on a communicator, as it is on other threads than its loop's."""
+"""The views of streams, windows and the like, as they are on other threads than their communicator's loop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BlockingWindow(Handle):
 
     @property
     def closed(self) -> bool:
-        """Whether the window was closed on this rank."""
+        """True once the window was closed on this rank."""
         return self._window.closed
 
     put: Final = started(Window.put)

@@ -1,4 +1,4 @@
-"""What a thread waits for: an op, or a coroutine function, that the loop runs for it."""
+"""The works of a portal, for which a thread waits: an op, or a coroutine function, that the loop runs for it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class PortalCall(Pending, Generic[_T]):
         self._context = copy_context()
         self._scope: anyio.CancelScope | None = None
         self._cancelled = False
-        self._values: list[_T] = []  # what it has returned
+        self._values: list[_T] = []  # The value that the coroutine function has returned.
         self._error: BaseException | None = None
         self.refused = False
-        """Whether its error says no more than that it came too late: the door was closed, or the loop has ended."""
+        """True if its error says only that the call came too late: the door was closed, or the loop has ended."""
 
     def run(self, patience: float | None) -> _T:
         """Have it run, and block this thread until it has ended; cancel it when time is up, or where Ctrl-C ends this.
@@ -226,7 +226,7 @@ class BlockingWork(Pending, Generic[T_co]):
         if work is None:
             return False
         self._taken()
-        if self._work is None:  # it is not kept, for it has ended: nobody else hears of that
+        if self._work is None:  # A work that has ended is not kept, so that no other thread hears of its end.
             self._work = work
             if work.fault is None and not self._core.post_hooks:
                 self._over = True
@@ -243,7 +243,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._until = monotonic() + self._seconds
         work.wake(_Listener(self))
         core.keep_elsewhere(work, self._seconds)
-        # And not by the door, for the next call need not wait for that.
+        # This call does not go by the door, for the next call need not wait for it.
         core.driver.call_threadsafe(core.look_after, look_after, index)
         self._posted_as = None
 
@@ -260,7 +260,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
     def _begin(self) -> None:
         asked = self._taken()
-        if asked is None:  # it was given up before
+        if asked is None:  # The work was given up before it began.
             return
         hints, timeout, context = asked
         try:
@@ -269,13 +269,13 @@ class BlockingWork(Pending, Generic[T_co]):
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
-                raise  # it is a signal handler's
+                raise  # A signal handler has raised this.
             return
         if work._state:
             self._ended()
         else:
             self._until = monotonic() + self._seconds
-            work.forget()  # it is this one that is asked
+            work.forget()  # The program asks this object for errors, and never that work.
             work._waiting().waiting.append(_Listener(self))
 
     def _ended(self) -> None:
@@ -336,7 +336,7 @@ def _by_itself(work: StartedWork[Any]) -> bool:
 
 
 class _Listener:
-    """What a work wakes in place of a task."""
+    """The waiter that a work wakes in place of a task."""
 
     __slots__ = ("_of",)
 
