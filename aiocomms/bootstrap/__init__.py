@@ -1,1 +1,1 @@
-"""How ranks find each other and choose transports: launchers, stores, the registry, rendezvous, recovery."""
+"""The rooms where a rank is found and transports are chosen: launchers, stores, registry, rendezvous, recovery."""

@@ -1,4 +1,4 @@
-"""What the ranks of one communicator leave for each other in their store: signed, and there for whoever looks.
+"""The board of a communicator: signed records that its ranks leave in their store for any of them to read.
 
 Recovery and diagnosis use it, on threads of their own; transports need nothing of it. Every call blocks for as long as
 the store does.
@@ -16,7 +16,7 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""Who has signed what all ranks agree on."""
+"""The signer of records on which all ranks agree."""
 
 
 class Board:

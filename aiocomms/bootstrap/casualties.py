@@ -47,10 +47,10 @@ _TORCHS: Final = "aiocomms.integrations.torch_backend"
 
 
 class Casualty(msgspec.Struct, array_like=True):
-    """What a rank says of itself."""
+    """The record that a rank leaves of itself."""
 
     error: str
-    """What has ended it; empty: another process has come in its place."""
+    """The error that has ended it; empty: another process has come in its place."""
     host: str
     at: float
     """Seconds since its host was started."""
@@ -60,7 +60,7 @@ _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
 
 
 class Casualties:
-    """Those that have failed, as a rank hears of them that waits for the others. Each call blocks."""
+    """The ranks that have failed, as a rank that waits for the others hears of them. Each call blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Begin, before the first look.
@@ -132,7 +132,7 @@ class Casualties:
 
     def _go(self) -> None:
         if self._stays == 0 and self._heard is not None:
-            error, self._heard = self._heard, None  # it holds this frame, which must not hold it
+            error, self._heard = self._heard, None  # The error holds this frame, which must not hold the error.
             raise error
         self._stays -= 1
 
@@ -158,7 +158,7 @@ def _reach(launch: Launch, what: str) -> None:
     torchs = launch.agent_store or _TORCHS in sys.modules
     if launch.host is None or launch.port is None or (launch.rank == 0 and not launch.agent_store):
         return  # this rank would have served the store, so there is none
-    with contextlib.suppress(Exception):  # what has ended the process has been shown
+    with contextlib.suppress(Exception):  # The error that has ended the process has been shown.
         store = connect_store(
             launch.host, launch.port, launch.rank, launch.size, agent_store=torchs, timeout=PATIENCE
         )  # fmt: skip

@@ -25,7 +25,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 class _Start:
-    """What this process has been through."""
+    """The state of this process's start."""
 
     has_met = False
 
@@ -41,7 +41,7 @@ def meets() -> None:
 
 
 def watch() -> None:
-    """From now on tell the others of an exception that ends this process."""
+    """Tell the others from now on of an exception that ends this process."""
     sys.excepthook = _telling(sys.excepthook, os.getpid())
 
 
@@ -51,7 +51,7 @@ def _telling(before: Hook, process: int) -> Hook:
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if isinstance(error, Exception) and os.getpid() == process and not has_met():
-            with contextlib.suppress(Exception):  # it has been shown what has ended the process
+            with contextlib.suppress(Exception):  # The error that has ended the process has been shown.
                 importlib.import_module("aiocomms.bootstrap.casualties").tell(error)
 
     return told

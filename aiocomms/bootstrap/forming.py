@@ -27,7 +27,7 @@ _PAUSE: Final = 1.0
 _LOOKS: Final = 1000
 """Looks per second that all ranks of a communicator together take at most."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
-"""What the other ranks find out by themselves, or have said."""
+"""The errors that the other ranks find out by themselves, or have said."""
 _KEY: Final = "failed"
 _REASONS: Final = ControlCodec[Reason](Reason, "why a rank has failed")
 
@@ -43,7 +43,8 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
         return await opening
     opened: _Transports = {}
     heard: list[CommError] = []
-    # Of its own: one of all tasks would be thrown into this one, too, and CPython 3.11 then forgets who has awaited it.
+    # The task that hears has a scope of its own. To cancel the whole group would throw into this task, too, and CPython
+    # 3.11 then forgets who has awaited it.
     hearing = anyio.CancelScope()
     try:
         async with anyio.create_task_group() as tasks:
@@ -59,11 +60,12 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
     else:
         if opened:
             return opened
-        raise heard.pop()  # it holds this frame, which must not hold it
+        raise heard.pop()  # The error holds this frame, which must not hold the error.
     try:
         with anyio.CancelScope(shield=True):
             await _tell(rendezvous, failure)
-            await close_transports({*opened.values()})  # it was cancelled at the last moment
+            # There are some here only if this rank was cancelled at the last moment.
+            await close_transports({*opened.values()})
         raise failure
     finally:
         del failure  # the same
@@ -74,7 +76,8 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
     :param members: the new communicator's ranks, as ranks of the one that is split.
     """
-    if isinstance(error, CommTimeoutError) and error.op is None:  # it has formed nothing: it tells of new ranks
+    # The error of op None is about ranks of the new communicator, which has formed nothing.
+    if isinstance(error, CommTimeoutError) and error.op is None:
         return CommTimeoutError(error.message, comm=error.comm, late=[members[rank] for rank in error.late])
     if isinstance(error, CommError):
         return error
@@ -90,7 +93,7 @@ async def _hear(
     with hearing:
         while not heard:
             await anyio.sleep(max(_PAUSE, rendezvous.size / _LOOKS))
-            with contextlib.suppress(CommError):  # what forms meets the same, and says it
+            with contextlib.suppress(CommError):  # The task that forms meets the same error, and raises it.
                 told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
                 if told is not None:
                     heard.append(_REASONS.decode(told).to_error())

@@ -1,16 +1,17 @@
-"""How ranks find each other on a store that may hold an earlier run's keys.
+"""Arrivals: the ranks find each other on a store that may hold an earlier run's keys.
 
 A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
-again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. What is
-written under such a name was written since, by somebody who is, or was, there with it. So
+again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. A record
+under such a name was written since, by a process that is, or was, there with it. So
 
 1. rank 0 writes down its name, and each rank that finds it adds its own to a list under it;
-2. when that has a name of every rank, rank 0 signs what they are, and who finds itself among them has met the others.
+2. when the list has a name of every rank, rank 0 signs these names. A rank that finds itself among them has met the
+   others.
 
-A list of a rank 0 that is gone misses nobody, for nobody signs it. Whoever waits for long calls the roll: who answers
-under the name of that call is there, whether or not rank 0 is. The keys of a process that is gone are not taken for a
-rank, nor is what somebody writes without the job's token. Names, lists and what rank 0 says have this shape in every
-version from 3 on, so that ranks of two versions can say so.
+If rank 0 is gone, the list does no harm, for no rank signs it. A rank that waits for long calls the roll: a rank that
+answers under the name of that call is there, whether or not rank 0 is. The keys of a process that is gone are not taken
+for a rank, and neither are records written without the job's token. Names, lists and the words of rank 0 have this
+shape in every version from 3 on, so that ranks of two versions can say so.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LEADER: Final = "came/0"
 _SAID: Final = re.compile(
     r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
 )
-"""What rank 0 says: its name, of what it says it, and what is wrong with whom, if anything is."""
+"""The words of rank 0: its name, the digest of the names it speaks of, and, if anything is wrong, with whom and why."""
 
 
 class Arrival:
@@ -95,7 +96,8 @@ class Arrival:
         if self._rank == 0:
             self._answer(self._mine)
         else:
-            self._store.compare_set(_LEADER, "", _NOBODY)  # so that it can be read at once with others
+            # The key exists from here on, so that one read gets it together with others.
+            self._store.compare_set(_LEADER, "", _NOBODY)
         for pause in pauses(self._size):
             key = self._lead(roll) if self._rank == 0 else self._follow(roll)
             if key:
@@ -150,7 +152,7 @@ class Arrival:
             names = fetch(self._store, f"met/{name}") or b""
             if names[_LENGTH * self._rank :][:_LENGTH] == self._mine.encode():
                 return self._heard(leader, names)
-            self._refused = leader  # it is gone, or knows another process as this rank
+            self._refused = leader  # This rank 0 is gone, or knows another process as this rank.
         if self._seal.verify("came", self._rank, came) != self._mine.encode():
             self._taken()
         roll.heard(called)
@@ -187,7 +189,10 @@ class Arrival:
 
 
 class _Roll:
-    """Who answers while this rank waits: its error names who has not come, also where rank 0 is one of them."""
+    """The roll: the ranks that answer while this rank waits, so that its error names those that have not come.
+
+    It does so where rank 0 is one of them, too.
+    """
 
     KEY: Final = "roll"
 
@@ -215,7 +220,7 @@ class _Roll:
         name = _name(called)
         if called == self._known or name == _NOBODY:
             return
-        self._note()  # who has answered the call before, and may have given up since
+        self._note()  # This notes the ranks that have answered the call before, and may have given up since.
         append(self._store, self._seal, f"roll/{name}", self._rank, f"roll/{name}", b"")
         self._known = called
         if called != self._before:

@@ -1,4 +1,4 @@
-"""How some of a communicator's ranks form one of their own, of which the others need not know."""
+"""The groups of a communicator: some of its ranks form one of their own, of which the others need not know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocomms.transport import Transport
 
 
 class Formed(NamedTuple):
-    """What a communicator is made of."""
+    """The parts that a communicator is made of."""
 
     rendezvous: StoreRendezvous
     plan: Selection
@@ -24,7 +24,7 @@ class Formed(NamedTuple):
 
 
 class Groups:
-    """What the ranks of one communicator have formed, by their own account: the same on all that take part."""
+    """The groups that the ranks of one communicator have formed; the count is the same on all that take part."""
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
@@ -45,7 +45,7 @@ class Groups:
             parent, options = self._transports[family], self._plan.options
             if cls.split_nobody is Transport.split_nobody:
                 return await parent.split(child, members, options)
-            return await cls.open(child, options)  # for its split needs the ranks that join none, too
+            return await cls.open(child, options)  # A split of this class needs the ranks that join none, too.
 
         try:
             transports = await formed(child, open_transports(self._plan, opened))

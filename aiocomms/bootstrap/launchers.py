@@ -51,7 +51,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher has told this process.
+    """The place of this process in a job, as its launcher has told it.
 
     :param launcher: ``"torchrun"``, ``"Open MPI"``, ``"MPICH"`` or ``"Slurm"``.
     :param rank: the rank of this process, ``0 <= rank < size``.

@@ -1,7 +1,7 @@
-"""Where the ranks that are left of a communicator meet: a store that all of them reach, and how long they wait there.
+"""The meeting of the ranks that are left of a communicator: the store that all of them reach, and the time they have.
 
-That is the store in which the communicator was formed. If it is gone, and the transport has a side channel, the lowest
-of them serves a new one and tells the others where.
+They meet at the store in which the communicator was formed. If it is gone, and the transport has a side channel, the
+lowest of them serves a new one and tells the others where.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Predecessor(NamedTuple):
     notes: Notes
     timeout: float
     reason: CommError | None
-    """Why nothing can be started any more; None: it is not lost."""
+    """The reason why nothing can be started any more; None: the communicator is not lost."""
     closed: bool
 
 
@@ -59,7 +59,7 @@ class Meeting:
         side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
         self.line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self.moved: bool = False
-        """Whether it is a new store."""
+        """True if the ranks meet at a new store."""
 
     def left(self) -> float:
         """Seconds."""
@@ -102,7 +102,7 @@ class Meeting:
                 self._before.notes.say(other, MeetingPlace(note))
             return place
         reached = await self._follow(note)
-        if reached is None and places.get(teller) == note:  # of an earlier call: that store is gone
+        if reached is None and places.get(teller) == note:  # The place is of an earlier call: that store is gone.
             del places[teller]
         return reached
 
@@ -149,7 +149,7 @@ class Meeting:
         with anyio.move_on_after(max(0.0, seconds)):
             try:
                 return await run_in_thread(probe)
-            except (StoreLostError, ArgumentError):  # it is gone; or there never was one
+            except (StoreLostError, ArgumentError):  # The store is gone, or there never was one.
                 return False
         return False
 

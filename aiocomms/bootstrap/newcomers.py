@@ -18,7 +18,7 @@ from aiocomms.lowlevel.stores import store_errors
 
 
 class Invitation(msgspec.Struct, array_like=True):
-    """What a newcomer is told."""
+    """The invitation that the survivors write for a newcomer."""
 
     epoch: int
     size: int

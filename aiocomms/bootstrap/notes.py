@@ -1,4 +1,4 @@
-"""What the ranks of one communicator say to each other beside their ops, by :meth:`Transport.say`.
+"""The notes that the ranks of one communicator send each other beside their ops, by :meth:`Transport.say`.
 
 Recovery, diagnosis and endpoints use it. What a rank has sent is one of the records that stand here, or it is ignored.
 """
@@ -21,7 +21,7 @@ LARGEST: Final = 2048
 
 
 class Question(msgspec.Struct, tag=0, array_like=True):
-    """What are you doing? ``number`` identifies it among the sender's questions."""
+    """The question what a rank is doing. ``number`` identifies it among the sender's questions."""
 
     number: int
 
@@ -58,7 +58,7 @@ class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
 
 
 class Passed(msgspec.Struct, tag=3, array_like=True):
-    """What is to be passed on as it is."""
+    """The bytes that are to be passed on as they are."""
 
     what: bytes
 
@@ -68,7 +68,7 @@ NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
 class Notes:
-    """What one rank says to the others, and hears of them; any thread."""
+    """The notes that one rank sends to the others, and hears of them; any thread."""
 
     def __init__(self, transports: Sequence[Transport], size: int) -> None:
         """Begin with nothing heard.
@@ -77,7 +77,7 @@ class Notes:
         """
         self.transports = transports
         self.places: dict[int, bytes] = {}
-        """Where ranks have said that the survivors meet."""
+        """The places where, as ranks have said, the survivors meet."""
         self.tried: set[str] = set()
         """The keys of the decisions on a successor that this rank has tried to form in vain."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None

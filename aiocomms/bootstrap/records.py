@@ -17,7 +17,7 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel.auth import Seal
 
 _FRAME: Final = struct.Struct("!II")
-"""What precedes a record in a list: its rank, and its length in bytes."""
+"""The head that precedes a record in a list: its rank, and its length in bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
 """Ranks that may look often: each pause is about a fourth of what they have waited by then, so that it adds little."""

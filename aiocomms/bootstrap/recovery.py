@@ -55,7 +55,7 @@ _GONE: Final = b"0"
 
 
 class Decision(msgspec.Struct, array_like=True):
-    """Who forms the new communicator."""
+    """The decision of the ranks who forms the new communicator."""
 
     key: str
     """Tells it from all others."""
@@ -66,7 +66,7 @@ class Decision(msgspec.Struct, array_like=True):
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
         return len(self.old) + len(self.joins)
 
 
@@ -74,7 +74,7 @@ _DECISIONS = ControlCodec[Decision](Decision, "what the ranks have decided")
 
 
 Formed = tuple[StoreRendezvous, Selection, Mapping[ops.Family, Transport]]
-"""What a communicator is made of."""
+"""The parts that a communicator is made of."""
 
 
 class Ends(Protocol):
@@ -109,7 +109,8 @@ async def replace(old: Ends, new: _Ends) -> _Ends:
     """Close the communicator in whose place is another one."""
     try:
         await old.aclose()
-    except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
+    # This caller will not have the new communicator, and the other ranks have it already.
+    except BaseException as error:
         new.abort(error)
         await new.aclose()
         raise

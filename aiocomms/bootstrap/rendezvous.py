@@ -1,4 +1,4 @@
-"""Ranks meet: through a store, or alone."""
+"""Rendezvous: the ranks of a communicator find each other through a store, or a single rank is alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoreRendezvous(Board):
         """
         super().__init__(store, rank, seal)
         self.root: Store | None = None
-        """What the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
+        """The store that the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
         self.base = name
         """The name before the first reconfiguration."""
         self.epoch = 1
@@ -94,7 +94,7 @@ class StoreRendezvous(Board):
         """Meet the ranks that are there on a store, and share nothing with those that were there before."""
         self.root = root
         here = PrefixStore(f"aiocomms/{self.base}", root)
-        if self.size == 1:  # nobody to wait for
+        if self.size == 1:  # The rank has no other to wait for.
             self.store = PrefixStore(secrets.token_hex(8), here)
             return
         arrival, given_up = Arrival(here, self.rank, self.size, self._seal), threading.Event()

@@ -38,8 +38,8 @@ _LONGEST_PAUSE: Final = 0.5
 # Seconds for one connection attempt: one silent address of a host must not use up the time for the other addresses.
 _ATTEMPT: Final = 5.0
 
-# What this process serves, so that its second communicator uses the server of the first one, also while another rank
-# still needs that and this one does not.
+# The servers of this process. Its second communicator uses the server of the first one, also while another rank still
+# needs that server and this one does not.
 _served: WeakSet[StoreServer] = WeakSet()
 _serving = threading.Lock()
 
@@ -196,7 +196,7 @@ def _entered(connection: socket.socket, address: _Address, target: _Target, pati
         return enter(connection, address.literal, target.port, target.rank, patience)
     except ProtocolError as error:  # AuthError is one
         raise type(error)(f"{target} could not be opened: {error.message}", rank=target.rank, peer=0) from error
-    except OSError as error:  # it may have been the one too many
+    except OSError as error:  # The server may have refused one connection too many.
         raise ConnectionError(f"it could not be opened: {error}") from error
 
 
@@ -210,7 +210,8 @@ def _listen(target: _Target, addresses: list[_Address]) -> socket.socket:
         try:
             listener = socket.create_server(address.sockaddr, family=address.family, backlog=socket.SOMAXCONN)
         except OSError as error:
-            failures.append(error.with_traceback(None))  # else it would hold this frame, and that the store
+            # With its traceback the error would hold this frame, and the frame the store.
+            failures.append(error.with_traceback(None))
         else:
             if not _is_loopback(address.literal):
                 with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
 
 FROM_ANY: Final[frozenset[type[ops.Op]]] = frozenset({ops.ProbeAny, ops.RecvAny, ops.RecvMessage})
-"""What is made here."""
+"""The ops that are made here."""
 _REMEMBERED: Final = 256
 """Tags of which it is known whose turn is next."""
 
@@ -39,7 +39,7 @@ class Arrivals:
 
     def call(self, op: Any, work: Completion) -> None:
         """Start an op; see :meth:`aiocomms.transport.Transport.post`."""
-        stream = self.comm.caller_stream()  # which may refuse
+        stream = self.comm.caller_stream()  # This call may refuse.
         queue = self._queues.setdefault(op.tag, _Queue(self, op.tag))
         call = self._calls[work] = _AnyCall(op, work, queue, stream or nullcontext)
         queue.add(call)
@@ -85,12 +85,12 @@ class Arrivals:
 
 
 class _Queue:
-    """What waits for messages of one tag."""
+    """The calls that wait for messages of one tag."""
 
     def __init__(self, owner: Arrivals, tag: int) -> None:
         self.tag = tag
         self.calls: list[_AnyCall] = []  # in their order
-        self.looks: dict[int, _Look] = {}  # that wait, by their source
+        self.looks: dict[int, _Look] = {}  # The probes that wait, by their source.
         self.taking = 0  # calls that take a message
         self._owner = owner
 
@@ -101,7 +101,7 @@ class _Queue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not self.calls and not self.taking
 
     def add(self, call: _AnyCall, *, first: bool = False) -> None:
@@ -193,7 +193,8 @@ class _AnyCall:
 
         :returns: whether it takes it, or tries to: whoever waits behind it must look anew.
         """
-        named = message._replace(tag=cast("Any", self.work.op).tag)  # and not a lane's
+        # The message is named by the call's tag, not by its lane's.
+        named = message._replace(tag=cast("Any", self.work.op).tag)
         if isinstance(self.op, ops.ProbeAny):
             self.end(named)
             return False
@@ -272,7 +273,7 @@ class _Look:
         self._queue = queue
         self.ended: bool = False
         self.posted: bool = False
-        """Whether its post has returned."""
+        """True once its post has returned."""
         self.outcome: Any = None
 
     def done(self) -> bool:

@@ -28,7 +28,7 @@ from aiocomms.ops import buffers, codec
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**16
-"""How many lanes that were given up are known; of older ones no operation is refused."""
+"""The number of lanes that are remembered as given up; no operation of an older one is refused."""
 
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
@@ -42,7 +42,7 @@ _Tag = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What ranks tell each other."""
+    """The message by which a rank tells another that a lane is given up."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     lane: str
@@ -57,7 +57,7 @@ _CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("
 
 
 class Stopping(Protocol):
-    """What ends the ops of a lane."""
+    """The object that ends the ops of a lane."""
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
@@ -79,7 +79,7 @@ class LaneEnds:
         """The errors of lanes, by their numbers."""
         self._listening = self._closed = False
         self._ears: dict[int, _Ear] = {}
-        """What waits for the next word of each rank."""
+        """The receives that wait for the next word of each rank."""
 
     def listen(self) -> None:
         """Hear from now on which lanes other ranks give up. Idempotent."""
@@ -115,7 +115,7 @@ class LaneEnds:
             sink = _Sink(op)
             try:
                 self._router.post_at_once(op, sink)
-            except CommError:  # that rank has closed, or the communicator is lost
+            except CommError:  # The rank has closed, or the communicator is lost.
                 return
             if sink.ended and not sink.took:
                 return
@@ -125,7 +125,7 @@ class LaneEnds:
     def _post(self, message: _Message) -> None:
         try:
             self._comm.post(message.op, message)
-        except CommError:  # that rank has closed, or the communicator is lost: nobody is to be told
+        except CommError:  # The rank has closed, or the communicator is lost: there is no rank to tell.
             message.ended = True
 
     def heard(self, rank: int, words: Tensor) -> None:

@@ -22,7 +22,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.inflight import LaneWork
 
 Key = str | bytes | int
-"""What the ranks call a lane by; keys of different types are different."""
+"""The key by which the ranks call a lane; keys of different types are different."""
 
 _ABOVE = 1 << 62
 """Tags of lanes are at least this, and all others are less than 2**31."""
@@ -68,7 +68,7 @@ def collective_tag(number: int, op: Any) -> int:
 
 
 _fingerprints: dict[tuple[object, ...], int] = {}
-"""Of the kinds of collectives that this process has called on lanes."""
+"""The fingerprints of the kinds of collectives that this process has called on lanes."""
 
 
 def collective_tags(number: int) -> list[int]:
@@ -127,7 +127,7 @@ class _Turn(deque[_LaneRun]):
         if len(self) == 1:
             try:
                 run.advance()
-            except BaseException:  # it is the caller's, and nothing was sent
+            except BaseException:  # The exception is the caller's, and nothing was sent.
                 self.clear()
                 del self._turns[self._number]
                 raise
@@ -181,6 +181,6 @@ class Turns(dict[int, _Turn]):
         """
         runs = list(self.pop(number, ()))
         left = [send for run in runs for send in run.unfinished_sends()]
-        for run in reversed(runs):  # none of them begins when the one before it ends
+        for run in reversed(runs):  # In this order no run begins when the one before it ends.
             run.stop(error)
         return left

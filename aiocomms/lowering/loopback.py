@@ -13,7 +13,7 @@ from aiocomms.transport import OP_RESULT, Completion, conclude
 M = TypeVar("M", ops.Send, ops.Recv, ops.Probe)
 
 Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
-"""What waits for its counterpart, by channel and tag."""
+"""The ops that wait for their counterparts, by channel and tag."""
 
 
 class Loopback:

@@ -1,4 +1,4 @@
-"""What runs a schedule: it posts the messages of a step, and goes on when all of them are complete.
+"""The runs of schedules: a run posts the messages of a step, and goes on when all of them are complete.
 
 No task runs a schedule: the completion of a step's last message resumes it, so that an op whose messages have all
 arrived is finished inside ``post``.
@@ -48,7 +48,7 @@ class Poster(Protocol):
 
 
 class Offload(ops.Op, frozen=True, eq=False):
-    """What a schedule yields in place of a message: a call that blocks, made in a thread."""
+    """The op that a schedule yields in place of a message: a call that blocks, made in a thread."""
 
     name = kind = "offload"
     call: Callable[[], object]
@@ -139,7 +139,7 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return False
-            self._posted = self._posted or type(part.op) is not Offload  # of which no other rank knows
+            self._posted = self._posted or type(part.op) is not Offload  # No other rank knows of an offload.
         return True
 
     def _break_off(self, error: Exception) -> None:

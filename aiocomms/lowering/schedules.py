@@ -135,7 +135,8 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
 @schedule(ops.Scan, ops.Exscan)
 def scan(g: Context, op: ops.Scan) -> Steps:
     """Recursive doubling (Hillis and Steele 1986): before step k a rank has reduced 2^k tensors up to its own."""
-    partials = [reductions.lift(op.op, op.tensor)]  # what later ranks are sent; and, of an exscan, what lacks its own
+    # The first partial is sent to later ranks. An exscan adds a second one, which lacks this rank's own tensor.
+    partials = [reductions.lift(op.op, op.tensor)]
     received = torch.empty_like(partials[0])
     distance = 1
     while distance < g.size:

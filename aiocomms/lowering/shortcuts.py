@@ -1,4 +1,4 @@
-"""Which communicators have shortcuts: native code of their transport that starts plain ops."""
+"""Shortcuts: native code of a transport that starts plain ops, and which communicators have it."""
 
 from __future__ import annotations
 

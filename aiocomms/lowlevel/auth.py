@@ -17,7 +17,7 @@ MAX_RECORD: Final = 64 * 1024
 """Most bytes of what a rank tells the others through the store."""
 
 RENDEZVOUS = Dialect("the rendezvous", b"aioR", 3)
-"""How ranks meet in a store: what is written there, and what they agree on by it."""
+"""The format in which ranks meet in a store: the records written there, and the agreement that they lead to."""
 
 _TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name
 _TOKEN_FILE: Final = "AIOCOMMS_TOKEN_FILE"  # noqa: S105

@@ -15,7 +15,8 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel.versions import Dialect
 
 _T = TypeVar("_T")
-_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises of such bytes
+# The errors that msgspec raises of bytes that it cannot decode.
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LENGTH_BYTES: Final = 2
 LIMIT: Final = 1 << 20
 """Bytes of a control word, unless its format has a limit of its own."""

@@ -1,4 +1,4 @@
-"""What is done at the interpreter's end, after all that the program itself does then."""
+"""Calls that are made at the interpreter's end, after all that the program itself does then."""
 
 from __future__ import annotations
 

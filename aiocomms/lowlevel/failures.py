@@ -27,7 +27,7 @@ _LONGEST: Final = 2000
 _TRAVELS: Final = {
     cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
 }
-"""What :meth:`aiocomms.transport.Transport.abort` is given, and what the other ranks raise."""
+"""The errors that :meth:`aiocomms.transport.Transport.abort` is given, and that the other ranks raise."""
 
 _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
 """Errors whose ``peer`` is the rank at fault. Ranks that disagree may both be."""
@@ -77,7 +77,10 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """Why a rank gives up, as it tells the others: small enough for a control message, and checked when it comes."""
+    """The reason for which a rank gives up, as it tells the others.
+
+    It is small enough for a control message, and is checked when it comes.
+    """
 
     error: str
     """The name of the error's class."""

@@ -1,4 +1,4 @@
-"""What a forked child must not have: its parent's connections, and objects of libraries whose threads are not there.
+"""Forks: what a child must drop, its parent's connections, and keep, the objects of libraries whose threads it lacks.
 
 A connection ends when the last process that has it closes it: a child that kept its parent's would keep the other ranks
 from noticing that the parent has died.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Address = str | bytes | tuple[Any, ...]
-"""What ``getsockname`` says of a unix or an internet socket."""
+"""The address that ``getsockname`` returns for a unix or an internet socket."""
 
 
 class Unshared:
@@ -28,7 +28,7 @@ class Unshared:
     """
 
     def __init__(self, *addresses: Address) -> None:
-        """Until :meth:`release`, or until nothing refers to it any more."""
+        """Keep the addresses until :meth:`release`, or until nothing refers to this object any more."""
         self._records: list[bytes] = []
         self._owner: Callable[[], object] = lambda: None
         for address in addresses:
@@ -85,11 +85,11 @@ def _packed(address: Address) -> bytes:
 
 
 def _let_go() -> None:
-    """Note that this is a child."""
+    """Close the parent's connections in a forked child."""
     ours, before = list(_all), socket.getdefaulttimeout()
     if not ours:
         return
-    socket.setdefaulttimeout(None)  # else to look at a socket would set a flag that the parent shares
+    socket.setdefaulttimeout(None)  # With a timeout, to look at a socket would set a flag that the parent shares.
     # A library would take another descriptor of the same number for its own: the number stays taken.
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
@@ -104,11 +104,11 @@ def _let_go() -> None:
 def _ends(fd: int) -> list[Address]:
     """Return the addresses of both ends of a unix or internet socket; none for any other descriptor."""
     found: list[Address] = []
-    with contextlib.suppress(OSError):  # what lists the folder
+    with contextlib.suppress(OSError):  # The descriptor that lists the folder is closed by now.
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             with socket.socket(fileno=os.dup(fd)) as it:
                 for ask in (it.getsockname, it.getpeername):
-                    with contextlib.suppress(OSError):  # it is not connected
+                    with contextlib.suppress(OSError):  # The socket is not connected.
                         if it.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
                             found.append(ask())
     return found

@@ -103,9 +103,10 @@ class Entrance:
         self._selector = selector
         self._most = most
         self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they were opened
-        self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}  # those that have said nothing, by source
+        # The connections that have said nothing, by source.
+        self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}
         self.dropped = 0
-        """How many connections of strangers were dropped."""
+        """The number of strangers' connections that were dropped."""
         self.versions: set[int] = set()
         """Other versions in which some of them spoke."""
 
@@ -243,7 +244,7 @@ class Gate:
 
     @property
     def dropped(self) -> int:
-        """How many connections of strangers were dropped."""
+        """The number of strangers' connections that were dropped."""
         return self.entrance.dropped
 
     def run(self, listeners: Sequence[socket.socket], seconds: float) -> dict[int, socket.socket]:
@@ -325,7 +326,7 @@ class Gate:
 def _source(address: object) -> str:
     """Return who has connected, by address: of IPv6 by the network, all of whose addresses one host may have."""
     if not isinstance(address, tuple):
-        return ""  # of a unix socket, which is this user's
+        return ""  # A unix socket has no address of a host: it is this user's.
     host = str(address[0]).partition("%")[0]
     return host if "." in host else socket.inet_pton(socket.AF_INET6, host)[:8].hex()
 

@@ -1,4 +1,4 @@
-"""What stands for something of one process, such as a communicator: neither copied, nor pickled, nor compiled."""
+"""The base class of handles on what belongs to one process, such as a communicator: neither copied nor pickled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ def _skip(function: FunctionType) -> None:
 
 
 class Handle:
-    """The base of such classes. A copy of what holds one, as ``copy.deepcopy`` of a module, holds the same one."""
+    """The base of classes of handles.
+
+    A copy of an object that holds a handle, such as a module copied by ``copy.deepcopy``, holds the same handle.
+
+    A copy of an object that holds a handle, such as a module that was copied by ``copy.deepcopy``, holds the same handle.
+    """
 
     __slots__ = ()
 

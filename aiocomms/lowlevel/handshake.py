@@ -1,4 +1,4 @@
-"""How two ranks prove to each other who they are, at the beginning of a connection.
+"""The handshake by which two ranks prove to each other who they are, at the beginning of a connection.
 
 Both sides authenticate before they send anything else:
 
@@ -26,7 +26,7 @@ from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 HANDSHAKE: Final = Dialect("the handshake", b"aioG", 2)
 PROOF_BYTES: Final = 32
-"""Of a MAC. Whoever accepts wants as many when it has heard the first message, and only then."""
+"""The size of a MAC. The acceptor wants as many bytes once it has heard the first message, and only then."""
 
 _NONCE: Final = 16
 _HELLO: Final = struct.Struct(f"!I{_NONCE}s{PROOF_BYTES}s")
@@ -79,7 +79,9 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
     head = yield HEAD_BYTES
     if head != HANDSHAKE.head:
         version = HANDSHAKE.other_version(head)
-        if version is not None:  # it learns this rank's; anybody may say this, so it is an error to nobody here
+        # The connector learns this rank's version. A stranger may send the same bytes, so no rank here takes it for an
+        # error.
+        if version is not None:
             connection.sendall(HANDSHAKE.head)
         raise RefusedError(version)
     peer, peer_nonce, proof = _HELLO.unpack((yield _HELLO.size))

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and at which of a host's addresses the others reach it."""
+"""The hosts of ranks: which ranks share one, and the address at which the others reach it."""
 
 from __future__ import annotations
 

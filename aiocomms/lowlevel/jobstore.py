@@ -87,7 +87,7 @@ class JobStore(Store):
                 (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
                 answer = read_exactly(connection, length)
             except OSError as error:
-                self._connection = None  # what comes later would be taken for the next answer
+                self._connection = None  # The rest of this answer would be taken for the next one.
                 connection.close()
                 raise DistNetworkError(f"the connection with it was lost: {error}") from error
         return msgspec.msgpack.decode(answer)
@@ -111,7 +111,7 @@ class JobStore(Store):
             values = self._ask("multi_get", keys)
         if None in values:
             raise DistStoreError(f"some of the keys {keys} were deleted")
-        return values  # type: ignore[return-value]  # none is None
+        return values  # type: ignore[return-value]  # No value is None.
 
     def append(self, key: str, value: str | bytes) -> None:
         """See ``torch.distributed.Store.append``, which takes bytes as well."""

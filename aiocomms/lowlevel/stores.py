@@ -85,11 +85,14 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
 
 @contextlib.asynccontextmanager
 async def admitting(store: Store | None) -> AsyncIterator[None]:
-    """While ranks form a communicator over a store; behind it nobody listens, if this process serves the store."""
+    """Admit ranks to a store while they form a communicator.
+
+    If this process serves the store, it listens no more when the last such context ends.
+    """
     if not isinstance(store, JobStore) or not store.serves:
         yield
         return
-    with anyio.CancelScope(shield=True):  # the thread that serves does it at once
+    with anyio.CancelScope(shield=True):  # The thread that serves does it at once.
         listening = await run_in_thread(store.listening, anyhow=True)
     try:
         yield

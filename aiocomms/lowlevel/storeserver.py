@@ -34,9 +34,9 @@ from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.waker import Waker
 
 SERVER: Final = "the store"
-"""Who a rank connects to: what its proof names in place of a rank."""
+"""The name of the server, in place of a rank, in the proof of a rank that connects."""
 LENGTH: Final = struct.Struct("!I")
-"""What precedes each request and answer."""
+"""The length that precedes each request and answer."""
 OUTAGE: Final = 120
 """Seconds for which a rank's host may not answer. Nobody takes a rank for dead because of this connection, which is not
 made again."""
@@ -64,12 +64,13 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
         case "get":
             try:
                 return kept.get(*args) if kept.check(list(args)) else None
-            except RuntimeError:  # it was deleted meanwhile
+            except RuntimeError:  # Another rank has deleted the key meanwhile.
                 return None
         case "multi_get":
             (keys,) = args
             if len(set(keys)) != len(keys):
-                raise ValueError("a key is asked for twice")  # else an answer could be larger than all that is kept
+                # A key asked for twice could make an answer larger than all that is kept.
+                raise ValueError("a key is asked for twice")
             return [perform(kept, "get", [key]) for key in keys]
         case "check":
             return kept.check(*args)
@@ -145,7 +146,7 @@ class StoreServer:
         while not (self._users or self._lines) and self._thread.is_alive():
             if threading.current_thread() is self._thread:
                 return
-            self._thread.join(_PAUSE)  # so that nothing of it is left; unless somebody takes it meanwhile
+            self._thread.join(_PAUSE)  # The server leaves no thread behind, unless another user takes it meanwhile.
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -188,7 +189,7 @@ class StoreServer:
         self._users -= 1
         if not self._users:
             self._shut()
-            for line in list(self._lines.values()):  # who has gone before this does not keep it
+            for line in list(self._lines.values()):  # A rank that has gone before this does not keep the server.
                 self._read(line)
 
     def _begin_to_listen(self) -> None:

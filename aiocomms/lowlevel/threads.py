@@ -42,7 +42,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     def target() -> None:
         try:
             outcome[0] = call()
-        except BaseException as error:  # it is raised where it is awaited
+        except BaseException as error:  # The awaiting task raises it.
             outcome[1] = error
         waker.wake()  # does nothing if nobody waits any more, and the descriptor is closed
 
@@ -62,7 +62,8 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     try:
         raise raised
     finally:
-        del raised  # it holds this frame, which must not hold it: what is in the frames would stay until a collection
+        # The error holds this frame. If the frame held the error, its objects would stay until a collection.
+        del raised
 
 
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
@@ -158,5 +159,5 @@ def copied(source: Iterable[_T]) -> list[_T]:
     while True:
         try:
             return list(source)
-        except RuntimeError:  # it changed meanwhile
+        except RuntimeError:  # Another thread has changed it meanwhile.
             continue

@@ -18,7 +18,7 @@ class Dialect(NamedTuple):
     """A format and its version on this rank."""
 
     what: str
-    """Of what it is the format, such as ``"the ucx transport"``."""
+    """The name of the protocol that has the format, such as ``"the ucx transport"``."""
     magic: bytes
     """Four bytes that tell it from other formats."""
     version: int
@@ -60,4 +60,4 @@ class Dialect(NamedTuple):
 
 
 HEAD_BYTES: Final = _HEAD.size
-"""How long each head is."""
+"""The number of bytes of each head."""

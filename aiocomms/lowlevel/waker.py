@@ -1,4 +1,4 @@
-"""What other threads have for an event loop: a wake-up call, and calls to be made."""
+"""The wake-up call of an event loop for other threads, and the inbox of calls that they leave for it."""
 
 from __future__ import annotations
 

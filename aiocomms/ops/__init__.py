@@ -64,7 +64,7 @@ from aiocomms.ops._rma import (
 )
 
 ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
-"""What a transport of messages carries besides, where programs may probe, and receive from any rank."""
+"""The ops that a transport of messages carries as well, where programs may probe, and receive from any rank."""
 P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
 COLLECTIVES: frozenset[type[Op]] = frozenset(
     {

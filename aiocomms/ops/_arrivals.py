@@ -21,7 +21,7 @@ from aiocomms.ops._p2p import Recv
 from aiocomms.ops.checks import CheckedComm
 
 Source = int | Sequence[int] | None
-"""From whom a message may be: one rank, some of them, or any."""
+"""The source of a message: one rank, some of them, or any."""
 
 
 class Message(NamedTuple):
@@ -48,7 +48,7 @@ class Received(NamedTuple):
     src: int
     """The rank that has sent it."""
     tensor: Tensor
-    """What it holds."""
+    """The content of the message."""
 
 
 class Probe(Op, frozen=True, eq=False):
@@ -64,7 +64,7 @@ class Probe(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
     more: bool = False
-    """Whether other probes follow at once, or the caller has no time: the transport need not look on for a moment."""
+    """True if other probes follow at once, or the caller has no time: the transport need not look on for a moment."""
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
         """Return the value with which a transport completes it."""
@@ -81,13 +81,13 @@ class Take(Recv, frozen=True, eq=False):
 
 
 class _Sourced:
-    """What is matched by messages of several ranks."""
+    """The base of ops that are matched by messages of several ranks."""
 
     __slots__ = ()
 
     @property
     def parts(self: Any) -> tuple[Probe, ...]:
-        """What it is made of while it waits: a probe with each source."""
+        """The ops that it consists of while it waits: a probe with each source."""
         return tuple(Probe(src, self.tag) for src in self.sources)
 
 

@@ -56,9 +56,9 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     kind: ClassVar[str]
     family: ClassVar[Family] = "collectives"
     withdrawable: ClassVar[bool] = False
-    """Whether one rank may withdraw the op while nothing has matched it. True of receives and waits for signals."""
+    """True if one rank may withdraw the op while nothing has matched it, as for receives and waits for signals."""
     moves: ClassVar[bool] = False
-    """Whether the op may move its tensors to other memory, as the opening of a window does."""
+    """True if the op may move its tensors to other memory, as the opening of a window does."""
 
     def check(self, group: CheckedComm) -> None:
         """Check the arguments. It is called before anything is sent.

@@ -57,7 +57,7 @@ class AllGather(_AllGather, frozen=True, eq=False):
 
 
 class AllGatherV(AllGather, frozen=True, eq=False):
-    """As :class:`AllGather`, but the shape may differ from rank to rank."""
+    """The op :class:`AllGather` with a shape that may differ from rank to rank."""
 
     name = "all_gather_v"
     equal = False
@@ -103,7 +103,7 @@ class _Gather(Op, frozen=True, eq=False):
 
 
 class Gather(_Gather, frozen=True, eq=False):
-    """On the root, ``outputs[r]`` becomes rank ``r``'s ``input``. On the other ranks ``outputs`` is None."""
+    """The ``outputs[r]`` on the root become rank ``r``'s ``input``. On the other ranks ``outputs`` is None."""
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
@@ -139,7 +139,7 @@ class Gather(_Gather, frozen=True, eq=False):
 
 
 class GatherSingle(_Gather, frozen=True, eq=False):
-    """On the root, the ``size`` equal chunks of ``output`` become the ranks' inputs. Elsewhere ``output`` is None."""
+    """The ``size`` equal chunks of ``output`` on the root become the ranks' inputs. Elsewhere ``output`` is None."""
 
     name = "gather_single"
     output: Tensor | None
@@ -293,7 +293,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
-    """As :class:`AllToAllSingle`, but the number of rows may differ from pair to pair of ranks."""
+    """The op :class:`AllToAllSingle` with a number of rows that may differ from pair to pair of ranks."""
 
     name = "all_to_all_v_single"
     output: AsTensor

@@ -62,7 +62,7 @@ class Scan(_OnAll, frozen=True, eq=False):
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
         tensor: AsTensor
     own: ClassVar[bool] = True
-    """Whether a rank's own tensor is among those that it gets the reduction of."""
+    """True if a rank's own tensor is among those that it gets the reduction of."""
 
 
 class Exscan(Scan, frozen=True, eq=False):
@@ -155,7 +155,7 @@ class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
 
 
 class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
-    """As :class:`ReduceScatter`, but the shape may differ from rank to rank."""
+    """The op :class:`ReduceScatter` with a shape that may differ from rank to rank."""
 
     name = "reduce_scatter_v"
     equal = False

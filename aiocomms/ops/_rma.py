@@ -27,7 +27,7 @@ class WindowInfo(msgspec.Struct, eq=False):
     sizes: list[int]
     """Each rank's number of elements."""
     closed: bool = False
-    """Whether this rank has closed the window."""
+    """True once this rank has closed the window."""
 
 
 class _Rma(Op, frozen=True, eq=False):

@@ -1,4 +1,4 @@
-"""What travels beside an object's encoding, in messages of its own: large tensors, bytes and ASCII strings.
+"""Values that travel beside an object's encoding, in messages of their own: large tensors, bytes and ASCII strings.
 
 Nothing here copies them. A tensor that is contiguous and on the communicator's device is its own message, and so are
 bytes and strings. What arrives is received straight into a new tensor, bytes or str that nobody else has yet.
@@ -25,7 +25,7 @@ MAX_APART = 2**14
 """The number of messages that an object may have beside its encoding."""
 
 Item = Tensor | bytes | str
-"""What is a message of its own."""
+"""A value that is a message of its own."""
 
 # Python's own way to make bytes and strings that are filled before anybody sees them.
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -92,9 +92,9 @@ class Landing:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.left = nbytes
-        """How much may still be taken, in bytes."""
+        """The number of bytes that may still be taken."""
         self.messages: list[Tensor] = []
-        """What is to be received, in the order sent."""
+        """The messages to be received, in the order sent."""
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._texts: list[Tensor] = []
         self._count = 0
@@ -132,7 +132,7 @@ class Landing:
 
     @property
     def unsettled(self) -> bool:
-        """Whether :meth:`settle` has something to do."""
+        """True if :meth:`settle` has something to do."""
         return bool(self._staged or self._texts)
 
     def settle(self) -> None:

@@ -33,12 +33,13 @@ _SMALL: Final = {
     for dtype in checks.DTYPES - {torch.float16}
     if dtype.is_floating_point and dtype.itemsize <= 2
 }
-"""By name the dtypes that NumPy has by the package ``ml_dtypes``, and does not export: of one or two bytes."""
+"""The dtypes, by name, that NumPy has by the package ``ml_dtypes``, and does not export: of one or two bytes."""
 _NEGATIVE: Final = 1 << 56
 """A stride from here on is a negative one: CuPy 14 divides it by the size of an element as if it had no sign."""
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
 _VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
-"""Of a ``DLManagedTensorVersioned``: its flags; of the tensor in it the number of dimensions, and where strides are."""
+"""Fields of a ``DLManagedTensorVersioned``: its flags; of its tensor the number of dimensions, and where strides are.
+"""
 _UNVERSIONED: Final = struct.Struct("=16xi12xQ")
 """The same of a ``DLManagedTensor``, which has no flags."""
 _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -146,7 +147,8 @@ def like(given: Any, tensor: Tensor) -> Any:
     if not is_array(given):
         return tensor
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(given, numpy.ndarray):  # and its from_dlpack made them read-only before 2.1
+    # NumPy's from_dlpack made arrays read-only before 2.1, so a view is made instead.
+    if numpy is not None and isinstance(given, numpy.ndarray):
         words = tensor.view(_WORDS[tensor.itemsize]) if tensor.dtype in _SMALL.values() else tensor
         return words.numpy().view(given.dtype)
     if hasattr(given, "__array_namespace__"):
@@ -157,7 +159,7 @@ def like(given: Any, tensor: Tensor) -> Any:
 
 
 class _Exported:
-    """What an array exports, for torch, once it was looked at."""
+    """The memory that an array exports, for torch, once it was looked at."""
 
     __slots__ = ("_array", "_name", "_write")
 

@@ -28,7 +28,7 @@ def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 @unaffected
 def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
-    """As :func:`empty`, of zeros."""
+    """Return a new tensor as :func:`empty` does, of zeros."""
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 

@@ -58,7 +58,7 @@ class Members(Protocol):
 
 
 class CheckedComm(Members, Protocol):
-    """What a check needs to know of the communicator."""
+    """The part of a communicator that a check needs to know."""
 
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
@@ -178,7 +178,7 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """As :func:`sequence`, but None stays None: it is what ranks give that have no list."""
+    """Check a list as :func:`sequence` does, except that None stays None: ranks that have no list give it."""
     return None if value is None else sequence(name, value)
 
 

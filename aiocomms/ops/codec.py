@@ -47,7 +47,7 @@ TENSOR_BYTES = _TENSOR.size
 _TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE, _TENSOR_APART, _BYTES_APART, _STR_APART = range(1, 9)
 
 Apart = list[Item]
-"""What travels beside an object's encoding; see :mod:`aiocomms.ops.apart`."""
+"""The values that travel beside an object's encoding; see :mod:`aiocomms.ops.apart`."""
 
 
 def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
@@ -90,7 +90,7 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
     :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
     """
     if pickle:
-        from aiocomms.ops.pickles import dumps  # which only some programs need
+        from aiocomms.ops.pickles import dumps  # Only some programs need this module.
 
         try:
             data = dumps(value, MAX_OBJECT_BYTES)
@@ -127,7 +127,7 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landin
         import pickle as pickling
 
         try:
-            return pickling.loads(data)  # noqa: S301 - both ends asked for it
+            return pickling.loads(data)  # noqa: S301 - The program asked for pickle on both ends.
         except Exception as error:  # whatever the object's own methods raise
             raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
     if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
@@ -139,13 +139,13 @@ _HEAD: Final = {
     **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
     **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-"""For msgpack's types that carry a length: the number of bytes in which the length is encoded."""
+"""The number of bytes in which the length is encoded, for msgpack's types that carry one."""
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
     **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
     0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-"""For msgpack's other types: the number of bytes that follow the first byte."""
+"""The number of bytes that follow the first byte, for msgpack's other types."""
 
 
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:

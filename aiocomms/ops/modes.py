@@ -18,9 +18,9 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on in this thread. It takes some 30 ns, and so does the next:"""
+"""Return the number of dispatch modes that are on in this thread. It takes some 30 ns."""
 in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
-"""Whether inference mode is on in this thread."""
+"""Return whether inference mode is on in this thread. It takes some 30 ns, too."""
 
 
 def set_aside() -> ExitStack:

@@ -15,7 +15,7 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import buffers
 from aiocomms.ops.writing import write, writing
 
-# What is missing here is only carried: float8 types, whose sums mean nothing without a scale.
+# A dtype that is missing here is only carried: float8 types, whose sums mean nothing without a scale.
 _FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex64, torch.complex128}
 # Torch lacks most operators of these. Their bits are those of signed integers, for which it has all.

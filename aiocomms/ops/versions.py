@@ -1,4 +1,4 @@
-"""What autograd hears of writes that torch does not make."""
+"""Autograd's versions of tensors, which are raised here for writes that torch does not make itself."""
 
 from __future__ import annotations
 

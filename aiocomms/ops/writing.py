@@ -1,7 +1,7 @@
-"""How a program's tensors are read as bytes, and written, which it may have made in torch's inference mode.
+"""Reads and writes of a program's tensors as bytes, also of those that were made in torch's inference mode.
 
-Such a tensor may be written in that mode only, and what ends an operation runs on the loop, outside of it. Not all of
-that may run inside: what it allocates, such as an object's tensors, would be such a tensor in turn.
+Such a tensor may be written in that mode only, and the code that ends an operation runs on the loop, outside of it. Not
+all of that code may run inside: tensors that it allocates, such as an object's, would be inference tensors in turn.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is under way: works, the driver that moves them on, those in flight, their deadlines, the heartbeat."""
+"""Ops under way: works, the driver that moves them on, those in flight, their deadlines, the heartbeat."""

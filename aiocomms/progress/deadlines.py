@@ -111,7 +111,7 @@ class Watchdog:
                 self._expire_all()
         finally:
             with self._lock:
-                if self._thread is me:  # it ends by an exception: the next deadline starts another thread
+                if self._thread is me:  # The thread ends by an exception: the next deadline starts another one.
                     self._thread, self.wakes_at = None, float("inf")
 
     def _expire_all(self) -> None:

@@ -29,7 +29,7 @@ _local = threading.local()
 
 
 class Served(Protocol):
-    """What a driver needs of a transport."""
+    """The part of a transport that a driver needs."""
 
     capabilities: Capabilities
 
@@ -44,7 +44,7 @@ class Served(Protocol):
 
 
 class Waited(Protocol):
-    """What synchronous code can wait for."""
+    """An object that synchronous code can wait for."""
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -54,7 +54,7 @@ class Waited(Protocol):
 
 
 class _Source:
-    """What moves on the transports that share a descriptor: to ask one of them is to ask all."""
+    """The transports that share a descriptor: one call of ``progress`` of one of them serves all."""
 
     __slots__ = ("fd", "transports")
 
@@ -181,7 +181,7 @@ class LoopDriver:
                 while self._calls:
                     self._call()
                 for source in dict.fromkeys(self._sources.values()):
-                    # As often as on the loop: only then is its descriptor what to wait for.
+                    # The driver asks here as often as on the loop before it waits for the descriptor.
                     turns = max(1, _spin(source))
                     while turns and self._progress(source) is False and not work.done():
                         turns -= 1
@@ -208,14 +208,14 @@ class LoopDriver:
                     turns[source] -= 1
                 else:
                     turns.pop(source, None)
-        finally:  # also where a signal handler raises
+        finally:  # This runs where a signal handler raises, too.
             self._scheduled = bool(turns)
             if turns:
                 self.call_soon(self._turn)
 
     def _progress(self, source: _Source) -> bool | None:
         transports = source.transports
-        if not transports:  # what was asked before it has ended them
+        if not transports:  # The source that was asked before has ended them.
             return None
         try:
             if dispatch_modes() or in_inference_mode():
@@ -261,7 +261,7 @@ class Waiters(msgspec.Struct, eq=False):
         waiting = self.waiting
         while waiting:
             waiter = waiting[0]
-            if not waiter.done():  # it is done if its task was cancelled in this same turn
+            if not waiter.done():  # A waiter is done if its task was cancelled in this same turn.
                 waiter.set_result(None)
             del waiting[0]
 
@@ -278,7 +278,7 @@ class Promise:
 
     @property
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """True once it has happened."""
         return self._set
 
     @property
@@ -297,7 +297,7 @@ class Promise:
 
 
 class Bell:
-    """As :class:`Promise`, but it rings again and again: the tasks that wait go on, and look at what they wait for."""
+    """An event that happens again and again: the tasks that wait go on, and look at what they wait for."""
 
     __slots__ = ("_driver", "_waiters", "ring")
 

@@ -41,7 +41,7 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
     try:
         return method(*args, **kwargs)
     except Exception as error:
-        transport: Any = method.__self__  # type: ignore[attr-defined]  # it is a bound method
+        transport: Any = method.__self__  # type: ignore[attr-defined]  # The method is a bound one.
         failure = broken(transport, method.__name__, error)
         _log.error("%s", failure, exc_info=error)  # the communicator may be lost already, for another reason
         transport.on_failure(failure)

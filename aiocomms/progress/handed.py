@@ -1,8 +1,8 @@
-"""What asyncio takes for a coroutine, so that a task to which it is handed itself says when it never begins.
+"""Awaitables that asyncio takes for coroutines, so that a task to which one is handed says if it never begins it.
 
 A task drives a coroutine by ``send``, and begins one that was cancelled before its first step with ``throw``. Any
-other awaitable is wrapped into a coroutine, by ``ensure_future``, which never begins then: nobody would learn that the
-awaiter is gone, and the receive that it was to wait for would take the next message.
+other awaitable is wrapped into a coroutine, by ``ensure_future``, which never begins then. The awaitable would not
+learn that the awaiter is gone, and the receive that it was to wait for would take the next message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 Steps = dict[object, Generator[Any, Any, Any]]
-"""How far each task is that drives an awaitable: it may be handed to several."""
+"""The generator of each task that drives an awaitable, which may be handed to several tasks."""
 
 
 class Handed(Generic[T_co]):
@@ -35,7 +35,7 @@ class Handed(Generic[T_co]):
         """Begin, or go on."""
         task = _task()
         if self._steps is None:
-            self._steps = {}  # type: ignore[misc]  # whoever inherits this has it
+            self._steps = {}  # type: ignore[misc]  # The class that inherits this has the attribute.
         steps = self._steps.get(task)
         if steps is None:
             steps = self._steps[task] = self.__await__()

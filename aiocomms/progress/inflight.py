@@ -1,4 +1,4 @@
-"""The works of one communicator that are in flight: how each ends, and their deadlines."""
+"""Works in flight: the ops of one communicator that are pending, how each ends, and where their deadlines are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
 from aiocomms.transport import OP_RESULT
 
 _LOCATED: Final = ("in lane ", "in collective ")
-"""How errors begin that say where ranks disagree."""
+"""The beginnings of errors that say where ranks disagree."""
 AGAIN: Final = 5.0
 """Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
 error waits for an explanation, unless the exception of a signal handler has cut its end short."""
@@ -65,7 +65,7 @@ class StartedWork(Work[T_co]):
             return self._refuse_second()
         if self.queue is not None and self._resized():
             return self.fail(CommError(_RESIZED))
-        if value is not OP_RESULT:  # of an op of arrays it is there already
+        if value is not OP_RESULT:  # The value of an op of arrays is there already.
             self._value = value
         self._state = DONE
         if self._waiters is not None or self._callbacks is not None:
@@ -117,7 +117,7 @@ class StartedWork(Work[T_co]):
         owner = self._owner
         self._error = owner.worded(error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank))
         self._state = state
-        if not isinstance(error, CapturedWorkError):  # which is no failure
+        if not isinstance(error, CapturedWorkError):  # A refused capture is no failure.
             key = type(error).__name__, error.peer
             owner.failures[key] = owner.failures.get(key, 0) + 1
         self._notify()
@@ -210,7 +210,7 @@ class Queue(dict[StartedWork[Any], float]):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds: float = seconds
-        """Until their deadlines; infinity: they have none."""
+        """The seconds until their deadlines; infinity: they have none."""
 
 
 class Flying(NamedTuple):
@@ -218,20 +218,20 @@ class Flying(NamedTuple):
 
     work: StartedWork[Any]
     posted: float
-    """When it was noted as pending, in seconds of the monotonic clock."""
+    """The time at which it was noted as pending, in seconds of the monotonic clock."""
     waiters: list[Waiter]
     """Its suspended awaiters, or those of what it is a step of."""
     of: str = ""
-    """What of this library's it is a step of, such as a stream; empty: the program has called it."""
+    """The part of this library that it is a step of, such as a stream; empty: the program has called it."""
 
     @property
     def idle(self) -> bool:
-        """Whether it stands ready for what may come, and nobody waits for that."""
+        """True if it stands ready for what may come, and no task waits for that."""
         return bool(self.of) and not self.waiters
 
 
 class Stands(Protocol):
-    """What has receives pending of its own accord, such as a stream: for what may come, whenever that is."""
+    """A part of this library that keeps receives pending, such as a stream: for what may come, whenever that is."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
         """Yield these receives, who waits for each, and what they are of; on any thread or signal handler."""
@@ -271,7 +271,7 @@ class InFlight:
         flying = []
         for queue in list(self._queues.values()):
             for work in list(queue):
-                posted = queue.get(work, time.monotonic())  # it may have become done meanwhile
+                posted = queue.get(work, time.monotonic())  # The work may have become done meanwhile.
                 flying.append(Flying(work, posted, *standing.get(work, (work.waiters(),))))
         return flying
 
@@ -289,12 +289,14 @@ class InFlight:
         if look < watchdog.wakes_at:
             try:
                 watchdog.wake_by(look)
-            except RuntimeError as error:  # what nobody watches might never end
+            except RuntimeError as error:  # A work without a watchdog might never end.
                 self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
 
     def _joins(self, queue: Queue, work: StartedWork[Any], now: float) -> bool:
         """Add a work to a queue, unless another thread has just dropped that."""
-        queue[work] = now  # and only then look: whoever drops it looks in the other order, so that one of both sees it
+        # The work is added before the look. A thread that drops the queue looks in the other order, so that one of them
+        # sees it.
+        queue[work] = now
         if self._queues.get(queue.seconds) is queue:
             return True
         queue.pop(work, None)

@@ -132,7 +132,7 @@ class AsyncioLoop(Loop):
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
         """See :meth:`Loop.spawn`."""
         task = self._loop.create_task(fn(), context=context)
-        self._tasks.add(task)  # of which the loop itself keeps none
+        self._tasks.add(task)  # The loop itself keeps no reference to its tasks.
         task.add_done_callback(self._tasks.discard)
 
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
@@ -260,7 +260,8 @@ class TrioLoop(Loop):
         with scope:
             while not scope.cancel_called:  # checked before the first turn too: the descriptor may be closed by now
                 await self._trio.lowlevel.wait_readable(fd)
-                if not scope.cancel_called:  # it is if unwatch was called in the turn in which fd became readable
+                # The scope is cancelled if unwatch was called in the turn in which fd became readable.
+                if not scope.cancel_called:
                     self._guarded(fn)
 
     def _guarded(self, fn: Callable[..., object], *args: object) -> None:

@@ -1,4 +1,4 @@
-"""What a forgotten ``await`` leads to: a work is used as if it were its result. The error says so.
+"""The error of a forgotten ``await``: a work that is used as if it were its result says so.
 
 A class with ``__getattr__`` would say it of any name; every attribute of a work would then take five times as long.
 """

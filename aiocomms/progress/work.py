@@ -29,7 +29,7 @@ class Owner(Protocol):
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
-    """How many works have failed, were given up or withdrawn, by the error's class and the rank that it names."""
+    """The number of works that failed, were given up or withdrawn, by the error's class and the rank that it names."""
 
     worded: Callable[[CommError], CommError]
     """Puts the error of an op into the words of whoever called it: an endpoint's have no ranks."""
@@ -51,7 +51,10 @@ class Owner(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether something has ended it: then it ends its works itself, and what a transport says of them is late."""
+        """True once a failure has ended it.
+
+        It then ends its works itself, and ignores what a transport says of them later.
+        """
 
 
 class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
@@ -70,7 +73,7 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
     hints: Mapping[str, Any] | None = None
     """The caller's advice for this op."""
     called: float | None = None
-    """When it was called, by ``time.monotonic()``; None: no post-hook was registered then, so nobody looked."""
+    """The time of the call, by ``time.monotonic()``; None: no post-hook was registered then, so no clock was read."""
     _state: int = PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
@@ -89,13 +92,13 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
 
     @property
     def __name__(self) -> str:
-        """What asyncio and trio call it where they show a task or complain."""
+        """The name by which asyncio and trio show a task or complain."""
         return self.op.name
 
     def __await__(self) -> Generator[Any, Any, T_co]:
         if not self._state:
             yield from self._owner.driver.park(self._waiting())
-        if self._error is None:  # as result() does, without the call
+        if self._error is None:  # This does the same as result(), without the call.
             value = self._value
             return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
         return self.result()

@@ -1,4 +1,4 @@
-"""The plug-in contract, in parts; authors of transports import from here."""
+"""The plug-in contract, where the author of a transport starts: all its names are imported from here."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ OP_RESULT = object()
 
 
 class Completion(Protocol):
-    """What a transport completes: a user's ``Work``, or one step of a lowered op."""
+    """The receiver of an op's outcome, which a transport completes: a user's ``Work``, or one step of a lowered op."""
 
     @property
     def op(self) -> ops.Op:
-        """What was asked."""
+        """The record of the operation that was called."""
 
     @property
     def hints(self) -> Mapping[str, Any] | None:
@@ -60,7 +60,7 @@ def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
 
 
 class Rendezvous(Protocol):
-    """How the ranks of one communicator find each other while its transports open."""
+    """The way by which the ranks of one communicator find each other while its transports open."""
 
     rank: int
     size: int
@@ -68,11 +68,14 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
-    """Where the ranks met, as torch has it; None: there is none, or not yet."""
+    """The store at which the ranks met, as torch has it; None: there is none, or not yet."""
     hosts: Sequence[str]
     """Addresses of other ranks' hosts that are known already."""
     home: dict[Any, Any] | None
-    """What the connections of an endpoint share, which a transport keeps by a key of its own; None: this is none."""
+    """The state that the connections of an endpoint share, where a transport keeps its part under a key of its own.
+
+    None: the communicator is not of an endpoint.
+    """
 
     def left(self) -> float:
         """Return the seconds of the timeout that are left, from when this rank began; negative once time is up."""
@@ -99,7 +102,7 @@ class Rendezvous(Protocol):
 
 
 class SideChannel(Protocol):
-    """What is known of the ranks of a lost communicator that :meth:`Transport.say` still reaches; any thread."""
+    """The knowledge of the ranks of a lost communicator that :meth:`Transport.say` still reaches; any thread."""
 
     def gone(self, rank: int) -> bool:
         """Return whether the connection to a rank has ended."""
@@ -113,7 +116,7 @@ OpTypes = frozenset[type[ops.Op]]
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a transport can carry. What it cannot carry is lowered to what it can, or refused.
+    """The operations that a transport can carry. The core lowers any other to these, or refuses it.
 
     :param ops: the op types it takes in :meth:`Transport.post`.
     :param devices: device types whose tensors it takes, such as ``{"cpu"}``.
@@ -155,23 +158,31 @@ class Transport(ABC):
     """
 
     capabilities: Capabilities
-    """What it can carry; a class attribute, which an instance may narrow."""
+    """The operations that it can carry; a class attribute, which an instance may narrow."""
 
     early_failure: CommError | None = None
-    """What :meth:`on_failure` was told before there was a communicator, which asks for it when it is made."""
+    """The error that :meth:`on_failure` was given before there was a communicator, which reads it when it is made."""
 
     def on_failure(self, error: CommError) -> None:
-        """To be called, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
+        """Tell the communicator, from any thread, that it is lost: a peer died or aborted. A second call does nothing.
 
         The communicator puts its own in this one's place when all transports are open.
         """
         self.early_failure = self.early_failure or error
 
     early_notes: Mapping[int, bytes] = {}
-    """What :meth:`on_note` was told last by each rank before there was a communicator, which looks when it is made."""
+    """The last note of each rank that :meth:`on_note` was given before there was a communicator.
+
+    The communicator reads them when it is made.
+    """
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """To be called, on any thread, with what another rank has given to its :meth:`say`. It waits for nothing."""
+        """Give the communicator, from any thread, a note that another rank has given to its :meth:`say`.
+
+        This call does not wait for anything.
+
+        It waits for nothing.
+        """
         self.early_notes = {**self.early_notes, rank: note}
 
     @classmethod
@@ -212,7 +223,7 @@ class Transport(ABC):
         :param options: the user's hints; those it does not know are not meant for it.
         """
 
-    async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
+    async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - A transport need not define it.
         """Take part in others' :meth:`split` on a rank that joins none of the new communicators. Raising: as there.
 
         :param rendezvous: for its ``run``; this rank is alone in it.

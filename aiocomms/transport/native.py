@@ -10,7 +10,7 @@ from aiocomms.transport.contract import Transport
 
 
 class Counted:
-    """What the core and shortcuts count together, in slots, which native code reads and writes in place."""
+    """The counts that the core and shortcuts share, in slots, which native code reads and writes in place."""
 
     __slots__ = ("calls", "issued", "laned", "posting", "refusing")
 
@@ -21,13 +21,13 @@ class Counted:
     laned: int
     """Ops of lanes called."""
     posting: bool
-    """Whether the loop's thread is between an op's number and what it records of it: no other thread counts then."""
+    """True while the loop's thread is between an op's number and its record: no other thread counts then."""
     refusing: bool
-    """Whether ops are refused: the one thing that an op which starts needs to know."""
+    """True while ops are refused: the one thing that an op which starts needs to know."""
 
 
 class Line(Protocol):
-    """What :class:`Shortcuts` need of a communicator, a :class:`Counted`; on the loop's thread."""
+    """The part of a communicator that :class:`Shortcuts` need, a :class:`Counted`; on the loop's thread."""
 
     thread: int
     """The loop's, as :func:`threading.get_ident` has it."""
@@ -38,11 +38,11 @@ class Line(Protocol):
 
     @property
     def pre_hooks(self) -> list[Any]:
-        """What is called before an op."""
+        """The hooks that are called before an op."""
 
     @property
     def post_hooks(self) -> list[Any]:
-        """What is called when an op has ended."""
+        """The hooks that are called when an op has ended."""
 
     def ended_at_once(self, work: Any) -> None:
         """Go on with a work that has ended within its call, where post-hooks are registered.
@@ -72,14 +72,14 @@ class Shortcuts(Protocol):
 
     @property
     def ring(self) -> Ring:
-        """Where ops are recorded: their types when they are called, and when they have ended the time."""
+        """The ring that records ops: their types when they are called, and the time when they have ended."""
 
     @property
     def lanes(self) -> Ring:
-        """Where ops of lanes are recorded: the number of each, and its lane's key in words."""
+        """The ring that records ops of lanes: the number of each, and its lane's key in words."""
 
     def use(self, work: type[Any], lane_work: type[Any], part: type[Any], *, windows: bool) -> None:
-        """Before anything else: make works of these classes.
+        """Set the classes of works; called before any other method.
 
         :param lane_work: of ops of lanes.
         :param part: what the transport is told of a pending message of a lane, which Python fills.
@@ -90,14 +90,14 @@ class Shortcuts(Protocol):
         """Start ops of lanes, too: of this class, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots."""
 
     def follow(self, current: ContextVar[Any]) -> None:
-        """From now on start the communicator's ops on its current lane.
+        """Start the communicator's ops on its current lane from now on.
 
         :param current: None, or a tuple of a lane and what was current before.
         """
 
     @property
     def posting(self) -> int:
-        """How many ops of other threads are being posted, and not in flight yet."""
+        """The number of other threads' ops that are being posted, and are not in flight yet."""
 
     def posting_in(self, lane: int) -> bool:
         """Return whether one of them is of a lane, by its number."""
@@ -135,7 +135,7 @@ class Shortcuts(Protocol):
 
     @staticmethod
     def window_method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """As :meth:`method`, for methods of windows."""
+        """Return the same as :meth:`method`, for methods of windows."""
 
     @staticmethod
     def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:
