@@ -60,7 +60,7 @@ class Communicator(Portal):
         self.close()
 
     def _of(self, comm: Any) -> Self:
-        assert self._use.thread is not None  # for it has just run this
+        assert self._use.thread is not None  # The thread has just run this.
         return type(self)(comm, self._use.thread)
 
 

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class _Inside:
-    """What an endpoint's door leads to; see :class:`aiocomms.communicator.portal.door.Inside`."""
+    """The endpoint that a door leads to; see :class:`aiocomms.communicator.portal.door.DoorOwner`."""
 
     rank = None
 
@@ -64,7 +64,7 @@ class Endpoint(Handle):
         self._endpoint = endpoint
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
-        """Of the connections that are not closed, on the loop's thread."""
+        """The views of the connections that are not closed, on the loop's thread."""
         self._use = Use(thread)
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Endpoint(Handle):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once it was closed."""
         return self._endpoint.closed
 
     def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingPeer:
@@ -143,7 +143,7 @@ class Endpoint(Handle):
                 close(self._door, "close", closing)
 
     def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
-        if self.closed:  # also in a forked child, where nobody comes to the door
+        if self.closed:  # An endpoint is closed in a forked child, too, where no thread comes to the door.
             raise CommClosedError("the endpoint is closed", comm=self.name, op=what)
         return run(self._door, what, call, timeout)
 

@@ -63,13 +63,13 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; in a forked child it does not."""
+        """True while it runs; in a forked child it does not."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
         """End the loop with all that is still open, and wait for that; twice is once."""
         if self.alive and threading.current_thread() is not self._thread:
-            with contextlib.suppress(RuntimeError):  # it has ended just now
+            with contextlib.suppress(RuntimeError):  # The loop has ended just now.
                 self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
@@ -132,7 +132,7 @@ def blocking(
             thread.stop()
             raise
 
-    name: Any = getattr(open_, "__name__")  # noqa: B009 - of a callable, as far as types know
+    name: Any = getattr(open_, "__name__")  # noqa: B009 - A callable has no name, as far as types know.
     call.__doc__ = f"{described}\n\nArguments and errors are those of :func:`aiocomms.{name}`."
     return call
 

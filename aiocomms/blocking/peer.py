@@ -1,4 +1,4 @@
-"""What an endpoint is connected with, and what the two open to each other, on other threads than its loop's."""
+"""The peers of a blocking endpoint, and their regions and windows, on other threads than the loop's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BlockingPeer(Handle):
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
         self._comm = peer._comm.portal()
-        self._counting = threading.Lock()  # what several threads put
+        self._counting = threading.Lock()  # The lock under which several threads count their puts.
         self._signals = BlockingWindow(self._comm, peer._signals)
         self.register_abort_hook: Callable[[Callable[[CommError], object]], Hook] = self._comm.register_abort_hook
 
@@ -53,10 +53,10 @@ class BlockingPeer(Handle):
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is over: closed on either side, or lost."""
+        """True once the connection is over: closed on either side, or lost."""
         return self._peer.closed
 
-    # What these call is the portal's, and so returns the works of that.
+    # These methods run on the portal, and so return its works.
     send: Final = started(Peer.send)
     recv: Final = started(Peer.recv)
     send_object: Final = started(Peer.send_object)
@@ -113,7 +113,8 @@ class BlockingPeer(Handle):
         except CommError:
             if not self._comm.aborted:
                 raise
-        return self._comm.lost()  # it is closed, too, and so nothing runs any more
+        # The communicator is closed as well as lost, and so the loop runs nothing more for it.
+        return self._comm.lost()
 
     def abort(self, reason: str | BaseException) -> None:
         """Give the connection up, on both sides; any thread. See :meth:`aiocomms.Peer.abort`."""
@@ -153,7 +154,7 @@ class BlockingRegion(Handle):
 
     @property
     def revoked(self) -> bool:
-        """Whether nobody may use it any more."""
+        """True once no endpoint may use it any more."""
         return self._region.revoked
 
     def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:

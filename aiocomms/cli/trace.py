@@ -218,7 +218,7 @@ def _arrows(circle: Sequence[int]) -> str:
 
 
 def _clocks(ranks: Ranks) -> dict[int, float]:
-    """By how much the wall clock is ahead of each rank's.
+    """Return the seconds by which the wall clock is ahead of each rank's monotonic clock.
 
     The ranks of one host share a monotonic clock. The wall clock may have been set between their files.
     """

@@ -1,1 +1,1 @@
-"""Why something failed or hangs: the flight recorder, its files, the hang report, the post mortem, the leak guard."""
+"""The explanation of failures and hangs: flight recorder, hang report, debug mode, live view, root cause."""

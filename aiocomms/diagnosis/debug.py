@@ -51,11 +51,11 @@ else:
     _Started = object  # a struct has one base with fields
 
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
-"""Where :mod:`warnings` notes what it has said, for by default it says everything once."""
+"""The registry in which :mod:`warnings` notes what it has said, for by default it says everything once."""
 
 
 class DebugWork(_Started):
-    """What works of debug mode do besides: they know who has started them, and whether anybody has asked for them."""
+    """The part of a work that only debug mode has: who started it, and whether any code has asked for it."""
 
     __slots__ = ()
     if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class DebugWork(_Started):
         super().complete(value)
         self.task = None
         if self._forgotten is not None:
-            self._forgotten.armed = self._error is None  # whose error nobody asks for is reported anyway
+            # A work with an error that no code asks for is reported anyway.
+            self._forgotten.armed = self._error is None
 
     def _end(self, error: CommError, state: int) -> None:
         super()._end(error, state)
@@ -137,7 +138,7 @@ def _ended(coroutine: object) -> bool:
 
 
 class Debugger:
-    """What one communicator does in debug mode whenever an op starts."""
+    """The checks of one communicator in debug mode, made whenever an op starts."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight

@@ -124,7 +124,7 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
 
 
 class Record:
-    """What a lost communicator was doing, noted at once and written down when its tasks go on."""
+    """The ops of a lost communicator, noted at once and written down when its tasks go on."""
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
         """Note it. On any thread or signal handler.

@@ -8,7 +8,7 @@ from typing import Final
 from aiocomms.diagnosis.recorder import Brief, Item
 
 NO_ANSWER: Final = "not answer: dead, stopped or busy"
-"""What a rank does, that was asked what it is doing."""
+"""The words for a rank that was asked what it is doing, and is silent."""
 
 
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:

@@ -37,7 +37,7 @@ _log = logging.getLogger("aiocomms")
 
 
 class Sight(msgspec.Struct):
-    """What one communicator is doing on one rank."""
+    """The activity of one communicator on one rank."""
 
     header: Header
     """Its reason is why the communicator is lost; empty: it is not."""
@@ -94,7 +94,7 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child the thread is gone; the socket is the parent's, whose death it would hide."""
+        """Close the socket in a forked child, which has no such thread: an open one would hide the parent's death."""
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()
@@ -124,7 +124,7 @@ class LiveView:
                 self._listener = None
                 self._stopping.set()
                 for end in filter(None, (listener, self._guest)):
-                    with contextlib.suppress(OSError):  # who has connected is gone
+                    with contextlib.suppress(OSError):  # The program that has connected is gone.
                         end.shutdown(socket.SHUT_RDWR)
         return None if listener is None else Leaving(listener, self._stopped)
 
@@ -153,7 +153,7 @@ class LiveView:
             while not stopping.is_set():
                 try:
                     guest, _ = listener.accept()
-                except OSError:  # it was shut down, or there is no descriptor left
+                except OSError:  # The listener was shut down, or there is no descriptor left.
                     stopping.wait(_LATER)
                     continue
                 with guest:
@@ -174,8 +174,8 @@ class LiveView:
                 if stopping.is_set():
                     return
                 guest.sendall(encoder.encode(comm._sight()) + b"\n")
-            guest.sendall(b"\n")  # that was all
-        except OSError:  # who has connected is gone, or does not read
+            guest.sendall(b"\n")  # An empty line ends the answer.
+        except OSError:  # The program that has connected is gone, or does not read.
             pass
         except Exception as error:  # whatever it is, the next one is let in
             dumps.complain(f"aiocomms top: {type(error).__name__}: {error}")

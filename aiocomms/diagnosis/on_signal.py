@@ -1,4 +1,4 @@
-"""Who is called when the process gets a signal that the user has asked for. It loads nothing else of this library."""
+"""The handler of a signal that the user has asked for, and the calls it makes. It loads no other module of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the program something was called, or is awaited."""
+"""The lines of the program in which something was called, or is awaited."""
 
 from __future__ import annotations
 

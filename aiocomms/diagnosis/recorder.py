@@ -40,16 +40,16 @@ SHOWN = 8
 LONGEST = 300
 """Characters of a name, place or message."""
 UNMATCHED = "nothing matched"
-"""What the error of a receive says that was withdrawn when its deadline passed."""
+"""The error's words for a receive that was withdrawn when its deadline passed."""
 
 _CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
-"""What messages are of that the program has not called; others are not among a communicator's ops."""
+"""The names of messages that the program has not called, by channel; others are not among a communicator's ops."""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _log = logging.getLogger("aiocomms")
 
 
 Entry = type[Op] | tuple[Any, ...] | float
-"""Of an op its type, when it is called; and when it has ended, the time or a :meth:`Recorder.row`."""
+"""An entry of the ring: an op's type when it is called; when it has ended, the time or a :meth:`Recorder.row`."""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -66,12 +66,12 @@ class Item(msgspec.Struct, omit_defaults=True):
     """Its number among the collectives of its communicator, from 1: the same on all ranks. Of a lane's, 0. None: it is
     no collective, or one whose call has gone from the ring."""
     bytes: int | None = None
-    """Of the tensor that it is about, unless it ended within the call."""
+    """The size of the tensor that it is about, unless it ended within the call."""
     posted: float | None = None
-    """When it was called, if it did not end within the call."""
+    """The time of the call, if it did not end within the call."""
     finished: float | None = None
     tensors: list[str] = []
-    """Of a pending op, names, dtypes and shapes."""
+    """Names, dtypes and shapes of a pending op's tensors."""
     error: str = ""
     task: str = ""
     """The task that awaits it, and where in the program."""
@@ -79,9 +79,9 @@ class Item(msgspec.Struct, omit_defaults=True):
     lane: str = ""
     """The key of its lane, in words; empty: of none."""
     of: str = ""
-    """What of this library's it is a step of; empty: the program has called it."""
+    """The part of this library that it is a step of; empty: the program has called it."""
     idle: bool = False
-    """Whether it stands ready for what may come, and nobody waits for that."""
+    """True if it stands ready for what may come, and no task waits for that."""
 
     def __str__(self) -> str:
         of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
@@ -92,7 +92,7 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 class Brief(msgspec.Struct, omit_defaults=True):
-    """What one rank is doing, in a few hundred bytes, for the other ranks."""
+    """The activity of one rank, in a few hundred bytes, for the other ranks."""
 
     rank: int
     calls: int
@@ -100,7 +100,7 @@ class Brief(msgspec.Struct, omit_defaults=True):
     ended: int
     """The number of the last collective that has ended, with all before it; 0: none."""
     last: str = ""
-    """What that one was, where the recorder still knows it."""
+    """The name of that collective, where the recorder still knows it."""
     pending: list[Item] = []
     """The oldest few."""
     more: int = 0
@@ -108,7 +108,7 @@ class Brief(msgspec.Struct, omit_defaults=True):
 
 
 class Format(msgspec.Struct):
-    """What a file begins with, in every version."""
+    """The beginning of a file, in every version."""
 
     format: str
 
@@ -131,7 +131,7 @@ class Header(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """What a recorder knew at one time."""
+    """The knowledge of a recorder at one time."""
 
     header: Header
     finished: list[tuple[Any, ...]]
@@ -147,7 +147,7 @@ class Look(NamedTuple):
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
-    """Of each of these the task that awaits it, and where in the program that is suspended."""
+    """The task that awaits each of these, and the line of the program in which that task is suspended."""
     entries: list[Entry]
     lanes: dict[int, str]
     """The lanes of ops, by their numbers."""
@@ -160,7 +160,7 @@ class Look(NamedTuple):
 
 
 class Recorded(Protocol):
-    """What a recorder needs of its communicator."""
+    """The part of a communicator that a recorder needs."""
 
     rank: int
     size: int
@@ -171,7 +171,7 @@ class Recorded(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this rank."""
+        """True once it was closed on this rank."""
 
 
 def _arguments(cls: type[Op]) -> list[str]:
@@ -197,7 +197,7 @@ def _learn(cls: type[Op]) -> None:
 
 
 def _nothing(op: Op) -> None:
-    """Of an op without numbers and tensors."""
+    """Return None, for an op without numbers and tensors."""
 
 
 class Recorder:
@@ -213,17 +213,19 @@ class Recorder:
         self._in_flight = in_flight
         self.size: int = entries // 2
         self.ring: Ring = deque(maxlen=entries) if shortcuts is None else shortcuts.ring
-        """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
-        has numbers, a :meth:`row`."""
+        """The entries of ops: the type of each, when it is called, and an end.
+
+        The end is the time, or a :meth:`row` if the op was pending, has failed, or has numbers.
+        """
         self.lanes: Ring = deque(maxlen=self.size) if shortcuts is None else shortcuts.lanes
-        """Of each op of a lane its number and the lane's key, in words."""
+        """The number of each op of a lane, and the lane's key in words."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
         _learn(Op)
 
     @property
     def open(self) -> bool:
-        """Whether the communicator is."""
+        """True while the communicator is open."""
         return not self._comm.closed
 
     def row(
@@ -236,7 +238,7 @@ class Recorder:
             kept = (PEERS if posted is None else _KEPT)[cls](op)
         except (AttributeError, KeyError):  # no numbers, or not one tensor on this rank; a type that came later
             kept = PEERS[cls](op) if cls in PEERS else None
-        # Of an error the text alone: its traceback would keep frames, and with them tensors.
+        # The record keeps the text of an error alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
         return work.seq, cls, monotonic(), kept, text, posted
 
@@ -304,7 +306,7 @@ def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
             seq += 1
         elif isinstance(entry, tuple):
             rows[entry[0]] = entry
-        elif cls is not None:  # else it is of a call that has gone from the ring
+        elif cls is not None:  # An entry without a type here is of a call that has gone from the ring.
             rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
     return called, [row for number, row in rows.items() if number not in pending]
 
@@ -333,7 +335,7 @@ def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished:
 
 @cache
 def _boot() -> str:
-    """Whose monotonic clock it is."""
+    """Return the host whose monotonic clock the times are of; empty: it is not known."""
     try:
         return host_id()
     except OSError:  # no descriptors left, say

@@ -1,9 +1,9 @@
-"""What torchrun is told of an exception that ends a rank, so that its "Root Cause" is the rank that has failed.
+"""The root cause that torchrun shows: a rank that ends by an exception tells it, so that it names the rank that failed.
 
 torchrun takes the first failure for the cause, by the times in its error files or, without a file, by when it sees that
-a process has ended; of the same second the lowest rank's. As soon as one has ended it ends the others. A rank that
-hears of an error is often the first, for the one at fault still closes what it has. So whoever names another rank
-leaves later, and says so.
+a process has ended; of the same second the lowest rank's. As soon as one process has ended, torchrun ends the others. A
+rank that hears of an error is often the first, for the one at fault still closes what it has. So a rank whose error
+names another rank leaves later, and says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """From now on have what ends this process told, if torchrun has started it."""
+    """Tell torchrun, if it has started this process, of an exception that ends the process from now on."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told
@@ -50,7 +50,7 @@ def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:
-        with open(path, "w" if again else "x") as file:  # noqa: PTH123 - as torch does
+        with open(path, "w" if again else "x") as file:  # noqa: PTH123 - torch opens it so, too.
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
-    except OSError:  # it is there, or cannot be written: torchrun says what it sees
+    except OSError:  # The file is there, or cannot be written: torchrun says what it sees.
         pass

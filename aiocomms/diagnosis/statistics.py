@@ -1,4 +1,4 @@
-"""What :meth:`Communicator.statistics` returns: a record of what the core keeps anyway, so that no op pays for it."""
+"""The statistics of a communicator: a record of counts that the core keeps anyway, so that no op pays for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHDRAWN = WorkCancelledError.__name__
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """How many ops of a communicator have failed on this rank for one reason."""
+    """The number of ops of a communicator that have failed on this rank for one reason."""
 
     error: str
     """The class of the error, as ``"CommTimeoutError"``."""
@@ -39,20 +39,20 @@ class Statistics(msgspec.Struct, frozen=True):
     generation: int
     """1, and one more with each reconfiguration."""
     transports: Mapping[str, str]
-    """Which transport carries what, by family; as :attr:`Communicator.transports`."""
+    """The name of the transport that carries each family; as :attr:`Communicator.transports`."""
     issued: int
     """Ops called."""
     collectives: int
-    """Those of them that are collectives and of no lane: the same on all ranks once all have called as many."""
+    """Collectives called, but those of lanes: the same on all ranks once all have called as many."""
     in_lanes: int
-    """Those of them that are of lanes."""
+    """Ops of lanes called."""
     done: int
     failed: Sequence[Failures]
-    """Those that have failed, or were given up with the communicator, by reason; the most frequent first."""
+    """Ops that have failed, or were given up with the communicator, by reason; the most frequent first."""
     withdrawn: int
     """Receives and waits that were withdrawn before anything matched them."""
     refused: int
-    """Those that could not be posted: their callers have the error, and nothing was sent."""
+    """Ops that could not be posted: their callers have the error, and nothing was sent."""
     pending: int
     pending_bytes: int
     """Bytes of the tensors that the pending ops are about."""
@@ -70,7 +70,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class Counting(Protocol):
-    """What statistics are made of: a communicator's core."""
+    """The source of statistics: a communicator's core."""
 
     base: str
     generation: int

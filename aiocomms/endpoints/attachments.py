@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class _Question:
-    """What this endpoint waits to be told of a region of the other one's: an attachment, or an error."""
+    """The question of this endpoint about a region of the other one's. Its answer is an attachment, or an error."""
 
     def __init__(self, descriptor: bytes, dtype: torch.dtype, answered: Promise) -> None:
         self.descriptor, self.dtype, self.answered = descriptor, dtype, answered
@@ -193,7 +193,7 @@ class Attachments:
             return
         self._over = error
         self._core.notes.on_passed = lambda rank, what: None
-        self._bye = lambda: None  # which refers to the peer
+        self._bye = lambda: None  # The former callback refers to the peer.
         for question in list(self._questions.values()):
             question.end(error)
         for attachment in list(self._known.values()):
@@ -280,7 +280,7 @@ class Attachments:
             return
         number = region._number
         known = self._known.get((self._me, number))
-        if known is not None and known.over:  # it was closed by the other end, which has heard of that first
+        if known is not None and known.over:  # The other end has closed it, and has heard of that first.
             self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
             self._say(Refuse(question, "it is open already"))

@@ -47,20 +47,20 @@ _ANSWERS: Final = 10.0
 _AT_ONCE: Final = 32
 """Endpoints that form a connection with this one at once, on their own account; others wait."""
 _MOST_GONE: Final = 16
-"""Of those that were not accepted, and that the other end has closed."""
+"""The most connections that are kept of those that were not accepted, and that the other end has closed."""
 _PAUSE: Final = 0.01
 """Seconds before another call, where the other endpoint has said that it calls this one: it may have given up."""
 
 
 class _Forming:
-    """With one endpoint: how many calls of it, and answers to its calls, are under way."""
+    """The calls of one endpoint, and answers to its calls, that are under way: the numbers of both."""
 
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.news = Bell(driver)
         """There is a connection, or nothing is under way any more."""
         self.answering: anyio.CancelScope | None = None
-        """Of the last answer."""
+        """The scope of the last answer."""
 
 
 class Connections:
@@ -80,25 +80,25 @@ class Connections:
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
         self._grant, self._driver = grant, LoopDriver.current()
         self._home: dict[Any, Any] = {}
-        """What the transports keep for all of them."""
+        """The state that the transports keep for all connections."""
         self._peers: dict[bytes, Peer] = {}
         self._left: set[Peer] = set()
-        """Those that the other end has closed, until they are closed here."""
+        """The connections that the other end has closed, until they are closed here."""
         self._all: WeakSet[Peer] = WeakSet()
         self._forming: dict[bytes, _Forming] = {}
         """The endpoints with which a connection is being formed, by whichever of the two."""
         self._scopes: set[anyio.CancelScope] = set()
-        """Of what :meth:`close` cuts short."""
+        """The scopes that :meth:`close` cuts short."""
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
-        """Those that another endpoint has asked for, and that nobody has been handed."""
+        """The connections that another endpoint has asked for, and that no task has been handed."""
         self._arrival, self._idle = Bell(self._driver), Bell(self._driver)
         self._tasks = 0
         self.closed: CommClosedError | None = None
 
     @property
     def peers(self) -> list[Peer]:
-        """Those that are there."""
+        """The endpoints that are connected now."""
         return list(self._peers.values())
 
     # -------------------------------------------------------------------------------------------------------- calling
@@ -181,13 +181,14 @@ class Connections:
             await run_in_thread(lambda: line.tell(answer))
             return
         with self._form(there.endpoint, "answers") as forming, anyio.CancelScope() as scope:
-            if forming.answering is not None:  # it has given that call up, or it would not make this one
+            # The other endpoint has given its earlier call up, or it would not make this one.
+            if forming.answering is not None:
                 forming.answering.cancel()
             forming.answering = scope
             await run_in_thread(lambda: line.tell(answer))
             try:
                 await run_in_thread(line.hear)
-            except PeerDiedError:  # it has hung up: it answers a call of this endpoint's
+            except PeerDiedError:  # The other endpoint has hung up: it answers a call of this one.
                 return
             seconds = FORMING if self._seconds == inf else self._seconds
             line.extend(seconds)
@@ -197,7 +198,7 @@ class Connections:
             self._arrival.ring()
 
     def _bound_arrived(self) -> None:
-        """Nobody may ever ask for those that have come and gone: the oldest of them are closed."""
+        """Close the oldest of the connections that have come and gone: a task may never ask for them."""
         over = [peer for peer in self._arrived if peer in self._left]
         for peer in over[:-_MOST_GONE]:
             del self._arrived[peer]
@@ -228,7 +229,7 @@ class Connections:
             raise
         if (stale := self._peers.get(there.endpoint)) is not None:
             stale.abort("the other endpoint has connected anew")
-        if not peer.closed:  # else the other end has left already
+        if not peer.closed:  # A peer that is closed here has left already.
             self._peers[there.endpoint] = peer
         if (forming := self._forming.get(there.endpoint)) is not None:
             forming.news.ring()
@@ -236,7 +237,10 @@ class Connections:
 
     @contextlib.contextmanager
     def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:
-        """While a connection with an endpoint is being formed; who wants one, too, waits for that."""
+        """Count a call or an answer while it forms a connection with an endpoint.
+
+        A task that wants a connection with it, too, waits for that.
+        """
         forming = self._forming.setdefault(endpoint, _Forming(self._driver))
         setattr(forming, by, getattr(forming, by) + 1)
         try:
@@ -295,7 +299,7 @@ class Connections:
         try:
             await all_of([peer.aclose for peer in (*self.peers, *self._left)])
         finally:
-            with anyio.CancelScope(shield=True):  # which takes no longer than a communicator takes to close
+            with anyio.CancelScope(shield=True):  # This takes no longer than a communicator takes to close.
                 while self._tasks:
                     await self._idle
 
@@ -315,7 +319,7 @@ class Connections:
         async def run() -> None:
             try:
                 await call()
-            except Exception as error:  # which would end a run of trio
+            except Exception as error:  # An exception would end a run of trio.
                 self._driver.report(f"a connection of '{self._name}' could not be formed, or closed", error)
             finally:
                 self._tasks -= 1

@@ -1,7 +1,7 @@
-"""What an endpoint hands out as bytes: its address, by which others connect, and descriptors of its regions.
+"""Credentials of an endpoint, as bytes: its address, by which others connect, and descriptors of its regions.
 
-Whoever has a job's token can check an address, and so nobody is led to a stranger. A descriptor is checked by the
-endpoint that made it, and by nobody else: its key never leaves that endpoint.
+A process with the job's token can check an address, and so no process is led to a stranger. A descriptor is checked by
+the endpoint that made it, and by no other: its key never leaves that endpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES: Final = {str(dtype): dtype for dtype in checks.DTYPES}
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where an endpoint is, and what it speaks."""
+    """The address of an endpoint: where it is, and the transports that it speaks."""
 
     endpoint: bytes
     """16 random bytes, which tell it from every other one."""
@@ -40,7 +40,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """Names of transports by family of ops."""
     device: str
     expires: float
-    """When nobody connects by it any more, in seconds since 1970; infinity: never."""
+    """The time after which no endpoint connects by it, in seconds since 1970; infinity: there is none."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return self.endpoint.hex()[:8]
 
     def pack(self) -> bytes:
-        """As bytes, signed with the job's token if it has one."""
+        """Return it as bytes, signed with the job's token if there is one."""
         payload = _ADDRESSES.encode(self)
         return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
 
@@ -63,7 +63,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
     endpoint: bytes
     """Its owner."""
     number: int
-    """Which of the owner's regions it is. A number is never used again, and so it is the region's generation, too."""
+    """The number of the region on its owner. It is never used again, and so it is the region's generation, too."""
     dtype: str
     count: int
     """Elements."""
@@ -73,7 +73,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
     """See :attr:`Address.expires`."""
 
     def pack(self, key: bytes) -> bytes:
-        """As bytes, signed.
+        """Return it as bytes, signed.
 
         :param key: the owner's own.
         """
@@ -152,7 +152,7 @@ def check_descriptor(data: bytes, key: bytes) -> Descriptor:
     :raises RegionError: this endpoint has not made it, or it has expired.
     """
     found = read_descriptor(data)
-    if not same(data, found.pack(key)):  # also if it is encoded in another way
+    if not same(data, found.pack(key)):  # This refuses the same content in another encoding, too.
         raise RegionError(FORGED)
     if expired(found.expires):
         raise RegionError("the descriptor has expired")

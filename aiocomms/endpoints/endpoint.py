@@ -43,7 +43,7 @@ async def opened(
 
 
 class _Alone:
-    """What the checks of tensors look at: no communicator, but its device."""
+    """The object that checks of tensors look at: no communicator, but its device."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -53,7 +53,7 @@ class _Alone:
 
 
 class Endpoint(Handle):
-    """Where this process is reached by others that have its address; made by :func:`aiocomms.open_endpoint`.
+    """The point at which others that have its address reach this process; made by :func:`aiocomms.open_endpoint`.
 
     It belongs to the event loop, thread and process that made it. Nothing wakes up for it while nobody knocks.
     """
@@ -86,7 +86,7 @@ class Endpoint(Handle):
 
     @property
     def address(self) -> bytes:
-        """What others connect by: at most 1,024 bytes, signed with the job's token if it has one."""
+        """The address by which others connect: at most 1,024 bytes, signed with the job's token if it has one."""
         return self._address.pack()
 
     @property
@@ -96,7 +96,7 @@ class Endpoint(Handle):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True once it was closed."""
         return self._closed is not None
 
     async def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> Peer:

@@ -1,4 +1,4 @@
-"""How two endpoints form what they communicate by: over the connection that one of them has made."""
+"""The meeting of two endpoints: they form a communicator over the connection that one of them has made."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from aiocomms.lowlevel.sockets import read_exactly
 from aiocomms.lowlevel.storeserver import LENGTH
 
 ENDPOINT: Final = "the endpoint"
-"""Who is connected to: what a proof names in place of a rank."""
+"""The name of the endpoint that is called, in place of a rank, in a proof."""
 CALLER: Final = 0
 """The rank of whoever connects; the other one has 1."""
 _MOST: Final = 2 * MAX_RECORD
 
 
 class EndpointHello(msgspec.Struct, array_like=True):
-    """What whoever connects says first."""
+    """The first words of the endpoint that connects."""
 
     address: bytes
     """Its own."""
@@ -37,11 +37,11 @@ class EndpointHello(msgspec.Struct, array_like=True):
 
 
 class EndpointAnswer(msgspec.Struct, array_like=True):
-    """What it is told."""
+    """The answer to these words."""
 
     nonce: bytes
     refusal: str = ""
-    """Why they do not form a connection; empty: they do."""
+    """The reason why they do not form a connection; empty: they do."""
     crossed: bool = False
     """The refusal is that the other one is connecting to this one, too."""
 
@@ -121,7 +121,7 @@ class EndpointCall:
         except OSError as error:
             raise CommError(f"no connection can be made: {error}") from error
         self.nonce: bytes = os.urandom(16)
-        """What this end has chosen for the seal."""
+        """The number that this end has chosen for the seal."""
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
         """Make it. Blocks, until :meth:`hang_up` at the latest.

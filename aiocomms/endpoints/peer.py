@@ -36,12 +36,12 @@ _RANK: Final = re.compile(r"\brank ([01])\b(?: of 2\b)?")
 
 
 class End(enum.Enum):
-    """How a connection has ended."""
+    """The end of a connection."""
 
     CLOSED = enum.auto()
-    """On this side; everything is released."""
+    """The connection was closed on this side; everything is released."""
     LEFT = enum.auto()
-    """On the other side."""
+    """The other side has closed the connection."""
     LOST = enum.auto()
 
 
@@ -97,12 +97,12 @@ class Peer(Handle):
 
     @property
     def transports(self) -> dict[str, str]:
-        """Which transport carries what: transport names by family."""
+        """The name of the transport that carries each family."""
         return self._comm.transports
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is over: closed on either side, or lost.
+        """True once the connection is over: closed on either side, or lost.
 
         Where the other side has closed it, messages that it had sent by then can still be received.
         """

@@ -84,7 +84,7 @@ class Reception:
             if key.data is not None:
                 self._enter(self._entrance.read(key.data))
             elif not self._accept():
-                self._selector.unregister(self._listener)  # else it stays readable
+                self._selector.unregister(self._listener)  # The listener would stay readable.
                 self._driver.spawn(self._listen_again, Context())
         self._entrance.expired()
         return False
@@ -113,7 +113,7 @@ class Reception:
         try:
             stranger = self._guarded and owner(connection) not in (None, os.geteuid())
             connection.setblocking(True)
-        except OSError:  # it has gone again
+        except OSError:  # The other end has gone again.
             stranger = True
         if stranger:
             connection.close()
@@ -122,7 +122,7 @@ class Reception:
 
     async def _listen_again(self) -> None:
         await anyio.sleep(_PAUSE)
-        with contextlib.suppress(ValueError, KeyError, OSError):  # it was closed meanwhile
+        with contextlib.suppress(ValueError, KeyError, OSError):  # The listener was closed meanwhile.
             self._selector.register(self._listener, selectors.EVENT_READ)
 
 

@@ -63,7 +63,7 @@ class Attachment:
         self.window: Window | None = None
         """There once it is opened, unless the connection was lost before."""
         self.over = ""
-        """Why nothing may be started on it any more; empty: it may."""
+        """The reason why nothing may be started on it any more; empty: it may."""
         self.leaving = False
 
 
@@ -92,12 +92,15 @@ class Region(Handle):
 
     @property
     def descriptor(self) -> bytes:
-        """What whoever is to use the region is given: at most 1,024 bytes, which only this endpoint can have made."""
+        """The descriptor to give to those that may use the region.
+
+        It has at most 1,024 bytes, which only this endpoint can have made.
+        """
         return self._descriptor
 
     @property
     def revoked(self) -> bool:
-        """Whether nobody may use it any more."""
+        """True once no endpoint may use it any more."""
         return self._revoked
 
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
@@ -146,7 +149,7 @@ class Region(Handle):
 
 
 class Described(Handle):
-    """What may be asked of a region of the other endpoint that is open."""
+    """The properties of an open region of the other endpoint."""
 
     _says: Descriptor
     _attachment: Attachment
@@ -158,22 +161,22 @@ class Described(Handle):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of its elements."""
         return dtype_of(self._says)
 
     @property
     def readable(self) -> bool:
-        """Whether :meth:`get` is allowed."""
+        """True if :meth:`get` is allowed."""
         return self._says.read
 
     @property
     def writable(self) -> bool:
-        """Whether :meth:`put` is allowed."""
+        """True if :meth:`put` is allowed."""
         return self._says.write
 
     @property
     def closed(self) -> bool:
-        """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
+        """True once it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
         return bool(self._attachment.over) or expired(self._says.expires)
 
 
@@ -190,7 +193,7 @@ class RemoteRegion(Described):
         self._window: Window = attachment.window
         self._owner = attachment.owner
         self._puts = self._seen = 0
-        """How often something was put, and how many of these are known to be visible."""
+        """The number of puts, and the number of those that are known to be visible."""
 
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
@@ -198,12 +201,12 @@ class RemoteRegion(Described):
 
     @property
     def _settled(self) -> bool:
-        """Whether all that was put so far is visible."""
+        """True if all that was put so far is visible."""
         return self._puts == self._seen or self._attachment.closed.is_set
 
     def _settling(self, timeout: OpTimeout) -> tuple[RemoteRegion, int, Awaitable[None]]:
         """Begin to see to that: the number of puts that are visible once the last is awaited."""
-        if self._window.closed:  # which comes after everything
+        if self._window.closed:  # A window closes after everything else.
             return self, self._puts, self._attachment.closed
         return self, self._puts, self._window.flush(self._owner, timeout=timeout)
 

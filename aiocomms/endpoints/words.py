@@ -1,4 +1,4 @@
-"""What the two ends of a connection say to each other of their regions, by notes."""
+"""The notes that the two ends of a connection send each other about their regions."""
 
 from __future__ import annotations
 

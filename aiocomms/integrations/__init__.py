@@ -1,1 +1,1 @@
-"""What meets other frameworks: torch.distributed, Ray, Prometheus, OpenTelemetry, profilers."""
+"""Integrations with other frameworks: torch.distributed, Ray, Prometheus, OpenTelemetry, profilers."""

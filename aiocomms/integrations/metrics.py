@@ -1,4 +1,4 @@
-"""What exporters of metrics have in common: how long ops took, by op, transport and size, and how late the loop is.
+"""Metrics that exporters share: durations of ops, by op, transport and size, and how late the loop is.
 
 It is built on the public hooks and on :meth:`Communicator.statistics`; exporters for other systems would use the same.
 """
@@ -28,7 +28,7 @@ SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGE
 
 
 class Instrumentable(Protocol):
-    """What can be measured: a communicator, or the portal of one, a blocking communicator among them."""
+    """An object that can be measured: a communicator, or the portal of one, a blocking communicator among them."""
 
     @property
     def name(self) -> str:
@@ -40,15 +40,15 @@ class Instrumentable(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this rank."""
+        """True once it was closed on this rank."""
 
     @property
     def aborted(self) -> bool:
-        """Whether it is lost."""
+        """True once it is lost."""
 
     @property
     def transports(self) -> dict[str, str]:
-        """Which transport carries what, by family."""
+        """The name of the transport that carries each family."""
 
     def statistics(self) -> Statistics:
         """See :meth:`Communicator.statistics`."""
@@ -61,7 +61,7 @@ class Instrumentable(Protocol):
 
 
 class Traceable(Instrumentable, Protocol):
-    """What ops can be traced of; as :class:`Instrumentable`."""
+    """An object whose ops can be traced; otherwise as :class:`Instrumentable`."""
 
     def register_pre_hook(self, fn: Any) -> Hook:
         """See :meth:`Communicator.register_pre_hook`."""
@@ -77,19 +77,19 @@ def instrumentable(comm: Any) -> None:
 
 
 class Durations:
-    """How long the ops of one kind took that have ended without an error."""
+    """The durations of the ops of one kind that have ended without an error."""
 
     __slots__ = ("bytes", "counts", "seconds")
 
     def __init__(self) -> None:
         self.counts: list[int] = [0] * (len(BOUNDS) + 1)
-        """By the class of their duration; the last one is above all bounds."""
+        """The number of ops by the class of their duration; the last class is above all bounds."""
         self.seconds: float = 0.0
         self.bytes: int = 0
 
 
 class MetricRow(NamedTuple):
-    """What is known of the ops of one kind."""
+    """The metrics of the ops of one kind."""
 
     op: str
     transport: str
@@ -113,7 +113,8 @@ class Tally:
 
     def _ended(self, work: Work[Any]) -> None:
         called = work.called
-        if called is None or work.error is not None:  # none: it was called before this hook was registered
+        # A work without a time was called before this hook was registered.
+        if called is None or work.error is not None:
             return
         seconds, op = monotonic() - called, work.op
         size = size_of(op)
@@ -128,12 +129,13 @@ class Tally:
     def rows(self) -> Iterator[MetricRow]:
         """Yield what was counted so far; any thread."""
         for (cls, size), kind in list(dict(self._kinds).items()):
-            transport = self._transports.get(cls.family, "messages")  # of collectives that none carries
+            # Collectives that no transport carries go by messages.
+            transport = self._transports.get(cls.family, "messages")
             yield MetricRow(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
 
 
 class Totals:
-    """What the ops of one rank have come to, of a communicator and of those in whose place it is."""
+    """The sums over the ops of one rank, of a communicator and of those in whose place it is."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], MetricRow] = {}
@@ -156,12 +158,12 @@ class Totals:
         return [Failures(*key, count) for key, count in self._failed.items()]
 
     def rows(self) -> list[MetricRow]:
-        """By kind of op."""
+        """Return the sums by kind of op."""
         return list(self._rows.values())
 
 
 class Lateness:
-    """How long a loop takes to come round to a call of another thread; each look makes one, and nothing else does."""
+    """The time until a loop comes round to a call of another thread. Only a look makes such a call."""
 
     def __init__(self) -> None:
         """Begin with the loop that runs on this thread, if there is one; else nothing is known."""
@@ -184,7 +186,7 @@ class Lateness:
         if self._loop is not None:
             self._asked = now
             if not self._loop.call_threadsafe(self._come, now):
-                self._loop = self._asked = self._last = None  # it has ended
+                self._loop = self._asked = self._last = None  # The loop has ended.
         return self._last
 
     def _come(self, asked: float) -> None:
@@ -205,7 +207,7 @@ class Measured:
         self._comm = ref(comm)  # a program that forgets to close it is to hear of that
         self._removed = False
         self.lost: Statistics | None = None
-        """What it has come to, where it was lost: whoever looks next may find it closed."""
+        """The statistics at its loss, if it was lost: a later look may find it closed."""
         self._hook = comm.register_abort_hook(self._lost)
         if comm.aborted:
             self._lost()
@@ -250,7 +252,7 @@ class Shown:
         return added
 
     def open(self) -> list[tuple[Measured, Statistics]]:
-        """Those that are open; any thread."""
+        """Return those that are open, with their statistics; any thread."""
         with self._lock:
             found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
             for each in self._measured:

@@ -33,9 +33,10 @@ class Tracing(Handle):
 
     def _ended(self, work: Work[Any]) -> None:
         # The current span is the caller's: post-hooks are called in the context of the call.
-        if not trace.get_current_span().get_span_context().trace_flags.sampled:  # of no request, or of one that is not
+        # The op belongs to no request, or to one that is not sampled.
+        if not trace.get_current_span().get_span_context().trace_flags.sampled:
             return
-        if work.called is None:  # it was called before this hook was registered
+        if work.called is None:  # The op was called before this hook was registered.
             return
         took, now = monotonic() - work.called, time_ns()  # in this order: so it does not begin before its call
         op = work.op

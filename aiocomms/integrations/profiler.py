@@ -48,7 +48,7 @@ class Recording(Handle):
     """Makes a range of each op that is called while a profiler runs; :meth:`remove` ends that."""
 
     def __init__(self, comm: Traceable) -> None:
-        self._ranges: dict[int, Range] = {}  # those of ops under way, by their numbers
+        self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.
         self._hooks = [comm.register_post_hook(self._ended), comm.register_pre_hook(self._called)]
 
     def remove(self) -> None:

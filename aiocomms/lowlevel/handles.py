@@ -36,8 +36,6 @@ class Handle:
     """The base of classes of handles.
 
     A copy of an object that holds a handle, such as a module copied by ``copy.deepcopy``, holds the same handle.
-
-    A copy of an object that holds a handle, such as a module that was copied by ``copy.deepcopy``, holds the same handle.
     """
 
     __slots__ = ()

@@ -1,9 +1,10 @@
-"""What every rank does: it carries out plans, on one communicator after the other.
+"""The part of a service that every rank has: it carries out plans, on one communicator after the other.
 
-In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, and ``()`` at the end;
-a worker sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``.
+In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, and ``()`` at the end.
+A worker sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``.
 
-What the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that nobody meant for the task.
+An exception that the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that was not meant
+for the task.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Plan:
         self._begun: int | None = None  # how many ops had been called outside of lanes
         self._in_step = True
         self.ended, self.over = anyio.Event(), anyio.Event()  # here, and on all ranks
-        self.waiting: set[int] = set(range(comm.size))  # for these ranks to end it
+        self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
         self.result: Any = None
         self.error: Exception | None = None
 
@@ -101,7 +102,7 @@ class Worker(Handle):
     def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
         self._plans: dict[int, Plan] = {}
-        self._last: Plan | None = None  # of those that run in order
+        self._last: Plan | None = None  # The last plan of those that run in order.
         self._turn = anyio.Event()  # set when there is another communicator, or will be none
 
     async def _serve(self) -> None:
@@ -113,7 +114,7 @@ class Worker(Handle):
             failure: CommError | None = None
             comm = self._comm = self._current.current
             self._expected = Expected(comm._core.in_flight, "the service")
-            if comm.rank == 0 and not self._drives:  # those that have recovered keep their roles
+            if comm.rank == 0 and not self._drives:  # The ranks that have recovered keep their roles.
                 why = "nobody drives: the driver is lost, and a process that works has become rank 0"
                 comm._core.lose(DriverLostError(why, peer=0))
             async with anyio.create_task_group() as self._tasks:
@@ -161,7 +162,8 @@ class Worker(Handle):
 
     def _next(self, comm: Communicator, rank: int) -> Work[Any]:
         work = comm.lane(_LANE).recv_object(rank, timeout=None)
-        self._expected.note(rank, cast("StartedWork[Any]", work))  # of a task of ours: nobody waits for a plan
+        # This receive is of a task of ours, so that no rank is said to wait for a plan.
+        self._expected.note(rank, cast("StartedWork[Any]", work))
         work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close first
         return work
 
@@ -183,7 +185,7 @@ class Worker(Handle):
         except (KeyboardInterrupt, SystemExit) as reason:  # this process ends; the others hear why
             self._comm.abort(reason)
             raise
-        if not self._comm.aborted:  # else the plan is lost, whatever has become of it here
+        if not self._comm.aborted:  # A lost communicator has lost the plan, whatever has become of it here.
             self._ended(plan, error)
 
     def _fail(self, error: CommError, cause: CommError | None = None) -> None:
@@ -199,7 +201,7 @@ class Worker(Handle):
         """Rank 0 has given out a plan, or given it up."""
         if plan:
             self._begin(number, *plan)
-        elif number in self._plans:  # else its end is on the way to rank 0
+        elif number in self._plans:  # The end of a plan that is not here is on the way to rank 0.
             self._plans[number].give_up("rank 0 has given it up")
 
     def _ended(self, plan: Plan, error: BaseException | None) -> None:

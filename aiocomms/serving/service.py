@@ -32,7 +32,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
         self.comm: CurrentComm = CurrentComm(comm)
-        """What layers hold."""
+        """The communicator that layers hold, which follows a recovery."""
         self._recover = recover
         self._numbers = itertools.count()
 
@@ -100,7 +100,7 @@ def _signals_ignored() -> Iterator[None]:
 
 def _ignore(number: int, frame: object) -> None:
     """Do nothing but say so; unlike SIG_IGN it is not passed on to programs that are started."""
-    if number == signal.SIGTERM:  # whoever sends it to one process alone waits for its end
+    if number == signal.SIGTERM:  # The sender of SIGTERM to one process alone waits for its end.
         _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")
 
 
@@ -113,7 +113,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """Why no plan can be carried out: the ranks recover, or cannot; None while they can."""
+        """The reason why no plan can be carried out: the ranks recover, or cannot; None while they can."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
@@ -165,7 +165,7 @@ class Driver(Worker):
         return plan.result
 
     async def _serve(self) -> None:
-        """As every rank does; what goes wrong is raised to those who wait, and the workers hear of it."""
+        """Carry out plans as every rank does. An error is raised to the tasks that wait, and the workers hear of it."""
         try:
             await super()._serve()
         except Exception as error:

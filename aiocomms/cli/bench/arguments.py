@@ -1,4 +1,4 @@
-"""What ``aiocomms bench`` is asked to measure."""
+"""The arguments of ``aiocomms bench``, and the plan of measurements that follows from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 from aiocomms.cli.bench.operations import ITEM, OPERATIONS
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-"""By which a size may end, as with nccl-tests."""
+"""The suffixes of a size, as with nccl-tests."""
 _LARGEST = 1 << 36
 _MOST = 100_000
 """Iterations: their times, of all ranks, are gathered on each rank."""
 
 
 class BenchPlan(NamedTuple):
-    """What is measured, the same on every rank."""
+    """The plan of all measurements, the same on every rank."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]

@@ -61,7 +61,7 @@ def neighbours(count: int) -> Iterator[list[int]]:
 
 
 class HostState(NamedTuple):
-    """How fast the processors of the first two ranks are, in ns: the shortest of some measurements within 1 ms."""
+    """The speed of the processors of the first two ranks, in ns: the shortest of some measurements within 1 ms."""
 
     loop: float
     """A step of an empty loop, on the slower processor."""
@@ -135,7 +135,7 @@ def _map(path: str) -> mmap.mmap | None:
     try:
         with Path(path).open("r+b") as file:
             return mmap.mmap(file.fileno(), 2 * _LINE)
-    except OSError:  # of another host, or of another user
+    except OSError:  # The file is of another host, or of another user.
         return None
 
 

@@ -1,4 +1,4 @@
-"""How long one contender takes, how late the loop is beside it, and how much of the processor it takes."""
+"""The measurements: the time of one contender, the lateness of the loop beside it, and its share of the processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from aiocomms.cli.bench.ours import Call
 
 _PERIOD = 0.001
-"""Of the heartbeat, in seconds."""
+"""The period of the heartbeat, in seconds."""
 BEATING = 0.1
 """Seconds for which the loop is watched."""
 _YIELD = 0
@@ -90,7 +90,7 @@ async def _heartbeat() -> AsyncIterator[list[float]]:
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """By the nearest rank: a value that there is."""
+    """Return a percentile by the nearest rank: one of the values."""
     return sorted(values)[max(0, -(-len(values) * which // 100) - 1)]
 
 

@@ -10,7 +10,7 @@ ITEM = 4
 BURST = 4
 """Messages that are under way at once in a ``send_burst``."""
 PING_PONG = 0.5
-"""How much of an iteration there and back one way is."""
+"""The share of one way in an iteration there and back."""
 
 
 def _one(_: int) -> float:
@@ -26,20 +26,20 @@ def _there_and_back(size: int) -> float:
 
 
 class Operation(NamedTuple):
-    """What is known of an operation before there is a tensor.
+    """The properties of an operation that are known before there is a tensor.
 
     ``factor`` is that of nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the algorithm
     bandwidth times it is the bus bandwidth, what each rank's link must have carried.
     """
 
     moves: str
-    """Which data goes where. Operations that move the same differ in how the caller holds it."""
+    """The data that goes from rank to rank. Operations that move the same differ in how the caller holds it."""
     factor: Callable[[int], float] = _one
-    """By the number of ranks."""
+    """The factor, by the number of ranks."""
     pair: bool = False
-    """Whether it is between two ranks, and there may be no others."""
+    """True if it is between two ranks, and there may be no others."""
     share: float = 1.0
-    """How much of one iteration the operation is: a ping-pong is two, a burst several."""
+    """The share of the operation in one iteration: a ping-pong is two, a burst several."""
 
 
 OPERATIONS = {

@@ -1,4 +1,4 @@
-"""How each operation is called here."""
+"""The calls of aiocomms that are measured, one for each operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Contender(Protocol):
     """One that can be measured: a communicator, or a peer."""
 
     blocking: bool
-    """Whether its calls block, so that there is nothing to await."""
+    """True if its calls block, so that there is nothing to await."""
 
     async def enter(self) -> None:
         """Begin a turn once all ranks are there, which it waits for by its own means and without blocking the loop."""
@@ -108,7 +108,7 @@ def _one_sided(window: Window, case: BenchCase) -> Call | None:
 
     async def put() -> None:
         await window.put(case.input, other)
-        await window.flush(other)  # as OSU's osu_put_latency does
+        await window.flush(other)  # OSU's osu_put_latency does so, too.
 
     async def ping_pong() -> None:
         if case.rank == 0:

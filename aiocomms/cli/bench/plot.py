@@ -49,6 +49,6 @@ def _panel(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
 
 
 def _bytes(value: float, _: object) -> str:
-    """As ``--minbytes`` takes it."""
+    """Return a size as ``--minbytes`` takes it."""
     unit = next((unit for unit in ("G", "M", "K") if value >= UNITS[unit]), "")
     return f"{value / UNITS[unit]:.4g}{unit}"

@@ -1,4 +1,4 @@
-"""What each rank of ``aiocomms bench`` does."""
+"""The part of each rank in ``aiocomms bench``: it measures all contenders, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Rank:
             return 0
         self._reporter.end()
         if plan.plot is not None:
-            from aiocomms.cli.bench.plot import draw  # which imports matplotlib
+            from aiocomms.cli.bench.plot import draw  # This module imports matplotlib.
 
             draw(self._reporter.report, plan.plot)
         return int(not self._reporter.report.good(plan.transports))
@@ -106,7 +106,7 @@ class _Rank:
             return reason
         try:
             await peer.open(comm, self._host)
-        except Exception as error:  # of a library of others
+        except Exception as error:  # Another library may raise anything.
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
             stack.push_async_callback(peer.aclose)

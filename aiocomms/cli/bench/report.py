@@ -1,4 +1,4 @@
-"""What was measured: a table that grows while it is measured, or one JSON document."""
+"""The report of ``aiocomms bench``: a table that grows while it is measured, or one JSON document."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """What could not be measured; ``op`` is None where nothing of it could."""
+    """A measurement that is missing; ``op`` is None where nothing could be measured of a contender."""
 
     by: str
     op: str | None
@@ -73,7 +73,7 @@ class Report(msgspec.Struct):
 
     @property
     def wrong(self) -> int:
-        """How many elements were wrong in all."""
+        """The number of wrong elements in all."""
         return sum(row.wrong or 0 for row in self.rows)
 
     def good(self, transports: Sequence[str]) -> bool:

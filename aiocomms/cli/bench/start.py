@@ -1,4 +1,4 @@
-"""Where the ranks of ``aiocomms bench`` come from: a launcher, one process, or processes that are started here."""
+"""The start of the ranks of ``aiocomms bench``: by a launcher, as tasks of one process, or as processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
                 if await ended != 0:
                     patience.reschedule(asyncio.get_running_loop().time() + _GRACE)
     except TimeoutError:
-        pass  # those that are left wait for one that is gone
+        pass  # The processes that are left wait for one that is gone.
     finally:
         for number, process in enumerate(processes):
             if process.returncode is None:

@@ -1,4 +1,4 @@
-"""What ``aiocomms top`` shows, by rich: tables on a terminal, and the same as plain text elsewhere."""
+"""The drawing of ``aiocomms top``, by rich: tables on a terminal, and the same as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def watch(frames: Iterable[TopFrame]) -> None:
         try:
             for frame in frames:
                 screen.update(drawn(frame), refresh=True)
-        except KeyboardInterrupt:  # what ends a view that has no end
+        except KeyboardInterrupt:  # Ctrl-C ends a view that has no end.
             pass
 
 

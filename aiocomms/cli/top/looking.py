@@ -56,7 +56,7 @@ class TopFrame(NamedTuple):
 
     groups: list[TopGroup]
     notes: list[str]
-    """What could not be seen, and why."""
+    """The parts that could not be seen, and why."""
     rates: dict[RankPlace, float]
     """Ops that were called in a second, since the frame before."""
 
@@ -164,7 +164,7 @@ def _connect(address: str) -> socket.socket | None:
         connection.connect(address)
         if same_user(connection):
             return connection
-    except OSError:  # it has ended
+    except OSError:  # The process has ended.
         pass
     connection.close()
     return None

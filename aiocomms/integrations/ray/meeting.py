@@ -1,10 +1,10 @@
-"""How ranks of Ray find each other: one meeting, as each rank sees it. All of it blocks.
+"""The meeting by which ranks of Ray find each other, as each rank sees it. All of it blocks.
 
 Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS), under the name
-and a number that nobody else has. The others look for such records. When all have said in the store that they are
-there, rank 0 takes its record away, and only then lets them go on: so whoever looks for the next meeting of that name
-never finds the last one's. The record of a rank 0 that was killed stays until the next rank 0 comes. Meanwhile another
-may listen there: so the number is in the store, too, and who does not find it there goes on looking.
+and a number of its own. The others look for such records. When all have said in the store that they are there, rank 0
+takes its record away, and only then lets them go on: so a rank that looks for the next meeting of that name never finds
+the last one's. The record of a rank 0 that was killed stays until the next rank 0 comes. Meanwhile another process may
+listen there: so the number is in the store, too, and a rank that does not find it there goes on looking.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aiocomms.lowlevel import ControlCodec, reach_store, serve_store, store_erro
 from aiocomms.lowlevel.jobstore import JobStore
 
 NAMESPACE: Final = "aiocomms"
-"""Of the keys in the GCS."""
+"""The namespace of the keys in the GCS."""
 _OPEN: Final = "open"
 """The key by which rank 0 lets the others in, once it knows to be the only one."""
 _VERDICT: Final = "verdict"
@@ -52,7 +52,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
 
 class RayRecord(msgspec.Struct, array_like=True):
-    """Where rank 0 serves the store, and what it has been told."""
+    """The record of rank 0: where it serves the store, and the size that it was told."""
 
     host: str
     port: int
@@ -86,7 +86,7 @@ class RayMeeting:
             self._over.set()
 
     def give_up(self) -> None:
-        """Nobody waits for :meth:`run` any more: wait, but not for long, until nothing of it is left."""
+        """Give :meth:`run` up, and wait, but not for long, until nothing of it is left."""
         self._given_up.set()
         self._over.wait(_WITHDRAWAL)
 
@@ -186,9 +186,10 @@ class RayMeeting:
                         if store is not None and store.check([_OPEN]):
                             break
                     why = f"where its record says, {record.host}:{record.port}, nobody serves that meeting"
-                except (ArgumentError, AuthError) as error:  # it stays so, unless there is another one
+                except (ArgumentError, AuthError) as error:  # This stays so, unless there is another record.
                     refused = error
-                except (StoreLostError, ProtocolError) as error:  # it may be another's by now, or not to be reached
+                # The address may be another process's by now, or is not to be reached.
+                except (StoreLostError, ProtocolError) as error:
                     why = error.message
             else:
                 if refused is not None:
@@ -205,7 +206,7 @@ class RayMeeting:
         """Yield the records of the name, with their keys: more than one where a rank 0 was killed."""
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-            if value is not None:  # else it was just taken away
+            if value is not None:  # The key may just have been taken away.
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:

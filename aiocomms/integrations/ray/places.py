@@ -1,4 +1,4 @@
-"""Where a process of Ray can be reached by others of its job."""
+"""The addresses at which processes of Ray are reached by others of their job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNPROTECTED = (
     "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
     "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
 )
-"""Why a process listens on loopback, and what to do about it."""
+"""The reason why a process listens on loopback, and the cure."""
 
 
 def own_host() -> str:

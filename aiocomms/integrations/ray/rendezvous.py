@@ -17,7 +17,7 @@ from aiocomms.integrations.ray.meeting import RayMeeting
 from aiocomms.lowlevel import run_in_thread
 
 
-class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new_comm is
+class rendezvous(new_comm):  # noqa: N801 - The class is called like a function, as new_comm is.
     """Form a communicator with the other actors that call this with the same name; collective.
 
     Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, as
@@ -77,7 +77,7 @@ class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new
             store = await run_in_thread(meeting.run)
         except CommError as error:
             raise error.about(comm=self._name, op="rendezvous", rank=self._rank) from error.__cause__
-        except anyio.get_cancelled_exc_class():  # which leaves the thread behind
+        except anyio.get_cancelled_exc_class():  # The cancellation leaves the thread behind.
             with anyio.CancelScope(shield=True):
                 await run_in_thread(meeting.give_up, anyhow=True)
             raise

@@ -60,16 +60,16 @@ else:
 
 @dataclass
 class EndpointMetadata(_Metadata):
-    """Of the tensors of one object: where they can be read."""
+    """The places at which the tensors of one object can be read."""
 
     source: str = ""
     """The actor, for errors."""
     host: str = ""
     node: str = ""
-    """Where it listens, and where that is."""
+    """The address at which it listens, and the node of that address."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
-    """Of each tensor; empty for one without elements."""
+    """The descriptor of each tensor; empty for one without elements."""
 
 
 class _Fetch(_FetchRequest):
@@ -95,7 +95,7 @@ class _Fetch(_FetchRequest):
         peer = self._peer = endpoint.connect(self._meta.address)
         works = []
         for tensor, descriptor in zip(self.tensors, self._meta.descriptors, strict=True):
-            if self.outcome.done():  # it was aborted
+            if self.outcome.done():  # The fetch was aborted.
                 return
             if descriptor:
                 works.append(peer.attach(descriptor).get(tensor))
@@ -114,7 +114,7 @@ class _Fetch(_FetchRequest):
                 self.outcome.set_result(self.tensors)
             else:
                 self.outcome.set_exception(self._described(error))
-        except InvalidStateError:  # it has ended otherwise
+        except InvalidStateError:  # The fetch has ended otherwise.
             pass
 
     def _described(self, error: Exception) -> Exception:
@@ -132,9 +132,9 @@ class RayTransport(_Manager):
         self._lock = threading.Lock()
         self._endpoint: Endpoint | None = None
         self._objects: dict[str, tuple[EndpointMetadata, list[BlockingRegion]]] = {}
-        """Of which this process is the source."""
+        """The objects that others read from this process."""
         self._fetches: list[_Fetch] = []
-        """Those that are under way."""
+        """The fetches that are under way."""
 
     def tensor_transport_backend(self) -> str:
         """Its name."""
@@ -147,7 +147,7 @@ class RayTransport(_Manager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """So Ray kills no actor where a transfer fails."""
+        """Return True, so that Ray kills no actor where a transfer fails."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
@@ -189,13 +189,13 @@ class RayTransport(_Manager):
         """Nothing: the receiver reads."""
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
-        """Nobody reads the object any more, and nobody may: when this returns its memory is the program's alone."""
+        """Revoke the memory of an object that is read no more: when this returns it is the program's alone."""
         with self._lock:
             _, regions = self._objects.get(obj_id, (None, []))
         for region in regions:
             try:
                 region.revoke(timeout=_RELEASE)
-            except CommError as error:  # that receiver's connection is lost, and the region revoked
+            except CommError as error:  # The receiver's connection is lost, and the region is revoked.
                 _log.warning("a receiver did not let go of object %s: %s", obj_id, error)
         with self._lock:
             self._objects.pop(obj_id, None)

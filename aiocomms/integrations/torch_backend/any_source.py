@@ -39,7 +39,7 @@ class Receive(Pending):
         self.tensor, self.source, self.tag = tensor, source, tag
         self.error: BaseException | None = None
         self.given_up: Callable[[], object] = self.end_given_up
-        """What is done, on the loop's thread, where nobody waits any more."""
+        """The call that is made, on the loop's thread, when no thread waits any more."""
 
     def done(self) -> bool:
         """See :class:`aiocomms.integrations.torch_backend.parts.WorkPart`."""
@@ -66,7 +66,7 @@ class Receive(Pending):
             self._ring()
 
     def end_given_up(self) -> None:
-        """Nobody waits for it any more."""
+        """End the receive, for which no thread waits any more."""
         self.end(WorkCancelledError("the receive was withdrawn"))
 
     def _withdraw(self) -> None:
@@ -113,7 +113,8 @@ class Receives:
 
     def from_one(self, tensor: Tensor, source: int, tag: int) -> WorkPart:
         """Start a receive from a rank; its tensor is one-dimensional and contiguous."""
-        with self._lock:  # also while it is posted, or a message that is kept might be overtaken
+        # The lock is held while the receive is posted, too, or a message that is kept might be overtaken.
+        with self._lock:
             if tag in self._queues:
                 return self._queued(Recv(tensor, source, tag), source)
             return self._comm.recv(tensor, source, tag)

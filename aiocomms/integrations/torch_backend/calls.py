@@ -1,4 +1,4 @@
-"""How torch calls a method of a group."""
+"""The calls of a group's methods by torch: each method takes every form in which torch calls it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class _Last(Mode):
             with _replaced(1, lambda _: [self]) as (mode,):
                 return mode.__torch_dispatch__(func, types, args, named)
         if types:
-            return NotImplemented  # of tensors that decide themselves
+            return NotImplemented  # These tensors decide themselves.
         given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | named
         group = dist.ProcessGroup.unbox(given["process_group"])
         begin = getattr(getattr(type(group), method, None), "begin", None)

@@ -34,14 +34,14 @@ UNSET: Final = timedelta(milliseconds=-1)
 
 
 class How(NamedTuple):
-    """What options of torch say, or arguments that torch takes in their place."""
+    """The content of torch's options, or of arguments that torch takes in their place."""
 
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     timeout: OpTimeout = COMM_TIMEOUT
 
 
-class _OtherForm(Exception):  # noqa: N818 - it is none
+class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
     """An argument is not what a form has in its place."""
 
 
@@ -140,7 +140,7 @@ def _options(kind: type) -> Callable[[Any], How]:
 
 
 _Form = Mapping[str, Callable[[Any], Any]]
-"""What a form takes, by torch's names."""
+"""The arguments of a form, by torch's names."""
 _FIELDS: Final = {"op": reduction, "root": whole, "timeout": deadline}
 _TIMEOUT: Final[_Form] = {"timeout": deadline}
 _SUM: Final[_Form] = {"op": reduction, "timeout": deadline}

@@ -65,7 +65,7 @@ class Group(Handle, dist.ProcessGroup):
         self.comm = comm
         """The communicator."""
         self.transport = transport
-        """What it was asked to run over, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
+        """The transport that was asked for, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
         self._store = store
         self.completer: Completer = Completer()
         self._receives = Receives(comm)
@@ -79,7 +79,7 @@ class Group(Handle, dist.ProcessGroup):
         """Return the backend's name."""
         return BACKEND
 
-    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+    def getBackendName(self) -> str:  # noqa: N802 - C++ calls it by this name.
         """Return the backend's name."""
         return BACKEND
 
@@ -139,7 +139,7 @@ class Group(Handle, dist.ProcessGroup):
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
         try:
-            with contextlib.suppress(CommError):  # that it is lost its works have said
+            with contextlib.suppress(CommError):  # The works have said that the communicator is lost.
                 self.comm.close()
             then()
         finally:
@@ -147,7 +147,7 @@ class Group(Handle, dist.ProcessGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether :meth:`split_group` is there."""
+        """True: :meth:`split_group` is there."""
         return True
 
     def split_group(

@@ -1,4 +1,4 @@
-"""What a work of the group consists of, and the steps that follow before it is done."""
+"""The parts of a work of the group, and the steps that follow before it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocomms.integrations.torch_backend.completer import Completer
 
 
 class WorkPart(Protocol):
-    """What a work consists of: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or what is like one."""
+    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or an object like one."""
 
     def done(self) -> bool:
         """Return whether it has ended."""
@@ -59,7 +59,9 @@ def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
 
 
 class WorkStep:
-    """What is done after parts, once, whoever waits: the last of them that a work consists of.
+    """The last part of a work: a step that follows the other parts, and is made once, whichever thread waits.
+
+    A thread that waits for it waits for these parts, so that a receive that Ctrl-C ends is withdrawn.
 
     Who waits for it waits for them, so that a receive that Ctrl-C ends is withdrawn.
     """
@@ -90,7 +92,7 @@ class WorkStep:
         """See :class:`WorkPart`."""
         ends = None if timeout is None else monotonic() + timeout
         for part in self._parts:
-            with contextlib.suppress(CommError):  # what it does is still to be done
+            with contextlib.suppress(CommError):  # The step is still to be made.
                 part.wait(None if ends is None else max(0.0, ends - monotonic()))
         if not self._over.wait(None if ends is None else max(0.0, ends - monotonic())):
             raise TimeoutError(f"what follows it was not done within {timeout} s; it goes on")

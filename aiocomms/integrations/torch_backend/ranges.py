@@ -15,6 +15,6 @@ class WorkRange(profiler.Range):
 
         def end() -> None:
             self.end()
-            wait_for(parts, None)  # which raises why they failed
+            wait_for(parts, None)  # This call raises the error of a part that failed.
 
         return [WorkStep(parts, end).after(completer, here=False)]

@@ -1,4 +1,4 @@
-"""What the operations of a process group return: works of ``torch.distributed`` that can be awaited, too."""
+"""The works that a process group returns: works of ``torch.distributed`` that can be awaited, too."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class GroupWork(CompoundWork):
             if self._future is not None:
                 return self._future
             ended: torch.futures.Future[None] = torch.futures.Future()
-            # What a callback raises is an error for torch's C++, too; what set_exception sets is a value there.
+            # An exception that a callback raises is an error for torch's C++, too; one that set_exception sets is a
+            # value there.
             self._future = ended.then(lambda _: self.result())
         if self.is_completed():
             ended.set_result(None)
@@ -132,7 +133,7 @@ class GroupWork(CompoundWork):
 
 
 class _Over:
-    """What a task waits for; see :class:`aiocomms.progress.loops.Parkable`."""
+    """The end of a work, for which a task waits; see :class:`aiocomms.progress.loops.Parkable`."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiter] = []

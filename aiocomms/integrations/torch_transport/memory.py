@@ -63,7 +63,7 @@ class MutableMemoryView(MemoryView):
 
     @property
     def writable(self) -> Literal[True]:
-        """It is."""
+        """True, always."""
         return True
 
 
@@ -120,7 +120,7 @@ class RemoteBuffer:
         return self._length
 
     def serialize(self) -> bytes:
-        """At most 1,024 bytes, for who is to have access, and nobody else."""
+        """Return at most 1,024 bytes, for a process that is to have access, and for no other."""
         return self._descriptor
 
     @classmethod

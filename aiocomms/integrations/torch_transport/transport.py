@@ -361,9 +361,9 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory, which the engine would do when the other end comes, amid whatever."""
+    """Move a tensor's storage to shared memory, as the engine would do later, when the other end comes."""
     storage = tensor.untyped_storage()
-    if storage.is_shared() or not storage.resizable():  # what is not torch's own memory stays where it is
+    if storage.is_shared() or not storage.resizable():  # Memory that is not torch's own stays where it is.
         return
     if in_use(storage):
         raise ArgumentError("tensor is in use by an operation of aiocomms that has not ended: wait for it before")

@@ -1,4 +1,4 @@
-"""What reads and writes return: works of ``torch.distributed``, which the engine completes."""
+"""The works of reads and writes: works of ``torch.distributed``, which the engine completes."""
 
 from __future__ import annotations
 

@@ -163,5 +163,5 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "polling": _polling,
     "future": _future,
 }
-"""How calls of a backend are awaited, by what stands behind its name and a colon."""
+"""The ways to await calls of a backend, by the text behind its name and a colon."""
 _users: dict[str, int] = {}  # how many peers use the default process group, by its backend
