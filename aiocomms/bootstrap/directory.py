@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from aiocomms.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from aiocomms.communicator.communicator import Communicator
 
 DEFAULT = "world"
 """The name of the default communicator."""
 
 
-class Named(Protocol):
-    """A communicator."""
-
-    name: str
-
-
-_open: dict[str, list[Named]] = {}
+_open: dict[str, list[Communicator]] = {}
 # Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
-_mine: contextvars.ContextVar[dict[str, weakref.ref[Named]]] = contextvars.ContextVar("aiocomms_groups")
+_mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")
 
 
-def register(comm: Named) -> None:
+def register(comm: Communicator) -> None:
     """Make a communicator findable by its name."""
     _open.setdefault(comm.name, []).append(comm)
     enter(comm)
 
 
-def enter(comm: Named) -> None:
+def enter(comm: Communicator) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
     still = {name: ref for name, ref in _mine.get({}).items() if name in _open}
     _mine.set({**still, comm.name: weakref.ref(comm)})
 
 
-def unregister(comm: Named) -> None:
+def unregister(comm: Communicator) -> None:
     """Undo :func:`register`. Idempotent."""
     same = _open.get(comm.name, [])
     if comm in same:
@@ -44,7 +41,7 @@ def unregister(comm: Named) -> None:
         _open.pop(comm.name, None)
 
 
-def find(name: str) -> Named:
+def find(name: str) -> Communicator:
     """Find an open communicator by its name.
 
     :raises ArgumentError: there is none of that name, or several and this task opened none of them.

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import msgspec
@@ -46,6 +46,9 @@ from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import membership
 from aiocomms.transport import Transport
+
+if TYPE_CHECKING:
+    from aiocomms.communicator.communicator import Communicator
 
 _PAUSE: Final = 0.005
 _TURN: Final = 0.5
@@ -77,19 +80,6 @@ Formed = tuple[StoreRendezvous, Selection, Mapping[ops.Family, Transport]]
 """The parts that a communicator is made of."""
 
 
-class Ends(Protocol):
-    """A communicator, as far as its end goes."""
-
-    def abort(self, reason: BaseException) -> None:
-        """Give up, on every rank."""
-
-    async def aclose(self) -> None:
-        """Release everything."""
-
-
-_Ends = TypeVar("_Ends", bound=Ends)
-
-
 async def form_again(
     before: Predecessor, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta
 ) -> Formed:
@@ -105,7 +95,7 @@ async def form_again(
         raise CommError(f"no store can be served: {error}", comm=old.name, op="reconfigure", rank=old.rank) from error
 
 
-async def replace(old: Ends, new: _Ends) -> _Ends:
+async def replace(old: Communicator, new: Communicator) -> Communicator:
     """Close the communicator in whose place is another one."""
     try:
         await old.aclose()

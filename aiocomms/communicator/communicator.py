@@ -387,7 +387,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
 
     def _sight(self) -> Sight:
-        """See :class:`aiocomms.diagnosis.live.Visible`."""
+        """Return what the live view shows of this communicator; on any thread, whatever its loop is doing."""
         failure = self._core.life.failure
         snapshot = self._core.recorder.snapshot("" if failure is None else failure.error.message)
         return sight_of(snapshot, self._rendezvous.secret("live view"), self.statistics())

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from math import inf
 from threading import get_ident
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -25,23 +25,11 @@ from aiocomms.ops.arrays import checked
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.progress.work import Work
 
+if TYPE_CHECKING:
+    from aiocomms.communicator.communicator import Communicator
+
 LONGEST = 60
 """Characters of a key that errors and records show as it is."""
-
-
-class Viewed(Protocol):
-    """The part of a communicator that a lane needs."""
-
-    name: str
-    rank: int
-    size: int
-    device: torch.device
-    _core: Core
-    _seconds: float
-    _shortcuts: Any
-    _start_within: Callable[..., LaneWork[Any]]
-
-    def _follow_lanes(self) -> None: ...
 
 
 class _Current(NamedTuple):
@@ -85,7 +73,7 @@ class Lane(PointToPoint, Collectives, Objects):
 
     _core: Core
 
-    def __init__(self, comm: Viewed, key: Key) -> None:
+    def __init__(self, comm: Communicator, key: Key) -> None:
         if type(key) not in (str, bytes, int):
             key = as_int(key)
         if type(key) not in (str, bytes, int):

@@ -13,14 +13,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from aiocomms.bootstrap.notes import Answer, Late, Notes, Question, Waiting
 from aiocomms.core.postmortem import PATIENCE, printable
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.hang_report import NO_ANSWER, doing
-from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Recorder
-from aiocomms.progress.inflight import InFlight, StartedWork
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN
+
+if TYPE_CHECKING:
+    from aiocomms.core.core import Core
 
 PERIOD: Final = 0.5
 """Seconds between two inquiries of a communicator: who polls by short deadlines is not to load the others."""
@@ -41,22 +43,10 @@ class Wait(NamedTuple):
     """The receive that was late."""
 
 
-class Asked(Protocol):
-    """The communicator of which a rank is asked what it is doing."""
-
-    rank: int
-    size: int
-    recorder: Recorder
-    in_flight: InFlight
-
-    def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
-        """Return the ranks that a pending op waits for."""
-
-
 class Inquiry:
     """Asks for one communicator what the others are doing, and answers when this rank is asked."""
 
-    def __init__(self, comm: Asked, notes: Notes) -> None:
+    def __init__(self, comm: Core, notes: Notes) -> None:
         self._comm = comm
         self._notes = notes
         notes.on_word = self.hear

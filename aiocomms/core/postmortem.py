@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -24,6 +24,9 @@ from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
 from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.control import ControlCodec
+
+if TYPE_CHECKING:
+    from aiocomms.core.core import Core
 
 T = TypeVar("T")
 
@@ -45,18 +48,10 @@ _BRIEFS = ControlCodec[Brief](Brief, "what a rank says it is doing", limit=_LARG
 _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
-class Lost(Protocol):
-    """The communicator that is lost."""
-
-    name: str
-    rank: int
-    size: int
-
-
 class PostMortem:
     """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
 
-    def __init__(self, comm: Lost, board: Board, failure: Failure) -> None:
+    def __init__(self, comm: Core, board: Board, failure: Failure) -> None:
         """Begin to count the time, from when it was lost.
 
         :param failure: why it is lost.

@@ -16,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,9 @@ from aiocomms.diagnosis.recorder import Header, Item, Snapshot
 from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.lowlevel.gate import same_user
 from aiocomms.lowlevel.threads import copied
+
+if TYPE_CHECKING:
+    from aiocomms.communicator.communicator import Communicator
 
 PREFIX: Final = "aiocomms-live"
 SHOWN: Final = 16
@@ -57,13 +60,6 @@ def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight
     return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
 
 
-class Visible(Protocol):
-    """A communicator that is to be seen."""
-
-    def _sight(self) -> Sight:
-        """Look at it; on any thread, whatever its loop is doing."""
-
-
 class Leaving(NamedTuple):
     """A thread that is to end, and the socket that it has."""
 
@@ -88,7 +84,7 @@ class LiveView:
     def reset(self) -> None:
         """Start afresh."""
         self._lock = threading.RLock()  # reentrant: a finalizer that runs under it may close a communicator
-        self._comms: weakref.WeakSet[Visible] = weakref.WeakSet()
+        self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._listener: socket.socket | None = None
         self._guest: socket.socket | None = None
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
@@ -100,7 +96,7 @@ class LiveView:
                 inherited.close()
         self.reset()
 
-    def register(self, comm: Visible) -> None:
+    def register(self, comm: Communicator) -> None:
         """Let a communicator be seen until :meth:`unregister`; where that cannot be, all else goes on."""
         if not dumps.wanted():
             return
@@ -112,7 +108,7 @@ class LiveView:
                 except (OSError, RuntimeError) as error:
                     _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
 
-    def unregister(self, comm: Visible) -> Leaving | None:
+    def unregister(self, comm: Communicator) -> Leaving | None:
         """Undo it. With the last communicator the socket and the thread go. Idempotent.
 
         :returns: what is then to be finished.

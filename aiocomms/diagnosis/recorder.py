@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from time import monotonic, time
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -28,9 +28,11 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
-from aiocomms.progress.driver import LoopDriver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.transport.native import Ring, Shortcuts
+
+if TYPE_CHECKING:
+    from aiocomms.core.core import Core
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
@@ -159,21 +161,6 @@ class Look(NamedTuple):
     monotonic: float
 
 
-class Recorded(Protocol):
-    """The part of a communicator that a recorder needs."""
-
-    rank: int
-    size: int
-    name: str
-    calls: int
-    issued: int
-    driver: LoopDriver
-
-    @property
-    def closed(self) -> bool:
-        """True once it was closed on this rank."""
-
-
 def _arguments(cls: type[Op]) -> list[str]:
     """Return the names of the numbers among an op's fields."""
     return [name for name in _ARGUMENTS if name in cls.__struct_fields__]
@@ -203,7 +190,7 @@ def _nothing(op: Op) -> None:
 class Recorder:
     """The ops of one communicator."""
 
-    def __init__(self, comm: Recorded, in_flight: InFlight, entries: int, shortcuts: Shortcuts | None = None) -> None:
+    def __init__(self, comm: Core, in_flight: InFlight, entries: int, shortcuts: Shortcuts | None = None) -> None:
         """Record nothing yet.
 
         :param entries: how many the ring keeps, two for each op.

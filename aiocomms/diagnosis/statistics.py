@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from aiocomms.errors import WorkCancelledError
 from aiocomms.ops import size_of
 from aiocomms.progress.guard import guarded
-from aiocomms.progress.inflight import InFlight, LaneWork
+from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Transport
+
+if TYPE_CHECKING:
+    from aiocomms.core.core import Core
 
 _WITHDRAWN = WorkCancelledError.__name__
 
@@ -69,22 +72,7 @@ class Statistics(msgspec.Struct, frozen=True):
     """Bytes of the memory that the transports share with other processes of this host; None: they cannot say."""
 
 
-class Counting(Protocol):
-    """The source of statistics: a communicator's core."""
-
-    base: str
-    generation: int
-    rank: int
-    issued: int
-    calls: int
-    laned: int
-    failures: dict[tuple[str, int | None], int]
-    refusals: int
-    in_flight: InFlight
-    transports: list[Transport]
-
-
-def statistics_of(core: Counting, transports: Mapping[str, str]) -> Statistics:
+def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     """Look at a communicator; on any thread, whatever its loop is doing. It locks nothing and posts nothing."""
     failures, refused = dict(core.failures), core.refusals  # before the ops are counted: so no op is missing below
     flying, now = core.in_flight.look(), monotonic()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextvars import Context
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
 from torch import Tensor, UntypedStorage
@@ -20,6 +20,9 @@ from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.loops import Waiter
 from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
 from aiocomms.transport import OP_RESULT
+
+if TYPE_CHECKING:
+    from aiocomms.core.core import Core
 
 _LOCATED: Final = ("in lane ", "in collective ")
 """The beginnings of errors that say where ranks disagree."""
@@ -190,18 +193,6 @@ class LaneWork(StartedWork[T_co]):
         return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
 
 
-class Expirer(Protocol):
-    """The communicator's side of its works in flight."""
-
-    driver: LoopDriver
-
-    def expire(self, work: StartedWork[Any]) -> None:
-        """Act on a work whose deadline has passed, and again while it has not ended; on the watchdog's thread."""
-
-    def lose(self, error: CommError) -> None:
-        """Lose the communicator by a failure."""
-
-
 class Queue(dict[StartedWork[Any], float]):
     """Works of one timeout, and when each was added."""
 
@@ -248,7 +239,7 @@ class InFlight:
     one insertion and one deletion whatever else is pending.
     """
 
-    def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
+    def __init__(self, owner: Core, heartbeat: Heartbeat) -> None:
         self._owner = owner
         self.heartbeat: Heartbeat = heartbeat
         self.driver: LoopDriver = owner.driver

@@ -74,9 +74,24 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+TYPES = {"aiocomms.core.core", "aiocomms.communicator.communicator"}
+"""What any room may import for type checkers alone: who is given a core or a communicator says so by its class."""
+
+
+def of_types(path: Path) -> set[ast.AST]:
+    """Find the imports of :data:`TYPES` for type checkers."""
+    blocks = [
+        node for node in parse(path).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {it for block in blocks for it in block.body if isinstance(it, ast.ImportFrom) and it.module in TYPES}
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Find every import, in functions and for type checkers too: its line, and what it names."""
+    """Find every import, in functions and for type checkers too but of two classes: its line, and what it names."""
+    left_out = of_types(path)
     for node in ast.walk(parse(path)):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
