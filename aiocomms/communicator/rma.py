@@ -284,7 +284,8 @@ class Window(Handle):
         """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
 
         It is known since the window was opened. On the CPU this process then reads and writes that part by itself, as
-        in a window of ``MPI_Win_allocate_shared``; any other takes messages, or the network's RMA.
+        in a window of ``MPI_Win_allocate_shared``; on a GPU it has the GPU copy. Any other takes messages, or the
+        network's RMA.
 
         :param rank: the rank whose part it is; may be this rank.
         :raises ArgumentError: it is no rank of this communicator.
