@@ -15,7 +15,7 @@ from aiocomms_nccl.channels import CHANNELS
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.direction import AT_ONCE
 from fake_cuda import FakeCuda, FakeStream, Gate
-from fake_nccl import FakeNccl, FakeNcclTransport, transport, world
+from fake_nccl import FakeNccl, FakeNcclError, FakeNcclTransport, transport, world
 from processes import PATIENCE
 
 from aiocomms import ReduceOp
@@ -637,6 +637,56 @@ async def test_an_error_of_nccl_while_a_collective_of_a_lane_is_pending(cuda: Fa
         for work in works:
             assert "ncclRemoteError" in str(await failure(work))
         gate.open()
+
+
+@pytest.mark.asyncio
+async def test_nccl_refuses_a_collective_of_a_lane(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise FakeNcclError(5)
+
+    async with world(2) as comms:
+        await reduced(comms, "it")
+        for comm in of_channels(comms[0]):
+            monkeypatch.setattr(comm, "allReduce", refuse)
+        works = [comm.lane("it").barrier() for comm in comms]
+        for work in works:
+            assert "ncclInvalidUsage" in str(await failure(work))
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_breaks_while_the_log_is_heard(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(2) as comms:
+        await reduced(comms, "channels")
+        handle = lanes(comms[1]).handle
+
+        def breaks(peer: int, frame: wire.LaneFrame) -> None:
+            cuda.gpu.broken = True
+            handle(peer, frame)
+
+        monkeypatch.setattr(lanes(comms[1]), "handle", breaks)
+        work = comms[1].lane("it").barrier()
+        comms[0].lane("it").barrier()
+        assert "CUDA has failed, and this process must end" in str(await failure(work))
+        cuda.gpu.broken = False
+    assert not caplog.records
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step", ["called", "heard"])
+async def test_a_device_that_breaks_before_the_launch(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    async with world(2) as comms:
+        at = Step(step, comms, 1, cuda, monkeypatch)
+        await at.reach()
+        cuda.gpu.broken = True
+        at.go_on()
+        for error in await at.ends():
+            assert "CUDA has failed, and this process must end" in str(error)
+        cuda.gpu.broken = False
+    assert not caplog.records
 
 
 @pytest.mark.asyncio

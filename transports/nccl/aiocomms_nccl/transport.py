@@ -16,7 +16,14 @@ import torch
 
 from aiocomms import ops
 from aiocomms.cuda import SPIN, Cuda, Event, TorchCuda, check_stream, no_gpu
-from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
+from aiocomms.errors import (
+    CapturedWorkError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    ProtocolError,
+    UnsupportedOperation,
+)
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, LaneTransport, Rendezvous
 from aiocomms_nccl import bringup
@@ -32,7 +39,7 @@ from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.native import load_launcher, make_launcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.threads import Threads
-from aiocomms_nccl.wire import NcclNote
+from aiocomms_nccl.wire import Frame, NcclNote
 
 HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
@@ -305,6 +312,17 @@ class NcclTransport(LaneTransport):
             return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
         frames = self.control.poll()
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
+        try:
+            return self._go_on(frames) or did
+        except RuntimeError as error:  # of a launch
+            if "CUDA" not in str(error):
+                raise
+            self.lose_cuda(error)
+            return True
+
+    def _go_on(self, frames: Sequence[tuple[int, Frame | ProtocolError | None]]) -> bool:
+        """Act on frames and on what threads have returned. Returns whether there was any of the latter."""
+        did = False
         self._agreement.handle(frames, self.on_note)
         if not self.aborted:
             self._lanes.turn(bool(frames))
