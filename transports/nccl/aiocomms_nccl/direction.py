@@ -26,8 +26,9 @@ from aiocomms_nccl.nccl import Nccl, NcclComm
 _SENDER: Final = 0
 """The sender's rank in a direction's communicator. The receiver's is 1."""
 AT_ONCE: Final = 16
-"""How many messages of a direction NCCL has at most. CUDA blocks whoever enqueues more than it has room for, and two
-ranks whose loops are blocked, each by its receives, would never come to the sends that these wait for."""
+"""How many messages of a direction, or collectives of a channel, NCCL has at most. CUDA blocks whoever enqueues more
+than it has room for, and two ranks whose loops are blocked, each by its receives, would never come to the sends that
+these wait for."""
 
 
 class Forming(Protocol):
