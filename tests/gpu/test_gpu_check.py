@@ -162,7 +162,8 @@ def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
     for name, ranks in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4)):
         for transport in ("nccl", "ucx"):
             step = steps[f"conformance, {transport}, {name}"]
-            assert {f"--transport={transport}", "--device=cuda", f"--ranks={ranks}"} <= set(step.command)
+            where = transport if ranks == 1 else f"{transport}@processes"
+            assert {f"--transport={where}", "--device=cuda", f"--ranks={ranks}"} <= set(step.command)
             assert step.tests
     shared = steps["conformance, nccl, 2 ranks"].environment
     assert shared["NCCL_MAX_CTAS"] == "1"
