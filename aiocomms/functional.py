@@ -31,7 +31,7 @@ from aiocomms.progress.work import Work
 
 AnyGroup: TypeAlias = Communicator | str | None
 
-Given = TypeVar("Given", Tensor, TensorLike)  # of a subclass of tensors, too, the results are tensors
+Given = TypeVar("Given", Tensor, TensorLike)  # Results of a subclass of tensors are tensors, too.
 
 
 def send(tensor: Given, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Given]:
@@ -155,7 +155,7 @@ class ScatterNew(Op, frozen=True, eq=False):
     src: int
     tensor: Tensor | None
     given: Any
-    """What the result is like: on rank ``src`` what was given, of which ``tensor`` is the memory."""
+    """The pattern of the result: on rank ``src`` the object that was given, whose memory is ``tensor``."""
 
     def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""

@@ -26,7 +26,7 @@ _WANTED = "wanted the number of ranks: ranks(4), or ranks(4, timeout=60, transpo
 
 
 class _Asked(NamedTuple):
-    """What world a test wants: the arguments of the marker ``ranks``."""
+    """The world that a test wants: the arguments of the marker ``ranks``."""
 
     n: int
     timeout: float = 30.0
@@ -103,7 +103,7 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
 
 class _EveryRank(list["Communicator"]):
-    """What :func:`comm` is until the test is called, once for each of them."""
+    """The value of :func:`comm` until the test is called, once for each of these communicators."""
 
 
 @pytest.fixture

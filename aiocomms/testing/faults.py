@@ -26,7 +26,7 @@ _ALL = frozenset({cls.name for cls in (*ops.P2P, *ops.COLLECTIVES, *ops.RMA, *SC
 _DISAGREE = frozenset({"send", "recv", "batch"} | {cls.name for cls in (ops.COLLECTIVES | ops.SCANS) - {ops.Barrier}})
 _MAY_DIFFER = {
     "dtype": _DISAGREE,
-    "size": _DISAGREE - {ops.AllToAllVSingle.name},  # whose sizes are written twice
+    "size": _DISAGREE - {ops.AllToAllVSingle.name},  # The sizes of this op are written twice.
     "root": frozenset({ops.Broadcast.name, ops.Reduce.name}),
 }
 

@@ -1,7 +1,7 @@
-"""What stands between a communicator's routes and its transports, once faults have been injected there.
+"""The layer between a communicator's routes and its transports, once faults have been injected there.
 
 A transport starts ops in its ``post`` and nowhere else, so that faults of every transport are injected in one place.
-Native shortcuts go round that, and take no call while hooks are registered: so one is.
+Native shortcuts go round that place. They take no call while hooks are registered, and so a hook is registered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Differs = Literal["dtype", "size", "root"]
 Post = Callable[[Any, Any], float | None]
 
 STREAM = "stream"
-"""What an op is called whose message belongs to a stream."""
+"""The name of an op whose message belongs to a stream."""
 
 
 class Fault(msgspec.Struct, frozen=True, eq=False):
@@ -62,7 +62,7 @@ class Injected(NamedTuple):
     rank: int
     op: str
     call: int
-    """Which of the rank's calls that the fault is aimed at this was, the first being 1."""
+    """The number of this call among the rank's calls that the fault is aimed at, from 1."""
 
 
 class Injection(Handle):
@@ -106,7 +106,7 @@ class _Held(msgspec.Struct, eq=False):
 
 
 class _Otherwise:
-    """What a transport completes in the place of a work whose op is posted otherwise than it was called."""
+    """The completion that a transport gets for a work whose op is posted otherwise than it was called."""
 
     __slots__ = ("__weakref__", "_work", "op")
 
@@ -124,11 +124,14 @@ class Link:
         self._core = comm._core
         self._injections: list[Injection] = []
         self._faults: WeakKeyDictionary[Completion, list[Fault]] = WeakKeyDictionary()
-        """Those of each op of the program, whose messages are hit together."""
+        """The faults of each op of the program, whose messages are hit together."""
         self._queues: dict[Hashable, deque[_Held]] = {}
-        """What is held, by what must keep its order."""
+        """The posts that are held, by the key of those that must keep their order."""
         self._stalled: set[Hashable] = set()
-        """Where a collective was dropped: the next would be taken for it by the other ranks, so none is posted."""
+        """The orders in which a collective was dropped.
+
+        The other ranks would take the next one for it, so none is posted.
+        """
         self._dropped: set[Completion] = set()
         self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # by its work's id()
         self._pace = anyio.Lock()
@@ -243,7 +246,7 @@ class Link:
         del self._queues[key]
 
     def _go(self, held: _Held) -> None:
-        if held.work.done():  # it was withdrawn, or the communicator is lost
+        if held.work.done():  # The op was withdrawn, or the communicator is lost.
             return
         try:
             held.post()
@@ -295,7 +298,7 @@ def link_of(comm: Communicator) -> Link:
     link = Link(comm)
     between: dict[Transport, Any] = {
         transport: type(type(transport).__name__, (Between,), {})(transport, link) for transport in core.transports
-    }  # of a class of that name, which errors quote
+    }  # Errors quote the name of the class.
     core.by_family.update({family: between[transport] for family, transport in core.by_family.items()})
     core.router.decide_anew()
     comm.register_pre_hook(lambda op, seq: None)  # while there is one, native code starts no op

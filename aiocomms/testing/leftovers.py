@@ -1,4 +1,4 @@
-"""What a test leaves behind in its world: messages that nothing has matched, collectives that some ranks called."""
+"""Leftovers of a test in its world: messages that nothing has matched, collectives that some ranks called."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
         directory.enter(comm)
         try:
             results[place] = await _awaitable(fn(comm))
-        except BaseException as error:  # what pytest.fail and pytest.skip raise is no Exception
+        except BaseException as error:  # pytest.fail and pytest.skip raise no Exception.
             if ends_task(error):
                 raise
             failures.append((comm, error))

@@ -64,7 +64,7 @@ async def local_world(
 
 
 class _Meeting:
-    """What the ranks of one world share while they open, and the store where they meet when they split or recover."""
+    """The state that the ranks of a world share while they open, and the store where they meet to split or recover."""
 
     def __init__(self, size: int, name: str, timeout: float) -> None:
         self.size, self.name, self.timeout = size, name, timeout

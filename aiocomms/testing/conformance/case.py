@@ -1,4 +1,4 @@
-"""What a check is given beside its communicator: ``Case``; and the records of where it runs and of its outcome."""
+"""The class ``Case``, which a check is given beside its communicator; and records of where it runs and how it ended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
 
 
 class Place(NamedTuple):
-    """Where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
+    """The place where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
     name: str
     """The name of the transport, with what was said of its ranks."""
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     """``"asyncio"``, ``"uvloop"`` or ``"trio"``."""
     size: int
     processes: bool
-    """Whether each rank is a process; otherwise all ranks are tasks of one loop."""
+    """True if each rank is a process; otherwise all ranks are tasks of one loop."""
     deadline: float
     """The time that a check may take, in seconds."""
 
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
     """``"passed"``, ``"skipped"``, ``"failed"``, or ``"stopped"`` because another rank failed or time was up."""
     text: str = ""
     usable: bool = True
-    """Whether the communicator may serve the next check."""
+    """True if the communicator may serve the next check."""
     agreed: tuple[tuple[str, object], ...] = ()
     """The names and values on which all ranks must agree."""
     spans: tuple[Span, ...] = ()

@@ -25,10 +25,13 @@ CARRIED_ONLY = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-"""What reductions refuse: said here once more, so that what the library says is compared with it."""
+"""The dtypes that reductions refuse.
+
+They stand here once more, so that the library's own list is compared with this one.
+"""
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Those for which torch itself lacks most operators."""
+"""The dtypes for which torch itself lacks most operators."""
 HALVES = (torch.float16, torch.bfloat16)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))

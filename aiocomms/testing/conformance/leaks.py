@@ -12,7 +12,7 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""How often a rank looks, every 10 ms, whether what it has closed is gone: the slower it is, the longer."""
+"""The number of looks, 10 ms apart, whether what a rank has closed is gone. On a slower rank they take longer."""
 
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:

@@ -6,25 +6,25 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 PROCESSES = "@processes"
-"""What follows the name of a transport each of whose ranks is to be a process."""
+"""The suffix of a transport's name if each of its ranks is to be a process."""
 
 APART = (2, 3)
 """The numbers of ranks on which a transport is run in processes that is run in one process as well."""
 
 
 class Marks(NamedTuple):
-    """What a check says of itself."""
+    """The properties that a check declares of itself."""
 
     sizes: tuple[int, ...]
     """The numbers of ranks on which it runs."""
     more: tuple[int, ...] = ()
     """The numbers of ranks on which it runs with ``--full`` only."""
     loops: bool = False
-    """Whether it exercises what differs between the event loops."""
+    """True if it exercises what differs between the event loops."""
     core: bool = False
-    """Whether the core alone decides it, before it asks a transport."""
+    """True if the core alone decides it, before it asks a transport."""
     memory: bool = False
-    """Whether it can end differently where the ranks are processes, which share no memory of their own."""
+    """True if it can end differently where the ranks are processes, which share no memory of their own."""
 
 
 class Subject(NamedTuple):
@@ -34,9 +34,9 @@ class Subject(NamedTuple):
     """Its name, as a check's id shows it."""
     transport: str | dict[str, str]
     processes: bool = False
-    """Whether each rank is a process."""
+    """True if each rank is a process."""
     native: bool = False
-    """Whether it has shortcuts of its own, which do what the core does elsewhere."""
+    """True if it has shortcuts of its own, which do what the core does elsewhere."""
 
 
 class Cell(NamedTuple):

@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the markers, check the options, and choose the seed."""
-    # Else pytest-asyncio, of which the suite uses nothing, asks here for an option of a project.
+    # Without this filter pytest-asyncio, which the suite does not use, asks here for an option of a project.
     warnings.filterwarnings("ignore", 'The configuration option "asyncio_default_fixture_loop_scope" is unset')
     for line in MARKERS:
         config.addinivalue_line("markers", line)

@@ -19,7 +19,7 @@ from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 TURNS = 100
 """The number of turns of the loop in which all that a check has started should be done after its end."""
 LOOKS = 1000
-"""How often a rank looks, every millisecond, whether that is so after these turns."""
+"""The number of looks, one every millisecond, whether that is so after these turns."""
 
 Check = Callable[..., Awaitable[None]]
 
@@ -190,7 +190,7 @@ def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        return None  # it is trio
+        return None  # The loop is trio's.
 
 
 def _trace(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_task
 from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 
 _LOOKS = 12
-"""How often it is looked, after a millisecond, two, four and so on, what a check has left."""
+"""The number of looks for what a check has left: after a millisecond, two, four and so on."""
 _POOLS = ("AnyIO worker thread", "Trio thread")
 """The names of threads that the loops keep for a while to use them again."""
 
@@ -84,7 +84,7 @@ class _Thread:
         self._thread.join()
 
     def _main(self) -> None:
-        torch.set_num_threads(1)  # for this thread; the tensors are small
+        torch.set_num_threads(1)  # The setting is this thread's; the tensors are small.
         for function in iter(self._functions.get, None):
             function()
             self._ended.put(None)

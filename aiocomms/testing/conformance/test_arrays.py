@@ -53,7 +53,7 @@ class ArrayLibrary:
         return self.name
 
     def fits(self, comm: Any) -> bool:
-        """Whether there are such arrays where the communicator's tensors are."""
+        """Return whether there are such arrays where the communicator's tensors are."""
         return self.name != "numpy" or comm.device.type == "cpu"
 
     def need(self, comm: Communicator) -> None:
@@ -121,7 +121,7 @@ class ArrayCall:
         self.places = [kind.place(item) for item in self.items]
 
     def verify(self, got: Any) -> None:
-        """In the arrays happened what did in the tensors, and they are what was returned."""
+        """Check that the arrays hold what the tensors would, and that they are what was returned."""
         if self.nothing:
             assert got is None
             return
@@ -190,7 +190,7 @@ async def test_messages(comm: Communicator, case: Case, kind: ArrayLibrary) -> N
 
 @ranks(2)
 async def test_every_dtype_of_numpy(comm: Communicator, case: Case) -> None:
-    """And no elements, no dimension, and several."""
+    """Arrays without elements, without a dimension and with several are among them."""
     KINDS[0].need(comm)
     for dtype in (bool, "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"):
         for shape in ((), (0,), (2, 0), (7,), SHAPE):
@@ -273,7 +273,7 @@ async def test_regions(comm: Communicator, case: Case, kind: ArrayLibrary) -> No
 @ranks(2)
 @kinds
 async def test_streams(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """What is received is a new tensor, whatever was sent."""
+    """A received item is a new tensor, whatever was sent."""
     kind.need(comm)
     case.need("p2p")
     async with await comm.open_stream(1 - comm.rank) as stream:
@@ -303,7 +303,7 @@ async def test_functional_forms(comm: Communicator, case: Case, kind: ArrayLibra
 @ranks(2)
 @kinds
 async def test_an_array_lives_as_long_as_its_operation(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """Also of one that is withdrawn, which leaves it as it was."""
+    """The same holds of an op that is withdrawn, which leaves the array as it was."""
     kind.need(comm)
     case.need("p2p")
     for end in ("message", "cancel"):

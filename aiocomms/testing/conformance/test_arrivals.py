@@ -138,7 +138,7 @@ async def test_a_probe_tells_and_takes_nothing(comm: Communicator, case: Case, e
 @pytest.mark.core
 @ranks(2)
 async def test_a_function_chooses_where_a_message_goes(comm: Communicator, case: Case) -> None:
-    """It is asked once for each, when it knows from whom that is and how large."""
+    """The function is asked once for each message, when its source and its size are known."""
     case.need_arrivals()
     contents = [case.bits(torch.int64, (size,)) for size in SIZES]
     if comm.rank:
@@ -186,7 +186,7 @@ async def test_a_function_that_fails_leaves_the_message(comm: Communicator, case
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
 async def test_a_receive_that_names_its_source_comes_first(comm: Communicator, case: Case, first: str) -> None:
-    """It takes the message of its rank, whichever of both was called first; the other one takes the next."""
+    """The named receive takes the message of its rank, whichever was called first; the other one takes the next."""
     case.need_arrivals()
     if comm.rank == 2:
         await case.told("named", 0)
@@ -229,7 +229,7 @@ async def test_they_come_in_the_order_of_the_calls(comm: Communicator, case: Cas
 
 @ranks(3, more=(7,))
 async def test_no_rank_is_passed_over(comm: Communicator, case: Case) -> None:
-    """While one rank has many messages there, those of each other rank are taken in turn."""
+    """Messages of each other rank are taken in turn while one rank has many there."""
     case.need_arrivals()
     count = 2 * comm.size
     if comm.rank:
@@ -299,7 +299,7 @@ async def test_messages_of_lanes_and_objects_are_others(comm: Communicator, case
 @pytest.mark.core
 @ranks(1, 2)
 async def test_from_oneself(comm: Communicator, case: Case) -> None:
-    """Where tensors are on the CPU this rank is one of those that no source names."""
+    """This rank is one of the sources of a receive that names none, where tensors are on the CPU."""
     case.need_arrivals()
     if comm.device.type != "cpu":
         raise unittest.SkipTest("a rank sends itself nothing there")

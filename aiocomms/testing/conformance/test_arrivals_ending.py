@@ -1,4 +1,4 @@
-"""How receives from any rank, and probes, end early: withdrawn, late, and where ranks close or abort."""
+"""Early ends of receives from any rank, and of probes: withdrawn, late, and where ranks close or abort."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_the_middle_one_of_three_is_withdrawn(comm: Communicator, case: Ca
 @ranks(3, more=(2, 7))
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancel_races_with_messages(comm: Communicator, case: Case, count: int) -> None:
-    """What was withdrawn has taken nothing: each message is received once, whole, and in order."""
+    """A withdrawn receive has taken nothing: each message is received once, whole, and in order."""
     case.need_arrivals()
     turns = 20
     if comm.rank:
@@ -137,7 +137,8 @@ async def test_receives_of_both_kinds_race_for_messages(comm: Communicator, case
 
     async with anyio.create_task_group() as tasks:
         for i in range(len(slots)):
-            named = turns // 2 <= i < turns  # those before them can take no more than the other half of rank 1's
+            # The receives before these can take no more than the other half of rank 1's messages.
+            named = turns // 2 <= i < turns
             tasks.start_soon(from_one if named else from_any, i)
     got = sorted((src, slot.tensor.tolist()) for src, slot in zip(sources, slots, strict=True) if src is not None)
     sent = [(src, case.bits(torch.int32, SHAPE, turn, src).tolist()) for src in (1, 2) for turn in range(turns)]
@@ -167,7 +168,7 @@ async def test_a_deadline_ends_it_alone(comm: Communicator, case: Case) -> None:
 
 @ranks(3)
 async def test_a_rank_that_has_closed_is_waited_for_no_more(comm: Communicator, case: Case) -> None:
-    """What waits for others goes on; what waits for none that is left fails, and so do later calls."""
+    """An op that waits for other ranks goes on. One that waits for no rank that is left fails, as do later calls."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()
@@ -237,7 +238,7 @@ async def test_the_end_of_the_communicator(comm: Communicator, case: Case, end: 
 
 @ranks(2)
 async def test_the_end_of_a_lane(comm: Communicator, case: Case) -> None:
-    """They end with it, on both ranks; those of other lanes, and the communicator's, go on."""
+    """Receives and probes of the lane end with it, on both ranks; those of other lanes and of the communicator stay."""
     case.need_arrivals()
     lane, beside = comm.lane("given up"), comm.lane("goes on")
     works, left = waiting(lane), comm.lane("closed").recv_message()
@@ -262,7 +263,7 @@ async def test_the_end_of_a_lane(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_another_dtype_loses_the_communicator(comm: Communicator, case: Case) -> None:
-    """As it does where a receive names its source."""
+    """The error is the same where a receive names its source."""
     case.need_arrivals()
     other = await case.open("other")
     if comm.rank == 0:

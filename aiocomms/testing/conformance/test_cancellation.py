@@ -171,7 +171,7 @@ async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, ca
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancel_races_with_the_message(comm: Communicator, case: Case, count: int) -> None:
-    """If cancel returns True, the next receive gets the message; if it returns False, this one has it."""
+    """The message goes to the next receive if cancel returns True, and to this one if it returns False."""
     case.need("p2p")
     draw = random.Random(f"{case.seed}")
     for turn in range(30):

@@ -144,7 +144,7 @@ async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, cas
 
 @ranks(2, 3, 7)
 async def test_half_precision_is_accumulated_in_single(comm: Communicator, case: Case) -> None:
-    """In half precision a small number added to a large one would be lost in rounding."""
+    """A small number added to a large one would be lost in rounding in half precision."""
     for dtype, much in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         if case.rounds_each_step(dtype):
             continue

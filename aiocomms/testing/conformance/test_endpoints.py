@@ -93,7 +93,7 @@ async def test_messages(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @ranks(2)
 async def test_put_get_signal(comm: Communicator, case: Case) -> None:
-    """For every dtype; a signal comes behind what was put."""
+    """Every dtype is put; a signal comes behind what was put."""
     async with connected(comm, case) as (here, peer):
         for dtype in data.ALL_DTYPES:
             content = case.bits(dtype, (PART,))
@@ -150,7 +150,7 @@ async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Ca
 @pytest.mark.memory
 @ranks(2)
 async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
-    """What is under way ends, and nothing starts any more: at the other end at once, and by the descriptor never."""
+    """An op under way ends, and none starts any more: at the other end at once, and by the descriptor never again."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(PART))
         if comm.rank == 1:

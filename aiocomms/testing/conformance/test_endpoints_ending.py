@@ -26,7 +26,7 @@ pytestmark: pytest.MarkDecorator = pytest.mark.network
 @pytest.mark.memory
 @ranks(2)
 async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
-    """What was sent before is still received."""
+    """A message that was sent before is still received."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(4))
         if comm.rank == 1:
@@ -56,7 +56,7 @@ async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> 
 
 @ranks(2)
 async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None:
-    """Of those that nobody accepts few are kept; what they had is given back."""
+    """Few of the connections that are never accepted are kept; the resources of the others are given back."""
     async with connected(comm, case) as (here, peer):
         for _ in range(25):
             async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:

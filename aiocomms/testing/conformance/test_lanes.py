@@ -83,7 +83,7 @@ async def test_every_collective_in_another_order_on_each_rank(comm: Communicator
 @pytest.mark.core
 @ranks(3, more=(2, 7))
 async def test_each_rank_awaits_another_lane_first(comm: Communicator, case: Case) -> None:
-    """What an order that one rank publishes would deadlock on: each rank awaits the lanes one after the other."""
+    """An order that one rank publishes would deadlock here: each rank awaits the lanes one after the other."""
     case.need_any_order()
 
     async def follow(key: str) -> None:
@@ -104,7 +104,7 @@ def hash_of(key: object) -> int:
 @ranks(2, more=(1, 3))
 async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
-    keys = KEYS[::-1] if comm.rank % 2 else KEYS  # so that two keys of one lane meet each other
+    keys = KEYS[::-1] if comm.rank % 2 else KEYS  # In these orders two keys meet each other if they are of one lane.
     works = {key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in keys}
     for key, work in works.items():
         want = comm.size * 10 * hash_of(key) + sum(range(comm.size))
@@ -114,7 +114,7 @@ async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: C
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_views_of_one_key_are_one_lane(comm: Communicator, case: Case) -> None:
-    """Also where one rank makes a new view for each call, and another one keeps its first."""
+    """The lane is one also where one rank makes a new view for each call, and another one keeps its first."""
     case.need_any_order()
     kept = comm.lane("one")
     for i in range(5):
@@ -245,7 +245,7 @@ async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None
                 children.start_soon(layer, 100 * key)
             with comm.lane(f"inner {key}"):
                 await layer(100 * key + 1)
-            with other.lane(key):  # which is another communicator's
+            with other.lane(key):  # This lane is another communicator's.
                 await layer(100 * key + 2)
             await layer(100 * key + 3)
 

@@ -76,7 +76,7 @@ async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: Case) -> None:
-    """As when a client goes away: what the other ranks do for its request ends, too."""
+    """The other ranks' part of a request ends, too, as when a client goes away."""
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -122,7 +122,7 @@ async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) ->
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) -> None:
-    """It learns of it when it uses its first."""
+    """The rank learns of it when it uses its first lane."""
     case.need_any_order()
     if comm.rank == 0:
         comm.lane("early").abort("before anybody called")
@@ -133,7 +133,10 @@ async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) 
 
 @ranks(3, more=(2,))
 async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> None:
-    """Who calls late hears of it there. What had begun on all ranks may have its result on some. Nobody waits."""
+    """A rank that calls late hears of it there. A collective that all ranks had begun may have its result on some.
+
+    No rank waits.
+    """
     case.need_any_order()
     lane = comm.lane("all")
     try:

@@ -1,4 +1,4 @@
-"""How lanes end: closed, late, aborted, and where the ranks disagree."""
+"""Ends of lanes: closed, late, aborted, and where the ranks disagree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aiocomms.testing.conformance.test_lanes import SHORT, number, reduced, shuf
 @pytest.mark.core
 @ranks(2)
 async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
-    """It withdraws receives, waits for collectives, and leaves other lanes and views alone."""
+    """The close withdraws receives, waits for collectives, and leaves other lanes and views alone."""
     case.need_any_order()
     lane, other = comm.lane("closing"), comm.lane("other")
     collective = lane.all_reduce(number(comm, comm.rank))
@@ -70,7 +70,8 @@ async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Com
 @ranks(3, more=(2,))
 async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
     case.need_any_order()
-    with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):  # also at the call, if others have met
+    # The call itself raises, too, if the others have met.
+    with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):
         await comm.lane("sizes").all_reduce(number(comm, 1, 4 + (comm.rank == comm.size - 1)))
     with pytest.raises(CommAbortedError, match="lane sizes"):
         comm.lane("waits").barrier()
@@ -82,7 +83,7 @@ async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case:
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("what", ["operation", "root", "reduction"])
 async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, what: str) -> None:
-    """Of the same size, it would do so silently: no rank gets a result, and a message, or the deadline, says why."""
+    """Calls of the same size would mix silently: no rank gets a result, and a message, or the deadline, says why."""
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
         "operation": (lambda c: c.all_reduce(number(comm, 1)), lambda c: c.broadcast(number(comm, 1), 0)),
@@ -96,7 +97,7 @@ async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, 
     lane.set_timeout(SHORT)
     with pytest.raises((MismatchError, CommTimeoutError, CommAbortedError), match="lane differs"):
         await calls[what][comm.rank == comm.size - 1](lane)
-        await lane.barrier()  # who only sends has done its part
+        await lane.barrier()  # A rank that only sends has done its part.
     assert comm.aborted
 
 

@@ -36,7 +36,7 @@ async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Cas
 
 @ranks(2)
 async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -> None:
-    """Those of a lane match neither the communicator's nor another lane's."""
+    """Messages of a lane match neither the communicator's nor another lane's."""
     case.need_any_order()
     tags = (0, 1, -1, 2**31 - 1, -(2**31))
     views: list[Any] = [comm, comm.lane("a"), comm.lane(b"a"), comm.lane(7)]
@@ -51,7 +51,7 @@ async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -
 
 @ranks(2)
 async def test_messages_of_one_lane_and_tag_keep_their_order(comm: Communicator, case: Case) -> None:
-    """Those that wait for their receives, and those that find them posted."""
+    """Some messages wait for their receives, and some find them posted."""
     case.need_any_order()
     lane = comm.lane("ordered messages")
     values = range(12)

@@ -36,7 +36,7 @@ LARGE = 40_009
 
 
 def can(comm: Communicator, case: Case) -> bool:
-    """Whether a rank may send to itself; if not, check that it is told so."""
+    """Return whether a rank may send to itself; if not, check that it is told so."""
     case.need("p2p")
     if comm.device.type == "cpu":
         return True
@@ -49,7 +49,7 @@ def can(comm: Communicator, case: Case) -> bool:
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_either_may_be_first(comm: Communicator, case: Case, early: str) -> None:
-    """What was sent may be changed once its send is done, and only the buffer of the receive is written."""
+    """A tensor that was sent may be changed once its send is done, and only the buffer of the receive is written."""
     if not can(comm, case):
         return
     for dtype in data.ALL_DTYPES:
@@ -113,12 +113,13 @@ async def test_it_is_no_message_of_another_rank(comm: Communicator, case: Case) 
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_objects(comm: Communicator, case: Case, early: str) -> None:
-    """What arrives is another object, with memory of its own."""
+    """The received object is another one, with memory of its own."""
     if not can(comm, case):
         return
     weights = case.numbers(torch.float32, (300, 300)).clone()
     expected = weights.t().clone()
-    given = {"weights": weights.t(), "text": "x" * 40_000, "data": bytes(70_000), "n": 3}  # they are not contiguous
+    # These weights are not contiguous.
+    given = {"weights": weights.t(), "text": "x" * 40_000, "data": bytes(70_000), "n": 3}
     if early == "send":
         sending, receiving = comm.send_object(given, comm.rank, 1), comm.recv_object(comm.rank, 1)
     else:
@@ -195,7 +196,7 @@ async def test_another_dtype(comm: Communicator, case: Case, early: str) -> None
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_a_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """By ``cancel``, with its task, or at its deadline: then it never takes a message."""
+    """The receive is withdrawn by ``cancel``, with its task, or at its deadline: then it never takes a message."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.int32, SHAPE) for _ in range(3)]
@@ -242,7 +243,7 @@ async def test_whoever_waits_is_cancelled_and_the_message_goes_on(comm: Communic
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_the_deadline_of_a_send(comm: Communicator, case: Case) -> None:
-    """It loses the communicator, and the error says for whom it has waited."""
+    """The late send loses the communicator, and the error says for which rank it has waited."""
     if not can(comm, case):
         return
     if comm.rank:
@@ -269,7 +270,7 @@ async def test_an_abort(comm: Communicator, case: Case) -> None:
 
 @ranks(2, more=(1,))
 async def test_a_close(comm: Communicator, case: Case) -> None:
-    """What nothing has matched ends at once: there is nobody who could."""
+    """An op that nothing has matched ends at once: no rank is left that could match it."""
     if not can(comm, case):
         return
     other = await case.open("other")
@@ -278,7 +279,7 @@ async def test_a_close(comm: Communicator, case: Case) -> None:
     works += [other.send_object("nobody", comm.rank), other.recv_object(comm.rank, 1)]
     works += [other.batch().send(torch.ones(3), comm.rank, 2).issue()]
     await other.aclose()
-    for work in works:  # those that the close has waited for in vain say nothing of that
+    for work in works:  # The close has waited for some of these, and their errors do not mention that.
         with pytest.raises(CommClosedError, match=r"closed.*(had not received the message|the op withdrawn)"):
             await work
     slot.expect_untouched()
@@ -286,7 +287,7 @@ async def test_a_close(comm: Communicator, case: Case) -> None:
 
 @ranks(2, more=(1, 3))
 async def test_a_lane_that_is_given_up(comm: Communicator, case: Case) -> None:
-    """What is pending in it ends, and nothing of it stays behind."""
+    """The pending ops of the lane end, and nothing of it stays behind."""
     if not can(comm, case):
         return
     lane = comm.lane("failing")

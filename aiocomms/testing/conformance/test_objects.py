@@ -108,7 +108,7 @@ def large(case: Case, rank: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """As it arrives: a tensor is contiguous, and no lazy conjugate."""
+    """Return an object as it arrives: a tensor is contiguous, and no lazy conjugate."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -119,7 +119,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> None:
-    """They arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
+    """Large values arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
     case.need("p2p")
     everyone = [large(case, r) for r in range(comm.size)]
     mine, expected = everyone[comm.rank], [plain(obj) for obj in everyone]
@@ -143,7 +143,7 @@ async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> 
 @pytest.mark.core
 @ranks(2)
 async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: Case) -> None:
-    """What was sent is taken all the same, so that the sender's work ends."""
+    """The object's messages are taken all the same, so that the sender's work ends."""
     case.need("p2p")
     if comm.rank == 0:
         await comm.send_object({"t": torch.ones(100_000)}, 1)

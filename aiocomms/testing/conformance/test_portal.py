@@ -59,7 +59,7 @@ def synchronous(body: Body) -> Any:
     async def check(comm: Communicator, case: Case, form: str) -> None:
         await in_thread(body, form, comm, case)
 
-    del check.__wrapped__  # whose arguments pytest would read
+    del check.__wrapped__  # pytest would read the arguments of the wrapped function.
     return pytest.mark.parametrize("form", FORMS)(check)
 
 
@@ -272,7 +272,7 @@ def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
 @ranks(2)
 @synchronous
 def test_an_op_that_fails(comm: Portal, case: Case) -> None:
-    """It has its own error, and the communicator goes on."""
+    """The op has its own error, and the communicator goes on."""
     case.need("p2p")
     if comm.rank == 0:
         comm.send(ones(comm, 9), 1).wait()

@@ -47,7 +47,7 @@ async def test_again_and_again(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @ranks(3, more=(4,))
 async def test_fewer(comm: Communicator, case: Case) -> None:
-    """Whoever is left out hears that the others have closed it, and may not take their place."""
+    """A rank that is left out hears that the others have closed it, and may not take their place."""
     old = await case.open("old")
     left = [rank for rank in range(comm.size) if rank != 1]
     if comm.rank == 1:

@@ -28,7 +28,7 @@ def number(comm: Communicator | Portal, value: float) -> Tensor:
 @pytest.mark.core
 @ranks(1, 2, 3, 4, 7)
 async def test_each_rank_gets_what_comes_before_it(comm: Communicator, case: Case) -> None:
-    """As where ranks look for their places in one array: rank ``r`` has ``r + 1`` rows."""
+    """The scans find the ranks' places in one array: rank ``r`` has ``r + 1`` rows."""
     before = sum(range(comm.rank + 1))
     assert (await comm.exscan(number(comm, comm.rank + 1))).tolist() == [before]
     assert (await comm.scan(number(comm, comm.rank + 1))).tolist() == [before + comm.rank + 1]
@@ -51,7 +51,7 @@ OF_NONE: dict[torch.dtype, dict[str, float]] = {
 
 @ranks(1, 2)
 async def test_rank_0_gets_the_reduction_of_no_tensors(comm: Communicator, case: Case) -> None:
-    """It is combined with any other value that remains: what rank 1 gets."""
+    """The reduction of no tensors is neutral: rank 0 gets the neutral element, and rank 1 gets rank 0's tensor."""
     for dtype, wanted in OF_NONE.items():
         content = case.numbers(dtype, (5,), 0)
         for kind, value in wanted.items():

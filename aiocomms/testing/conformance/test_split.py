@@ -45,7 +45,7 @@ async def test_all(comm: Communicator, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) -> None:
-    """By default those of the parent, whatever that has been told since; a wrong one is refused before all else."""
+    """The parent's are the default, whatever it has been told since; a wrong one is refused before all else."""
     formed, members = comm.timeout, [0, 1]
     comm.set_timeout(77)
     own: list[tuple[float | None, dict[str, Any]]] = [

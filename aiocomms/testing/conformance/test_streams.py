@@ -44,7 +44,7 @@ async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> 
                 given = case.full(case.bits(dtype, shape, comm.rank))
                 await stream.send(given.tensor)
                 given.expect_untouched()
-                given.tensor.zero_()  # it has been sent, so it may be changed
+                given.tensor.zero_()  # The tensor has been sent, so it may be changed.
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(send)
@@ -116,7 +116,7 @@ async def test_the_end(comm: Communicator, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_a_closed_end(comm: Communicator, case: Case) -> None:
-    """On the end that was closed every call raises; on the other, sends and receives break after a while.
+    """Every call raises on the end that was closed; sends and receives break after a while on the other.
 
     An end by `send_eof` is an end; a close without it is none.
     """

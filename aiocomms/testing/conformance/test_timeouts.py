@@ -118,7 +118,7 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
-    """Whether a deadline or an abort comes first, or both at once: works and later calls agree on the reason."""
+    """Works and later calls agree on the reason, whether a deadline or an abort comes first, or both at once."""
     if comm.rank == 1:
         await case.told("lost", 0)
         return
@@ -159,7 +159,7 @@ async def test_who_is_missing(comm: Communicator, case: Case) -> None:
         (pending,) = comm._core.in_flight
         while list(comm._core.waiting_for(pending)) != [last]:
             await anyio.lowlevel.checkpoint()
-        comm._core.expire(pending)  # as the watchdog does
+        comm._core.expire(pending)  # The watchdog makes the same call.
     with pytest.raises((CommTimeoutError, CommAbortedError)) as caught:
         await work
     case.tell("failed")
@@ -281,7 +281,7 @@ async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicator, case: Case) -> None:
-    """Who waits for work hears of an abort, and so does who waits for nothing but that."""
+    """A rank that waits for work hears of an abort, and so does a rank that waits for nothing but the loss."""
     if comm.rank == 0:
         await case.told("waiting")
         comm.abort("enough")

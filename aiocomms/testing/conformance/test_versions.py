@@ -53,7 +53,7 @@ async def test_a_gradient_that_needs_what_was_there_before(comm: Communicator, c
     weight = torch.ones(count, device=comm.device, requires_grad=True)
     for name in ("all_reduce", "broadcast", "all_gather_single"):
         saved = torch.full((2 * count,), 2.0, device=comm.device)
-        loss = (weight * saved[:count]).sum()  # of which autograd keeps a view
+        loss = (weight * saved[:count]).sum()  # Autograd keeps a view of this tensor.
         if name == "all_reduce":
             await comm.all_reduce(saved)
         elif name == "broadcast":

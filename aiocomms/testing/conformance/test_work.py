@@ -113,7 +113,7 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
     await work
     work.add_done_callback(note("third"))
     work.add_done_callback(note("fourth"))
-    assert not any(name in ("third", "fourth") for name, _, _ in called)  # they are called on a later turn
+    assert not any(name in ("third", "fourth") for name, _, _ in called)  # These callbacks are called on a later turn.
     await everything.wait()
     await all_blocked()
     assert [name for name, _, _ in called] == ["first", "second", "third", "fourth"]
@@ -364,7 +364,7 @@ async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: C
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
 async def test_memory_that_is_moved_during_an_op(comm: Communicator, case: Case, count: int) -> None:
-    """It is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
+    """The move is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
     case.need("p2p")
     if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         raise unittest.SkipTest("the memory is a GPU's, or this torch has no way to keep it")

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Setting(NamedTuple):
-    """What varies between trials of one operation."""
+    """The values that vary between trials of one operation."""
 
     dtype: torch.dtype
     shape: Shape

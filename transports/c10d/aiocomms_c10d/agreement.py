@@ -41,13 +41,13 @@ _SMALL = object()
 _SPREAD: Final = 4 * INLINE
 """Most bytes that a rank sends to all peers together for a small op, where the group would move fewer bytes."""
 _AHEAD: Final = 2**20
-"""How many collectives a rank may be ahead of another rank."""
+"""The number of collectives by which a rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
 """Seconds within which the connection to a lost peer reports the loss."""
 
 
 class _Announcement(NamedTuple):
-    """What one rank announces about one collective."""
+    """The announcement of one rank about one collective."""
 
     text: bytes
     sizes: tuple[int, ...]
@@ -260,7 +260,7 @@ class Agreement:
     def _run(self) -> None:
         while (call := self._jobs.get()) is not None:
             self._start(call)
-            del call  # so that its tensors are not kept while this thread waits for the next call
+            del call  # The thread does not keep the tensors of this call while it waits for the next one.
 
     def _start(self, call: _AnnouncedCall) -> None:
         try:

@@ -137,7 +137,8 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
         group = ProcessGroupGloo(signed, rank, size, options)
         signed.unshared.belongs_to(group)
         prove(group, rank, size, key)
-        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo connects when the group is first used
+        # With TORCH_GLOO_LAZY_INIT gloo connects when the group is first used.
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":
             stop_listening(signed.written)
     except DistNetworkError:
         with store_errors():

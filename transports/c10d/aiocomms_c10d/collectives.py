@@ -1,4 +1,4 @@
-"""How each collective is carried out: small ones by the data in the announcements, large ones by the group."""
+"""The collectives: small ones are carried out by the data in the announcements, large ones by the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocomms_c10d.group import C10dGroup
 from aiocomms_c10d.wire import flat
 
 Parts = Sequence[Tensor]
-"""What each rank sent to this rank, as bytes. The entry of this rank itself is empty."""
+"""The bytes that each rank sent to this rank. The entry of this rank itself is empty."""
 
 
 class C10dCall:
@@ -33,7 +33,7 @@ class C10dCall:
     sizes: tuple[int, ...] = ()
     """The bytes that this rank sends to each rank, then those that it wants from each, if ranks may disagree."""
     spread: ClassVar[bool] = False
-    """Whether the announcements move more bytes than the group would, so that the limit for small calls is lower."""
+    """True if the announcements move more bytes than the group would, so that the limit for small calls is lower."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         self.op = op

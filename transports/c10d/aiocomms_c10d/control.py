@@ -24,9 +24,9 @@ A wait that blocks is ended by ``poison``."""
 _FRAMES, _DATA = 0, 1
 """The gloo tags of frames and of large messages' data."""
 _RING: Final = 4
-"""How many receives are posted ahead: gloo sends nothing before the peer has posted a receive for it."""
+"""The number of receives that are posted ahead: gloo sends nothing before the peer has posted a receive for it."""
 _UNACKED: Final = 16
-"""After how many frames they are acknowledged. Until then the peer keeps them in memory."""
+"""The number of frames after which they are acknowledged. Until then the peer keeps them in memory."""
 
 
 class ControlConnection:
@@ -61,7 +61,7 @@ class ControlConnection:
         self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
         self._unacked = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._sending = threading.Lock()  # so that _sent has the order in which gloo sends
+        self._sending = threading.Lock()  # The lock gives _sent the order in which gloo sends.
         self._thread = threading.Thread(target=self._read, name=f"aiocomms c10d reads from {peer}", daemon=True)
 
     def start(self) -> None:

@@ -266,7 +266,7 @@ class PeerMatcher:
         try:
             received.wait(FOREVER)
         except RuntimeError:
-            return  # it stays in _receiving, which keeps the tensor; the reader notices that the peer is lost
+            return  # The receive stays in _receiving, which keeps the tensor; the reader notices that the peer is lost.
         with self._lock:
             self._receiving.popleft()
         # DONE is sent first, so that it reaches the peer even if the loop closes as soon as the work is complete.

@@ -48,7 +48,7 @@ class SharedMatcher:
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
-        """Those for which there is no send."""
+        """The probes for which there is no send."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
         """The collectives that some ranks have not called yet: by number, then by rank."""
         self._windows: list[LocalWindow] = []

@@ -1,4 +1,4 @@
-"""What each collective means: what it does to the tensors in the ranks' records, given in rank order."""
+"""The semantics of each collective: its effect on the tensors in the ranks' records, given in rank order."""
 
 from __future__ import annotations
 

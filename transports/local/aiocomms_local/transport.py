@@ -44,7 +44,7 @@ class LocalTransport(Transport):
         self._rank = rank
         self._thread = threading.get_ident()
         self._calls = 0
-        self._inbox = Inbox()  # for works that a rank in another thread has completed
+        self._inbox = Inbox()  # The inbox takes works that a rank in another thread has completed.
         self._solo = matcher.size == 1
         self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
             ops.Send: lambda op, work: matcher.send(rank, op, work),

@@ -1,4 +1,4 @@
-"""What the one-sided operations mean: each reads or writes the target's tensor directly."""
+"""The semantics of the one-sided operations: each reads or writes the target's tensor directly."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _CONNECT: Final = 5.0
 
 
 class EngineHello(msgspec.Struct, array_like=True):
-    """What each rank tells the others first."""
+    """The first record that each rank gives the others."""
 
     byte_order: str
     host: str
@@ -70,20 +70,20 @@ class EngineHello(msgspec.Struct, array_like=True):
 
 
 class EnginePlace(msgspec.Struct, array_like=True):
-    """What each rank tells the others when it knows which rank is on which host."""
+    """The record that each rank gives the others when it knows which rank is on which host."""
 
     address: bytes
     """The address of its UCX worker."""
     endpoint: tuple[str, int] | None
     """The address to which ranks of other hosts connect; None if there are none."""
     trouble: str = ""
-    """Why this rank cannot work with the others; empty if it can."""
+    """The reason why this rank cannot work with the others; empty if it can."""
     hindrances: list[str] = []
-    """What of its environment may be why something does not work, on it or on another."""
+    """Circumstances of this rank that may be why something does not work, on it or on another."""
     in_place: bool = False
-    """Whether the ranks of its host read large parts where they lie. That of each host's first rank counts."""
+    """True if the ranks of its host read large parts where they lie. The value of each host's first rank counts."""
     other: int = -1
-    """What its engine calls the other one, if the two are endpoints; else an engine's number is its rank."""
+    """The number of the other engine on this rank, if the two are endpoints; else an engine's number is its rank."""
 
 
 HELLOS: Final = ControlCodec[EngineHello](EngineHello, "the first record")
@@ -99,7 +99,7 @@ class Ranks(msgspec.Struct, frozen=True):
     pids: list[int]
     """Each one's process."""
     in_place: bool
-    """Whether the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
+    """True if the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
 
     def some(self, ranks: Sequence[int]) -> Ranks:
         """Return some of them."""
@@ -160,7 +160,7 @@ async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[E
 
 @contextlib.asynccontextmanager
 async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
-    """While a communicator forms that is to share an engine, others' ends do not end it."""
+    """Keep an engine while a communicator forms that is to share it: the ends of others do not end it then."""
     shared.forming += 1
     try:
         yield
@@ -215,7 +215,7 @@ def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
             except PermissionError as error:
                 return f"rank {rank} may not open the shared memory of rank {peer}: {error}"
             except OSError:
-                pass  # it has ended, which its connection tells
+                pass  # The process has ended, which its connection tells.
     return ""
 
 

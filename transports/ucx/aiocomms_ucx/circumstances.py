@@ -1,4 +1,4 @@
-"""What of an environment may be why UCX does not do what it should: variables, limits, shared memory; and its cores."""
+"""Circumstances that may keep UCX from working: environment variables, limits, shared memory; and the usable cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 _FEW: Final = 32
 """Descriptors, of which UCX needs some tens."""
 _PR_GET_DUMPABLE: Final = 3
-_SHM: Final = "/dev/shm"  # noqa: S108 - it is not used, but looked at
+_SHM: Final = "/dev/shm"  # noqa: S108 - The folder is looked at, and never used.
 _LITTLE: Final = 64 * 2**20
 """Bytes: UCX takes some megabytes of shared memory for each rank."""
 

@@ -1,4 +1,4 @@
-"""How each collective is carried out: the call of the engine for each kind."""
+"""The collectives: the call of the engine for each kind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _START: Final[dict[str, Start]] = {
 }
 
 START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], FORMS[cls]) for cls in ops.COLLECTIVES}
-"""For each type of op, the function that starts it, and its form."""
+"""The function that starts an op of each type, and its form."""
 
 
 def describe(op: Any) -> str:

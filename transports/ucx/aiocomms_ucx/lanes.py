@@ -16,7 +16,7 @@ from aiocomms_ucx.shared_engine import kept
 from aiocomms_ucx.status import DONE, DROPPED, error_of
 
 _NOTHING: Final = ""
-"""What a rank says that has nothing under way in a lane."""
+"""The word of a rank that has nothing under way in a lane."""
 
 
 class LaneCollectives:
@@ -29,11 +29,11 @@ class LaneCollectives:
         self.pending = LaneQueues()
         """The collectives that are not done, in the order of the calls; other threads add to them, too."""
         self.given_up: dict[int, CommError] = {}
-        """Why, of lanes whose collectives the engine has not dropped yet."""
-        self._told: dict[int, str] = {}  # what this rank has told that it calls, by lane
-        self._asked: set[tuple[int, int]] = set()  # those that have been asked again what they call
+        """The errors of lanes whose collectives the engine has not dropped yet."""
+        self._told: dict[int, str] = {}  # The call that this rank has told the others of, by lane.
+        self._asked: set[tuple[int, int]] = set()  # The lanes and ranks for which a rank was asked again what it calls.
         self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
-        self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
+        self._said: dict[tuple[int, int], str] = {}  # The calls that ranks have told of, by lane and rank.
 
     def post(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -44,7 +44,7 @@ class LaneCollectives:
                 return at
         except CommError:
             raise
-        except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
+        except BaseException:  # A signal handler may have raised this: the engine may have the op, and use its memory.
             if not work.done():
                 self._keep(work, lane)
             raise
@@ -134,7 +134,7 @@ class LaneCollectives:
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
         """Note what a rank calls in a lane, and answer."""
         self._said[said.lane, rank] = said.text
-        # It may ask because it has seen a call that this rank has made since.
+        # The rank may ask because it has seen a call that this rank has made since.
         self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)
         self._reconsider(said.lane)
 

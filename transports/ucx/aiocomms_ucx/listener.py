@@ -59,7 +59,7 @@ class Listener:
                 break
             try:
                 hear()
-            except Exception:  # what one rank has said keeps none of the others from being heard
+            except Exception:  # The note of one rank keeps none of the others' from being heard.
                 _log.exception("what another rank has said was not understood")
             del hear
         with self._lock:

@@ -1,4 +1,4 @@
-"""How UCX, to which the engine links, is loaded: with settings that it reads from the environment, and only then."""
+"""The loading of UCX, to which the engine links: with settings that UCX reads from the environment, and only then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the ranks of a communicator meet: they share memory on each host, and prove that they can exchange messages.
+"""The meeting of a communicator's ranks: they share memory on each host, and prove that they can exchange messages.
 
-A message of each kind between each pair of ranks, before the first one of a user: what is wrong with a rank's
-environment is then named while the communicator forms, on all ranks, and nobody is taken for dead because of it.
+A message of each kind goes between each pair of ranks before the first one of a user. So a fault in a rank's
+environment is named while the communicator forms, on all ranks, and no rank is taken for dead because of it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _PAUSE: Final = 0.0002
 
 
 class MemberRecord(msgspec.Struct, array_like=True):
-    """What each rank tells the others when a communicator opens."""
+    """The record that each rank gives the others when a communicator opens."""
 
     number: int
     """The number that its engine gives the communicator."""
     segment: int
     """Its descriptor of the shared memory, on the first rank of each host; else -1."""
     reads: bool
-    """Whether it may read the memory of all ranks on its host."""
+    """True if it may read the memory of all ranks on its host."""
     trouble: str = ""
-    """What does not work on it; empty if all does."""
+    """The fault that this rank has found; empty if there is none."""
     hindrances: list[str] = []
-    """What of its environment may be why something does not work, on it or on another."""
+    """Circumstances of this rank that may be why something does not work, on it or on another."""
 
 
 MEMBERS: Final = ControlCodec[MemberRecord](MemberRecord, "the record of a member")

@@ -1,4 +1,4 @@
-"""What the parts of a transport know of it: who it is among its ranks, and how they hand ops and outcomes over."""
+"""The interface of a transport for its own parts: its place among the ranks, and the ways of ops and outcomes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Member(Protocol):
 
     @property
     def failure(self) -> CommError | None:
-        """Why the communicator is lost; None: it is not."""
+        """The error by which the communicator is lost; None: it is not."""
 
     def on_failure(self, error: CommError) -> None:
         """Report that the communicator is lost."""
@@ -59,9 +59,9 @@ class FormingMember(Member, Protocol):
     peers: list[int]
     hosts: list[str]
     proves: bool
-    """Whether messages are exchanged while the first communicator forms."""
+    """True if messages are exchanged while the first communicator forms."""
     in_place: bool
-    """Whether the ranks of this host read each other's large parts in place."""
+    """True if the ranks of this host read each other's large parts in place."""
     segment: int
     """Bytes of the memory that the ranks of this host share."""
 

@@ -34,14 +34,14 @@ _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
 
 
 class Finisher(Protocol):
-    """Whoever is told the outcome of an op: a transport, or the lanes of one."""
+    """The receiver of an op's outcome: a transport, or the lanes of one."""
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""
 
 
 class Lanes(Protocol):
-    """What the engine tells of the lanes of a communicator."""
+    """The lanes of a communicator, as the engine's notices reach them."""
 
     def left(self, rank: int, lane: int) -> None:
         """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
@@ -86,7 +86,7 @@ class Sharer(Protocol):
 
 
 Entry = tuple[Finisher, Completion, int, Kept | None]
-"""Who is told the outcome of an op, its work, the number of a collective or of its lane, and the op's memory."""
+"""The finisher of an op, its work, the number of a collective or of its lane, and the op's memory."""
 
 
 def kept(work: Completion) -> Kept:
@@ -114,7 +114,7 @@ class SharedEngine:
         self.cuda = cuda
         self.number: int = engine.number
         self.numbers = itertools.count(self.number + 1)
-        """Those of engines that come later, if it is an endpoint's."""
+        """The numbers of engines that come later, if it is an endpoint's."""
         self.forming = 0
         """Communicators that are about to share it."""
         self.transports: dict[int, Sharer] = {}
@@ -127,12 +127,12 @@ class SharedEngine:
         self._known: dict[int, list[Any]] = {}
         """The other engines, by number: the addresses of the connections with them."""
         self._uses: Counter[int] = Counter()
-        """In how many communicators each of them is."""
+        """The number of communicators that each of them is in."""
         self._silent: set[int] = set()
-        """Those of whom nobody waits for a goodbye."""
+        """The engines whose goodbye is not waited for."""
         self._retired = self._closed = False
         self._parted = 0
-        """From how many it has parted."""
+        """The number of engines from which it has parted."""
         cookie = secrets.randbits(64)
         engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, False)
         register(self)
@@ -147,7 +147,7 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """Whether other communicators may come to share it: it is sound, and UCX is rid of those that have left."""
+        """True while other communicators may come to share it: it is sound, and UCX is rid of those that have left."""
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
@@ -188,7 +188,8 @@ class SharedEngine:
         pop = self.pending.pop
         for ticket, status, a, b in outcomes:
             entry = pop(ticket, None)
-            if entry is not None:  # else a signal handler has interrupted its post, and its caller knows
+            # An op without an entry had its post interrupted by a signal handler, and its caller knows.
+            if entry is not None:
                 owner, work, index, _ = entry
                 owner.finish(work, index, status, a, b)
         for kind, peer, group, detail, raw in notices:
@@ -251,7 +252,7 @@ class SharedEngine:
 
     async def settle(self) -> None:
         """Part from those that are in no communicator any more. If there is none, and none forms, close the engine."""
-        with anyio.CancelScope(shield=True):  # which takes some seconds at most
+        with anyio.CancelScope(shield=True):  # This takes some seconds at most.
             await self._settle()
 
     async def _settle(self) -> None:
@@ -272,7 +273,7 @@ class SharedEngine:
             clean = await run_in_thread(lambda: self._part(set(gone) - silent, silent), anyhow=True)
             self._retired |= not clean
             self._parted += len(gone)
-            for address in addresses if not self._closed else ():  # else all of them have been released
+            for address in addresses if not self._closed else ():  # A closed engine has released all of them.
                 self._unshared.remove(address)
 
     def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:

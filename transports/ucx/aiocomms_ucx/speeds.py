@@ -1,4 +1,4 @@
-"""How quickly this host's processor and kernel copy: measured when its first engine starts, and kept for the user."""
+"""The speeds of copies by this host's processor and kernel: measured when its first engine starts, and then kept."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Speeds(msgspec.Struct, frozen=True):
     processor: str
     system: str
     version: str
-    """Of this package: another one may measure something else."""
+    """The version of this package: another one may measure something else."""
     read: _Nanoseconds
-    """The kernel reads them where they lie."""
+    """Nanoseconds in which the kernel reads them where they lie."""
     copied: _Nanoseconds
-    """They are copied into a slot of shared memory, and out of it."""
+    """Nanoseconds in which they are copied into a slot of shared memory, and out of it."""
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether ranks read large parts where they lie, rather than by way of slots."""
+        """True if ranks read large parts where they lie, rather than by way of slots."""
         return self.read <= _HARDLY_SLOWER * self.copied
 
 

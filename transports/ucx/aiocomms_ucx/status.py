@@ -1,4 +1,4 @@
-"""How an op has ended: the engine's statuses, and the error for each."""
+"""The end of an op: the engine's statuses, and the error for each."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PLAIN: Final = -1
 """The number of an op that is not a collective."""
 _NONE: Final = -1
 _MOST_RANKS: Final = 65535
-"""How many ranks the header of a message can distinguish."""
+"""The number of ranks that the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
 """Ops that need another step, or have a value, when the engine is done with the step that it was given."""
 
@@ -52,7 +52,7 @@ class UcxTransport(LaneTransport, Hastened):
     for_gpu: Callable[[], type[UcxTransport]]
     """Return the transport for memory of a GPU, which is above this one, and loaded when it is needed."""
     proves = True
-    """Whether messages are exchanged while the first communicator forms."""
+    """True if messages are exchanged while the first communicator forms."""
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
         """Add a communicator to an engine."""
@@ -133,7 +133,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     @property
     def failure(self) -> CommError | None:
-        """Why the communicator is lost; None: it is not."""
+        """The error by which the communicator is lost; None: it is not."""
         return self._failure
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
@@ -164,7 +164,7 @@ class UcxTransport(LaneTransport, Hastened):
                 self._windows.post(op, work)
         except CommError:
             raise
-        except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
+        except BaseException:  # A signal handler may have raised this: the engine may have the op, and use its memory.
             if not work.done():
                 self.shared.pending.setdefault(ticket, (self, work, PLAIN, kept(work)))
             raise
@@ -219,7 +219,7 @@ class UcxTransport(LaneTransport, Hastened):
             error = error_of(work.op, status, a, b, self.rank, self.size, lives=lives)
             work.fail(error)
             if status == BROKEN and not isinstance(error, PeerDiedError):
-                self._fail(error)  # what is missing now would be waited for without end
+                self._fail(error)  # Later ops would wait without end for the message that is missing now.
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
@@ -230,7 +230,7 @@ class UcxTransport(LaneTransport, Hastened):
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):
-            return True  # that rank has told every rank the reason
+            return True  # The rank has told every rank the reason.
         if has_ended(self.pids[peer]):
             self.lost(self.peers[peer])
             return True
@@ -341,7 +341,7 @@ class UcxTransport(LaneTransport, Hastened):
             self.on_note(rank, said.text)
         else:
             error = said.reason.to_error()
-            self._disputed = said.index  # so that the abort that this rank passes on names it too
+            self._disputed = said.index  # The abort that this rank passes on names this collective, too.
             work = self._collectives.get(said.index)
             if work is not None and not work.done():
                 work.fail(error)

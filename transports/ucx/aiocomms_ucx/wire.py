@@ -9,7 +9,7 @@ import msgspec
 from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 
 VERSION: Final = 11
-"""Of all that the two sides of this transport tell each other, the engine's messages included."""
+"""The version of all that the two sides of this transport tell each other, the engine's messages included."""
 _PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
 _NOTE: Final = b"N"  # the engine does not give these to the loop
 
@@ -39,7 +39,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """What the core of the sender says to the receiver's. Whatever the loop is doing, it is heard."""
+    """The note of the sender's core to the receiver's. It is heard whatever the loop is doing."""
 
     group: int
     text: bytes

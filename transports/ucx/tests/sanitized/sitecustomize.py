@@ -1,4 +1,4 @@
-"""For a Python that is to import the engine built with a sanitizer: an editable installation would come first."""
+"""Remove the finder of an editable installation, which would come before the engine built with a sanitizer."""
 
 import sys
 
