@@ -68,7 +68,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have a test that takes ``comm`` run on every rank; before another plug-in makes its function synchronous."""
     if not isinstance(item, pytest.Function) or "comm" not in item._fixtureinfo.argnames:
         return
-    if item._fixtureinfo.name2fixturedefs["comm"][-1].func.__module__ != __name__:  # another fixture of that name
+    # This is another fixture of that name.
+    if item._fixtureinfo.name2fixturedefs["comm"][-1].func.__module__ != __name__:
         return
     holder = getattr(item.obj, "hypothesis", None)
     if holder is None:
@@ -98,7 +99,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     collective. It is aborted if the test failed.
     """
     if _asked not in request.node.stash:
-        request.node.stash[_asked] = _ask(request)  # before the loop is entered, whose traceback would bury an error
+        # This comes before the loop is entered, whose traceback would bury an error.
+        request.node.stash[_asked] = _ask(request)
     return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
 
 

@@ -45,7 +45,8 @@ class LoopThread:
             return await opening
 
         opened = asyncio.run_coroutine_threadsafe(main(), self._loop).result()
-        at_end(functools.partial(_end, weakref.ref(self)))  # before the transport's own end, which is known by now
+        # This end comes before the transport's own, which is known by now.
+        at_end(functools.partial(_end, weakref.ref(self)))
         return opened
 
     def enter(self) -> None:
@@ -94,7 +95,8 @@ class Use:
         :param door: of what is closed.
         :raises RuntimeError: this is the loop's own thread.
         """
-        if self.thread is None or not self.thread.alive:  # in a forked child nobody might give the lock back
+        # A forked child may lack the thread that would give the lock back.
+        if self.thread is None or not self.thread.alive:
             yield
             return
         door.elsewhere("close")
@@ -124,7 +126,8 @@ def blocking(
 
     @functools.wraps(open_)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _Blocking:
-        opening = open_(*args, **kwargs)  # here, for what is wrong with the arguments is said by this thread
+        # The call is made here, for this thread says what is wrong with the arguments.
+        opening = open_(*args, **kwargs)
         thread = LoopThread()
         try:
             return wrap(thread.open(opening), thread)

@@ -47,7 +47,7 @@ class Board:
         """
         try:
             return read(self._store(), self._seal, key, rank, f"{key}/{rank}")
-        except ProtocolError:  # AuthError is one
+        except ProtocolError:  # AuthError is a ProtocolError.
             return None
 
     @store_errors()

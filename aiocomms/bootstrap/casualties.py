@@ -112,14 +112,14 @@ class Casualties:
                 self._give_up(rank, told)
 
     def _listed(self) -> dict[int, list[bytes]]:
-        with contextlib.suppress(ProtocolError):  # no list, which somebody else has left there
+        with contextlib.suppress(ProtocolError):  # A stranger has left something there that is no list.
             return listed(fetch(self._store, KEY) or b"", self._size, KEY)
         return {}
 
     def _said(self, rank: int) -> Casualty | None:
         """Return what a rank has said last; None: nothing that it can be shown to have said."""
         if rank in self._known:
-            with contextlib.suppress(ProtocolError):  # AuthError is one
+            with contextlib.suppress(ProtocolError):  # AuthError is a ProtocolError.
                 record = believed(self._seal, KEY, rank, self._known[rank])
                 return _CASUALTIES.decode(record, rank)
         return None
@@ -157,7 +157,7 @@ def at_the_bottom(store: Store) -> Store:
 def _reach(launch: Launch, what: str) -> None:
     torchs = launch.agent_store or _TORCHS in sys.modules
     if launch.host is None or launch.port is None or (launch.rank == 0 and not launch.agent_store):
-        return  # this rank would have served the store, so there is none
+        return  # This rank would have served the store, so there is none.
     with contextlib.suppress(Exception):  # The error that has ended the process has been shown.
         store = connect_store(
             launch.host, launch.port, launch.rank, launch.size, agent_store=torchs, timeout=PATIENCE
@@ -200,6 +200,6 @@ def _helps(launch: Launch) -> bool:
                 return False
             if Path(f"/proc/{process}/exe").readlink() == mine:
                 return True
-    except OSError:  # another user's, which is no rank
+    except OSError:  # The process is another user's, and no rank.
         pass
     return False

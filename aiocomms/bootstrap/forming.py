@@ -53,7 +53,7 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
                 opened = await opening
             finally:
                 hearing.cancel()
-    except BaseExceptionGroup as group:  # around what was raised
+    except BaseExceptionGroup as group:  # The group is around the exception that was raised.
         failure = heard.pop() if heard else group.exceptions[0]
     except BaseException as error:
         failure = error
@@ -68,7 +68,7 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
             await close_transports({*opened.values()})
         raise failure
     finally:
-        del failure  # the same
+        del failure  # The error holds this frame, too.
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
@@ -76,7 +76,7 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
     :param members: the new communicator's ranks, as ranks of the one that is split.
     """
-    # The error of op None is about ranks of the new communicator, which has formed nothing.
+    # An error without an op comes from forming, and names ranks of the new communicator.
     if isinstance(error, CommTimeoutError) and error.op is None:
         return CommTimeoutError(error.message, comm=error.comm, late=[members[rank] for rank in error.late])
     if isinstance(error, CommError):

@@ -126,7 +126,7 @@ class Arrival:
         try:
             for rank, theirs in records.items():
                 names[rank] = _name(believed(self._seal, where, rank, theirs))
-        except ProtocolError as error:  # AuthError is one; the others wait for what is said now
+        except ProtocolError as error:  # AuthError is a ProtocolError. The others wait for what is said now.
             self._say(text, f"{type(error) is AuthError:d} {error.peer} {error.message}")
             raise
         if _NOBODY in names.values() or len(names) < self._size:
@@ -136,7 +136,7 @@ class Arrival:
         return _digest(text)
 
     def _say(self, names: bytes, trouble: str) -> None:
-        self._store.set(f"met/{self._mine}", names)  # type: ignore[arg-type]  # bytes are fine
+        self._store.set(f"met/{self._mine}", names)  # type: ignore[arg-type]  # torch takes bytes, too.
         said = f"{self._mine} {_digest(names)} {trouble}"
         write(self._store, self._seal, "came", 0, _LEADER, said.encode())
 
@@ -212,7 +212,7 @@ class _Roll:
         self._look = now + seconds - last / 2
         self._before = store.compare_set(self.KEY, "", _NOBODY)
         self._known = b""
-        self._heard = ""  # the newest call since this rank came: who answers it is there
+        self._heard = ""  # The newest call since this rank came: a rank that answers it is there.
         self._heard_at = -math.inf
 
     def heard(self, called: bytes) -> None:
@@ -231,7 +231,7 @@ class _Roll:
         now = time.monotonic()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
-            if now - self._heard_at > self._last:  # a call that another one replaces at once is answered by few
+            if now - self._heard_at > self._last:  # Few ranks answer a call that another one replaces at once.
                 self._store.set(self.KEY, secrets.token_hex(_LENGTH // 2))
         if now >= self._look:
             self._note()
@@ -239,10 +239,10 @@ class _Roll:
     def _note(self) -> None:
         """Look who has answered the newest call."""
         where = f"roll/{self._heard}"
-        with contextlib.suppress(ProtocolError):  # no list
+        with contextlib.suppress(ProtocolError):  # There is no list.
             answers = (fetch(self._store, where) or b"") if self._heard else b""
             for rank, records in listed(answers, self._size, where).items():
-                with contextlib.suppress(ProtocolError):  # AuthError is one: somebody else's
+                with contextlib.suppress(ProtocolError):  # AuthError is a ProtocolError: the record is a stranger's.
                     believed(self._seal, where, rank, records)
                     self._present.add(rank)
 

@@ -262,7 +262,7 @@ def _starter(mark: str) -> str | None:
             if not any(it.startswith(f"{mark}=".encode()) for it in marks):
                 return f"{pid}.{start}"
             pid = int(parent)
-    except OSError:  # another user's process, which is none that started this
+    except OSError:  # The process of another user has not started this one.
         pass
     return None
 

@@ -47,7 +47,7 @@ class Claims:
         """
         try:
             claim = self._claim(rank)
-        except ProtocolError:  # AuthError is one: who claims it does not belong to the job
+        except ProtocolError:  # AuthError is a ProtocolError: the claimant does not belong to the job.
             return ""
         return "" if claim is None or self._store.check([f"join/{rank}/{claim}"]) else claim
 

@@ -30,7 +30,7 @@ def write(store: Store, seal: Seal, what: str, rank: int, where: str, value: byt
 
     :param what: what it says; the reader has to expect the same.
     """
-    store.set(where, seal.sign(what, rank, value))  # type: ignore[arg-type]  # bytes are fine
+    store.set(where, seal.sign(what, rank, value))  # type: ignore[arg-type]  # torch takes bytes, too.
 
 
 def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> bytes | None:
@@ -50,7 +50,8 @@ def fetch(store: Store, where: str) -> bytes | None:
 
 def append(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:
     """Leave a value of a rank in the list under the key ``where``, behind all that are there."""
-    store.append(where, framed(rank, seal.sign(what, rank, value)))  # type: ignore[attr-defined]  # torch has it
+    # torch has this method.
+    store.append(where, framed(rank, seal.sign(what, rank, value)))  # type: ignore[attr-defined]
 
 
 def framed(rank: int, record: bytes) -> bytes:
@@ -88,7 +89,7 @@ def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> byte
     for record in reversed(records[1:]):
         try:
             return seal.verify(what, rank, record)
-        except ProtocolError:  # AuthError is one
+        except ProtocolError:  # AuthError is a ProtocolError.
             continue
     return seal.verify(what, rank, records[0])
 

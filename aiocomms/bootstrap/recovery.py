@@ -99,8 +99,8 @@ async def replace(old: Communicator, new: Communicator) -> Communicator:
     """Close the communicator in whose place is another one."""
     try:
         await old.aclose()
-    # This caller will not have the new communicator, and the other ranks have it already.
     except BaseException as error:
+        # This caller will not have the new communicator, and the other ranks have it already.
         new.abort(error)
         await new.aclose()
         raise
@@ -122,7 +122,7 @@ class Recovery:
         self._seconds = seconds
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
-        self._cut = False  # off from ranks on other hosts, it may be
+        self._cut = False  # True if this rank may be cut off from ranks on other hosts.
 
     async def run(self) -> Formed:
         """Agree and form it; once more, as long as there is time, if a rank or the store goes missing meanwhile."""
@@ -142,7 +142,7 @@ class Recovery:
             if decision is None:
                 continue
             try:
-                async with admitting(root):  # a store that is new
+                async with admitting(root):  # The store may be a new one.
                     return await self._form(decision, root)
             except BaseException as error:
                 self._before.notes.tried.add(decision.key)
@@ -158,7 +158,7 @@ class Recovery:
     async def _form(self, decision: Decision, root: Store) -> Formed:
         old, plan = self._old, self._before.plan
         rank = next(new for new, before in decision.old.items() if before == old.rank)
-        # Half of what is left: then there is time for another attempt.
+        # The time is half of what is left, so that there is time for another attempt.
         rendezvous = old.successor(
             root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._meeting.left() / 2)
         )
@@ -206,7 +206,7 @@ class Recovery:
                 return None
             self._accept(decision)
             invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
-            for new, claim in decision.joins.items():  # each says it: the one that proposed may be gone
+            for new, claim in decision.joins.items():  # Each rank says so, for the one that proposed may be gone.
                 Claims(self._old, root).answer(new, claim, invitation)
             return decision
         board.tell("came", _GONE)

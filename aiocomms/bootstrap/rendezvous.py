@@ -58,7 +58,8 @@ class StoreRendezvous(Board):
         self.timeout: float = FORMING if timeout == math.inf else timeout
         """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
         self._ends = time.monotonic() + self.timeout
-        self._kept: Store | None = None  # the one at the bottom, which a PrefixStore does not keep if it is in Python
+        # The store at the bottom, which a PrefixStore does not keep if it is in Python.
+        self._kept: Store | None = None
 
     def child(
         self, key: str, name: str, rank: int, size: int, store: Store | None = None, timeout: float | None = None

@@ -194,7 +194,7 @@ def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> 
 def _entered(connection: socket.socket, address: _Address, target: _Target, patience: float) -> JobStore:
     try:
         return enter(connection, address.literal, target.port, target.rank, patience)
-    except ProtocolError as error:  # AuthError is one
+    except ProtocolError as error:  # AuthError is a ProtocolError.
         raise type(error)(f"{target} could not be opened: {error.message}", rank=target.rank, peer=0) from error
     except OSError as error:  # The server may have refused one connection too many.
         raise ConnectionError(f"it could not be opened: {error}") from error

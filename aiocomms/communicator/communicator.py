@@ -72,7 +72,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self.name, self.device, self._seconds = rendezvous.name, rendezvous.device, rendezvous.timeout
         self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
-        self._children = 0  # communicators split off
+        self._children = 0  # The number of communicators split off.
         self._groups = Groups(rendezvous, plan, core.by_family)
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # The doors of portals.
@@ -298,7 +298,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             try:
                 return await self._form_child(members, child, number, plan, seconds)
             except StoreLostError:
-                raise  # on every rank that needs the store; this communicator does not
+                raise  # Every rank that needs the store raises this; this communicator needs none.
             except BaseException as error:
                 hook.remove()
                 core.lose(broken_off(error, members).about(comm=self.name, op="split", rank=self.rank))

@@ -83,7 +83,7 @@ class Lane(PointToPoint, Collectives, Objects):
         self._comm = comm
         self._core = comm._core
         self._shortcuts = comm._shortcuts
-        self._own: float | None = None  # seconds
+        self._own: float | None = None  # The deadline of this view in seconds; None: the communicator's.
         self._closed = False
         self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
 

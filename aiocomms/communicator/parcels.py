@@ -82,7 +82,7 @@ class Parcel:
     def released(self) -> Steps:
         """Yield the step in which that is done, if there are any, once all has been sent."""
         if self._copied:
-            yield [Offload(int)]  # a turn of the loop later those are gone who called here, and had the last message
+            yield [Offload(int)]  # A turn of the loop later the callers that held the last message are gone.
             yield [Offload(self.let_go)]
 
 
@@ -157,7 +157,7 @@ def own_copy(parcel: Parcel, arrival: ArrivingObject) -> Steps:
     if into and into[0].device.type == "cpu":
         yield [Offload(lambda: apart.copy(parcel.messages, into))]
     else:
-        apart.copy(parcel.messages, into)  # on a GPU that only starts it
+        apart.copy(parcel.messages, into)  # The copy on a GPU is only started here.
     yield from arrival.settled()
 
 

@@ -56,7 +56,8 @@ class OneSided(Issuer):
             sizes, dtypes = map(list, zip(*(await works[1]).tolist(), strict=True))
         window = Window(self, ops.WindowInfo(handle, memory, sizes), given)
         if len(set(dtypes)) > 1:
-            with contextlib.suppress(CommError):  # then it is lost, which the next operation says
+            # If the close fails, the communicator is lost, which the next operation says.
+            with contextlib.suppress(CommError):
                 await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
             names = sorted(map(str, checks.DTYPES))
             dtypes_of = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))

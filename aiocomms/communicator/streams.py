@@ -32,10 +32,10 @@ from aiocomms.progress.work import Work
 
 T = TypeVar("T")
 
-_HELLO = -1  # in place of a tag: the first message of the other end
+_HELLO = -1  # The value in place of a tag in the first message of the other end.
 _EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
-_CLOSED = -1  # sent in place of a number of credits by an end that is closed
-_BROKEN = -2  # The same by an end that can do nothing with a message it got, and so takes no more.
+_CLOSED = -1  # The value that a closed end sends in place of a number of credits.
+_BROKEN = -2  # The same from an end that can do nothing with a message it got, and so takes no more.
 
 
 class ItemStream(Handle, ObjectStream[T]):
@@ -61,8 +61,9 @@ class ItemStream(Handle, ObjectStream[T]):
         self._returning = False
         self._messages: deque[tuple[Any, int]] = deque()
         self._expected = Expected(comm._core.in_flight, f"stream {name!r}")
-        self._failure: CommError | None = None  # why nothing more can be received
-        self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
+        self._failure: CommError | None = None  # The reason why nothing more can be received.
+        # The reason why nothing more can be sent; messages may still be received.
+        self._send_failure: CommError | None = None
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._gone = False  # the other end was closed without an end of what it sends
         self._under_way: list[StartedWork[Any]] = []

@@ -92,7 +92,8 @@ class Core(Posting):
         self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
         self.device, self.driver, self.generation = rendezvous.device, LoopDriver.current(), rendezvous.epoch
         self.thread: int = self.driver.thread
-        self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
+        # The numbers of ops, of lanes' ops, of collectives, and of ops refused.
+        self.issued = self.laned = self.calls = self.refusals = 0
         self.by_family: dict[ops.Family, Transport] = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
@@ -100,7 +101,7 @@ class Core(Posting):
         """Each transport once: one may carry several families."""
         self.fast_check = find_check(self.transports)
         self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
-        self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
+        self._lock = RLock()  # The lock guards every step. A signal handler may abort what it interrupts.
         self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
@@ -213,7 +214,7 @@ class Core(Posting):
             work.abandon(failure.error_of(work))
         self.router.loopback.clear()
         self.router.arrivals.clear()
-        hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
+        hooks, self.abort_hooks = self.abort_hooks, Hooks()  # The hooks are called once.
         if hooks:
             hooks.call(self.driver, failure.error)
         self.over.set()
@@ -239,7 +240,7 @@ class Core(Posting):
         """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
         queue, now = work.queue, time.monotonic()
         posted = None if queue is None else queue.get(work)
-        if posted is not None:  # A work that is done here has ended since its deadline passed.
+        if posted is not None:  # A work without an entry has become done meanwhile.
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
             late = Wait(self._others(work.op)[0], posted, now, what)
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
@@ -332,7 +333,7 @@ class Core(Posting):
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
                 work.abandon(CommClosedError("it was closed on this rank"))
-        self.router.turns.clear()  # their works have ended, and their tensors are the program's
+        self.router.turns.clear()  # The works have ended, and their tensors are the program's.
         self.over.set()
         self.in_flight.unwatch()
         with anyio.move_on_after(CLOSE_GRACE, shield=True):

@@ -146,7 +146,8 @@ class Inquiry:
             askers = self._take_askers()
         told = None if late is None else Late(late.peer, now - late.since, _cut(late.what, LONGEST), now - late.until)
         for rank, number in askers.items():
-            few = sorted(waits, key=lambda wait: wait.rank != rank)[:SHOWN]  # with the asker this may be a circle
+            # A wait for the asker may close a circle, and comes first.
+            few = sorted(waits, key=lambda wait: wait.rank != rank)[:SHOWN]
             self._notes.say(rank, Answer(number, text, few, told))
 
     def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:

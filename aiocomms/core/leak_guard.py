@@ -37,7 +37,7 @@ class LeakGuard(Generic[_Comm]):
     def __init__(self, comm: _Comm) -> None:
         self.comm = comm
         self.opened("use `async with`, or await its aclose()")
-        self._ending = False  # the loop is
+        self._ending = False  # True once the loop ends.
         self._generator = self._watch()
         self._step()
         _guards.add(self)
@@ -74,7 +74,7 @@ class LeakGuard(Generic[_Comm]):
                     self.warn()
                 finally:
                     with anyio.CancelScope() as scope:
-                        scope.cancel()  # the loop waits for nobody any more: only for what must be released
+                        scope.cancel()  # The loop waits only for what must be released.
                         await self.comm.aclose()
             raise
 

@@ -83,9 +83,9 @@ class Posting(Counted):
 
     def _start(self, work: StartedWork[Any], seconds: float, lane: str | None) -> StartedWork[Any]:
         op, before = work.op, self.posting
-        kind, self.posting = type(op), True  # from here on no other thread comes in between
+        kind, self.posting = type(op), True  # No other thread comes in between from here on.
         try:
-            work.seq = seq = self.issued  # again, for another thread's op may have come first
+            work.seq = seq = self.issued  # The number is read again, for another thread's op may have come first.
             if lane is not None:
                 self.recorder.lanes.append((seq, lane))
             # The next number, the count of calls and the record change together, so that no other thread sees one
@@ -104,7 +104,7 @@ class Posting(Counted):
                     at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
             except BaseException as error:
                 raise self.post_raised(work, error)  # noqa: B904 - The error raised is this one, or is caused by it.
-            if not work._state:  # done(), without the call
+            if not work._state:  # This is done(), without the call.
                 return self.keep(work, seconds)
             if trace is not None:
                 trace.append((at or monotonic()) if kind not in PEERS else self.recorder.row(work))

@@ -86,7 +86,8 @@ class DebugWork(_Started):
     def _end(self, error: CommError, state: int) -> None:
         super()._end(error, state)
         self.task = None
-        if self._forgotten is not None:  # a receive that nothing has matched until the communicator was closed
+        # A receive is forgotten if nothing has matched it until the communicator was closed.
+        if self._forgotten is not None:
             self._forgotten.armed = isinstance(error, CommClosedError)
 
 

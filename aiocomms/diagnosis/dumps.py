@@ -47,7 +47,7 @@ def register(recorder: Recorder) -> None:
 
 def dump_all(reason: str) -> list[Path]:
     """Write the recorder of every communicator of this process that is open. Any thread or signal handler."""
-    # No thread here: starting one takes a lock that the code which a signal has interrupted may hold.
+    # No thread is started here: that takes a lock that the code which a signal has interrupted may hold.
     paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
     return [path for path in paths if path is not None]
 
@@ -162,7 +162,7 @@ class Record:
     def _complaining(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever it is, the communicator must come to its end
+        except Exception as error:  # The communicator must come to its end, whatever is raised.
             complain(f"the flight recorder: {type(error).__name__}: {error}")
 
 

@@ -83,7 +83,8 @@ class LiveView:
 
     def reset(self) -> None:
         """Start afresh."""
-        self._lock = threading.RLock()  # reentrant: a finalizer that runs under it may close a communicator
+        # The lock is reentrant: a finalizer that runs under it may close a communicator.
+        self._lock = threading.RLock()
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._listener: socket.socket | None = None
         self._guest: socket.socket | None = None
@@ -132,12 +133,12 @@ class LiveView:
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener.settimeout(None)  # whatever the program's default is
+            listener.settimeout(None)  # The program may have set another default.
             listener.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{secrets.token_hex(8)}")
             listener.listen()
             self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
             self._stopped.acquire()
-            # Not by threading.Thread, whose start waits until the thread has run, and would hold up the event loop.
+            # The start of a threading.Thread waits until the thread has run, and would hold up the event loop.
             _thread.start_new_thread(self._serve, (listener, self._stopping, self._stopped))
         except BaseException:
             listener.close()
@@ -173,7 +174,7 @@ class LiveView:
             guest.sendall(b"\n")  # An empty line ends the answer.
         except OSError:  # The program that has connected is gone, or does not read.
             pass
-        except Exception as error:  # whatever it is, the next one is let in
+        except Exception as error:  # The next program is let in, whatever is raised.
             dumps.complain(f"aiocomms top: {type(error).__name__}: {error}")
 
 

@@ -223,7 +223,8 @@ class Recorder:
         cls = type(op)
         try:
             kept = (PEERS if posted is None else _KEPT)[cls](op)
-        except (AttributeError, KeyError):  # no numbers, or not one tensor on this rank; a type that came later
+        except (AttributeError, KeyError):
+            # The op has no numbers, or not one tensor on this rank; or its type came later.
             kept = PEERS[cls](op) if cls in PEERS else None
         # The record keeps the text of an error alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
@@ -245,7 +246,7 @@ class Recorder:
             them are where they were until the next one.
         """
         comm = self._comm
-        while True:  # other threads may be calling more
+        while True:  # Other threads may be calling more ops.
             issued, calls = comm.issued, comm.calls
             entries = copied(self.ring)
             lanes, refused = dict(copied(self.lanes)), set(copied(self.refused))
@@ -325,7 +326,7 @@ def _boot() -> str:
     """Return the host whose monotonic clock the times are of; empty: it is not known."""
     try:
         return host_id()
-    except OSError:  # no descriptors left, say
+    except OSError:  # There may be no descriptors left.
         return ""
 
 

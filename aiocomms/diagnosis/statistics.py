@@ -74,7 +74,8 @@ class Statistics(msgspec.Struct, frozen=True):
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     """Look at a communicator; on any thread, whatever its loop is doing. It locks nothing and posts nothing."""
-    failures, refused = dict(core.failures), core.refusals  # before the ops are counted: so no op is missing below
+    # These are read before the ops are counted, so that no op is missing below.
+    failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), monotonic()
     issued = core.issued
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)

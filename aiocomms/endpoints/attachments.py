@@ -111,14 +111,14 @@ class Attachments:
             found = self._known.get((self._other, says.number))
             if found is None:
                 found = await self._answered(descriptor, says)
-            if found.descriptor != descriptor:  # its owner has made one for each region
+            if found.descriptor != descriptor:  # The owner has made one descriptor for each region.
                 raise RegionError(FORGED)
             await found.opened
             if found.window is not None and not found.over:
                 if found.window.sizes[self._other] != says.count:
                     raise RegionError(REVOKED)
                 return found
-            await found.closed  # then its owner says whether it may be opened again
+            await found.closed  # The owner then says whether it may be opened again.
 
     async def _answered(self, descriptor: bytes, says: Descriptor) -> Attachment:
         question = next((one for one in self._questions.values() if one.descriptor == descriptor), None)
@@ -364,7 +364,7 @@ class Attachments:
             attachment.window = await opening
         finally:
             attachment.opened.set()
-        if region is not None and region.revoked:  # since it was granted
+        if region is not None and region.revoked:  # The region was revoked since it was granted.
             await self.close(attachment, REVOKED)
 
     def _close(self, attachment: Attachment) -> None:
@@ -375,7 +375,7 @@ class Attachments:
             return
 
         def closed(work: Any) -> None:
-            work.exception()  # if it has one, the communicator is lost
+            work.exception()  # If it has an error, the communicator is lost.
             self._closed(attachment)
 
         closing.add_done_callback(closed)

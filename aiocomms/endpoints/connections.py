@@ -132,7 +132,7 @@ class Connections:
             try:
                 line, answer = await run_in_thread(call.run)
                 if answer.crossed or forming.answers or there.endpoint in self._peers:
-                    return None  # to hang up now tells the other one that this call does not count
+                    return None  # The hang-up tells the other endpoint that this call does not count.
                 if answer.refusal:
                     raise MismatchError(f"the endpoint {there.name} refuses the connection: {answer.refusal}")
                 await run_in_thread(lambda: line.tell(b""))
@@ -209,12 +209,12 @@ class Connections:
     async def _meet(self, line: EndpointLine, rank: int, there: Address, seal: Seal, seconds: float) -> Peer:
         """Form the communicator of two, and the peer that is made of it."""
         ends = (self._mine, there) if rank == CALLER else (there, self._mine)
-        name = f"endpoints {'-'.join(end.name for end in ends)}"  # the same on both
+        name = f"endpoints {'-'.join(end.name for end in ends)}"  # The name is the same on both sides.
         pair = Pair(line, rank, name, self._device, seconds, seal, self._home)
         transports = await open_transports(self._plan, lambda cls, _: cls.open(pair, self._plan.options))
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
-        comm._guard.dismiss()  # the endpoint's says what was left open
+        comm._guard.dismiss()  # The endpoint's guard says what was left open.
         peer = Peer(comm, there, self._grant, self._ended, self._name)
         self._all.add(peer)
         try:
@@ -229,7 +229,7 @@ class Connections:
             raise
         if (stale := self._peers.get(there.endpoint)) is not None:
             stale.abort("the other endpoint has connected anew")
-        if not peer.closed:  # A peer that is closed here has left already.
+        if not peer.closed:  # The other end of a closed peer has left already.
             self._peers[there.endpoint] = peer
         if (forming := self._forming.get(there.endpoint)) is not None:
             forming.news.ring()

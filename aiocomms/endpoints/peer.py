@@ -82,7 +82,7 @@ class Peer(Handle):
     async def _begin(self) -> None:
         """Meet the other end, so that each hears all that the other one says from now on."""
         self._attachments.say_here()
-        # A window of one element, for signals: those of an empty one would be behind nothing that was put.
+        # The window for signals has one element: signals of an empty one would not come behind what was put.
         self._signals = await self._comm.new_window(buffers.zeros(1, dtype=torch.uint8, device=self._comm.device))
 
     @property
@@ -273,7 +273,8 @@ class Peer(Handle):
         :raises CommError: a transport broke while it closed; everything else is released.
         """
         self._attachments.check_thread("aclose")
-        arrived = self.closed  # all that was put: the other end may use its memory for something else from then on
+        # True once all that was put has arrived: the other end may use its memory for something else from then on.
+        arrived = self.closed
         try:
             if not arrived:
                 self._attachments.stop("the connection was closed")

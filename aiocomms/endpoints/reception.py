@@ -97,7 +97,7 @@ class Reception:
         before = len(self._entrance), self._entrance.dropped
         try:
             proved = self._entrance.accept(self._listener, self._dialogue)
-        except OSError:  # the selector has no room for one
+        except OSError:  # The selector has no room for a descriptor.
             return False
         for one in proved:
             self._enter(one)

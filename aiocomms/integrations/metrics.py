@@ -204,7 +204,7 @@ class Measured:
     def __init__(self, comm: Instrumentable) -> None:
         self.name, self.rank = comm.statistics().name, comm.rank
         self.tally, self.lateness = Tally(comm), Lateness()
-        self._comm = ref(comm)  # a program that forgets to close it is to hear of that
+        self._comm = ref(comm)  # A program that forgets to close it is to hear of that.
         self._removed = False
         self.lost: Statistics | None = None
         """The statistics at its loss, if it was lost: a later look may find it closed."""

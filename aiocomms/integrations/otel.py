@@ -32,13 +32,13 @@ class Tracing(Handle):
         self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
-        # The current span is the caller's: post-hooks are called in the context of the call.
-        # The op belongs to no request, or to one that is not sampled.
+        # The current span is the caller's: post-hooks are called in the context of the call. Without a sampled span the
+        # op belongs to no request, or to one that is not sampled.
         if not trace.get_current_span().get_span_context().trace_flags.sampled:
             return
         if work.called is None:  # The op was called before this hook was registered.
             return
-        took, now = monotonic() - work.called, time_ns()  # in this order: so it does not begin before its call
+        took, now = monotonic() - work.called, time_ns()  # The order keeps the span from beginning before its call.
         op = work.op
         transport = self._transports.get(op.family, "messages")
         facts = {

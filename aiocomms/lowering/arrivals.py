@@ -89,9 +89,9 @@ class _Queue:
 
     def __init__(self, owner: Arrivals, tag: int) -> None:
         self.tag = tag
-        self.calls: list[_AnyCall] = []  # in their order
+        self.calls: list[_AnyCall] = []  # The calls that wait, in their order.
         self.looks: dict[int, _Look] = {}  # The probes that wait, by their source.
-        self.taking = 0  # calls that take a message
+        self.taking = 0  # The number of calls that take a message.
         self._owner = owner
 
     @property

@@ -69,10 +69,10 @@ class Run:
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
-        self._stream = comm.caller_stream()  # before anything is done, for it may refuse
+        self._stream = comm.caller_stream()  # This comes before anything is done, for it may refuse.
         self._steps = steps
         self._left = 0
-        self._posted = False  # whether a message has been
+        self._posted = False  # True once a message was posted.
         self._only: RunPart | None = None  # the first step's only message, until it is complete
         self._parts: Sequence[weakref.ref[RunPart]] = ()  # the step's messages, which the transport keeps
         self._stopped: CommError | None = None
@@ -107,7 +107,8 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return
-            self._left = len(step) + 1  # one more, so that parts which complete inside post do not call advance
+            # One more is counted, so that parts which complete inside post do not call advance.
+            self._left = len(step) + 1
             parts = [RunPart(self, op) for op in step]
             self._only = parts[0] if len(parts) == 1 and not self._posted else None
             if not self._post(parts):
@@ -130,7 +131,7 @@ class Run:
         """Post messages; False if one cannot be, which has ended the op and the communicator."""
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
-            if self._stopped is not None:  # by what another part's post has brought
+            if self._stopped is not None:  # The post of another part has stopped this run.
                 part.ended = True
                 self._left -= 1
                 continue
@@ -274,7 +275,7 @@ class RunPart:
 
     def __init__(self, run: Run, op: ops.Op) -> None:
         self._run = run
-        self.ended: bool = False  # whether the transport is done with it
+        self.ended: bool = False  # True once the transport is done with it.
         self.op: ops.Op = op
 
     @property

@@ -23,15 +23,15 @@ def closed_on_exec() -> Iterator[None]:
         yield
     finally:
         for fd in _inheritable() - before:
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # The descriptor was closed meanwhile.
                 fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
 
 
 def _inheritable() -> set[int]:
     found = set()
     own = Path("/proc/self/fd")
-    for entry in own.iterdir() if own.exists() else ():  # Linux has it
-        with contextlib.suppress(OSError):  # the one that listed them
+    for entry in own.iterdir() if own.exists() else ():  # Linux has this folder.
+        with contextlib.suppress(OSError):  # The descriptor that lists the folder is gone.
             fd = int(entry.name)
             if not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC and str(entry.readlink()).startswith(_KINDS):
                 found.add(fd)

@@ -102,7 +102,7 @@ class Entrance:
         """
         self._selector = selector
         self._most = most
-        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they were opened
+        self._half_open: dict[socket.socket, HalfOpen] = {}  # The oldest comes first.
         # The connections that have said nothing, by source.
         self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}
         self.dropped = 0

@@ -91,7 +91,7 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
     pair = (peer, rank, peer_nonce, nonce)
     connection.sendall(HANDSHAKE.head + nonce + mac(key, "acceptor", *pair))
     if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
-        raise RefusedError  # if it has another key, it sees so by the answer
+        raise RefusedError  # A rank with another key sees so by the answer.
     if not same((yield PROOF_BYTES), mac(key, "connector", *pair)):
         raise RefusedError
     connection.sendall(_ACCEPTED)

@@ -44,7 +44,7 @@ class JobStore(Store):
         self._server = made_of if isinstance(made_of, StoreServer) else None
         self._connection = None if isinstance(made_of, StoreServer) else made_of
         super().__init__()
-        self.timeout: timedelta  # torch's stubs do not know it
+        self.timeout: timedelta  # torch's stubs do not know this attribute.
         self.set_timeout(timedelta(seconds=timeout))
         self.host, self.port = host, port
         self._lock = threading.Lock()  # a connection carries one request at a time
@@ -53,7 +53,7 @@ class JobStore(Store):
     def __del__(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        if self._server is not None and not sys.is_finalizing():  # its thread stands still by then
+        if self._server is not None and not sys.is_finalizing():  # The server's thread stands still by then.
             self._server.let_go()
 
     @property

@@ -110,14 +110,15 @@ class StoreServer:
         :raises CommError: there is no descriptor or no thread for it.
         """
         self.kept: HashStore = HashStore()
-        self.kept.set_timeout(timedelta(milliseconds=1))  # where a key is deleted between two looks
+        # A get waits for so long if its key is deleted between two looks.
+        self.kept.set_timeout(timedelta(milliseconds=1))
         self._key, self._guarded = key, guarded
         self.address, self.family = listener.getsockname(), listener.family
         self._users, self._forming = 1, 0
         self._listener: socket.socket | None = None
         self._lines: dict[socket.socket, _Line] = {}
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._lock = threading.RLock()  # a collection may let a store go while its thread holds this
+        self._lock = threading.RLock()  # A collection may release a store while its thread holds this lock.
         Unshared(self.address).belongs_to(self)
         self._ended = False
         with contextlib.ExitStack() as stack:
@@ -262,7 +263,7 @@ class StoreServer:
             call, done = self._calls.popleft()
             try:
                 call()
-            except BaseException as error:  # is the caller's to handle
+            except BaseException as error:  # The error is the caller's to handle.
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -275,7 +276,7 @@ class StoreServer:
         if before == (
             len(self._entrance),
             self._entrance.dropped,
-        ):  # no descriptor, perhaps; who knocks keeps the listener ready
+        ):  # There may be no descriptor, and a caller keeps the listener ready.
             time.sleep(_PAUSE)
 
     def _dialogue(self, connection: socket.socket) -> Dialogue:

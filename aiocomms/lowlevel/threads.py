@@ -44,7 +44,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
             outcome[0] = call()
         except BaseException as error:  # The awaiting task raises it.
             outcome[1] = error
-        waker.wake()  # does nothing if nobody waits any more, and the descriptor is closed
+        waker.wake()  # The call does nothing if no task waits any more, and the descriptor is closed.
 
     try:
         try:
@@ -53,8 +53,8 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
             return _no_thread(call, anyhow, error)
         await anyio.wait_readable(waker.fileno())
     finally:
-        waker.close()  # on this side, for the thread may never come back
-    thread.join()  # all it has left to do is to end
+        waker.close()  # The waker is closed on this side, for the thread may never come back.
+    thread.join()  # The thread has nothing left to do but to end.
     result, raised = outcome
     outcome.clear()
     if raised is None:

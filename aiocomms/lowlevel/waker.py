@@ -42,9 +42,10 @@ class Waker:
                 if self._set and self._fd >= 0:
                     try:
                         os.eventfd_read(self._fd)
-                    except BlockingIOError:  # a signal handler has raised amid a wake
+                    except BlockingIOError:  # A signal handler has raised within a wake.
                         pass
-                    self._set = False  # last, for a signal handler may wake in between: never set and unreadable
+                    # This comes last, for a signal handler may wake in between: the waker is never set and unreadable.
+                    self._set = False
 
     def close(self) -> None:
         """Close the descriptor. Twice is once."""

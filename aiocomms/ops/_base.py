@@ -118,5 +118,5 @@ def size_of(op: Op) -> int:
         name = tensor_of(type(op))
         _READ_SIZE[type(op)] = (lambda _: 0) if name is None else attrgetter(f"{name}.nbytes")
         return size_of(op)
-    except AttributeError:  # not one tensor: a scatter on another rank than its root has none to give
+    except AttributeError:  # The op has not one tensor: a scatter has none to give on another rank than its root.
         return 0

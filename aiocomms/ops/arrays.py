@@ -170,7 +170,7 @@ class _Exported:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, **asked: Any) -> Any:
-        capsule = self._array.__dlpack__(**asked)  # a TypeError: torch asks again, for less
+        capsule = self._array.__dlpack__(**asked)  # If this raises TypeError, torch asks again, for less.
         flags, strides = _look(capsule)
         if strides and not 0 <= min(strides) <= max(strides) < _NEGATIVE:
             raise self._wrong("which runs backwards in memory, wanted a contiguous one")

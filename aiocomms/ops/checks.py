@@ -119,7 +119,8 @@ def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if hasattr(type(tensor), "__dlpack__") and not isinstance(tensor, torch.Tensor):
-        return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")  # no more, for it will be one
+        # The message needs no more, for a tensor will be made of the array.
+        return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")
     if not isinstance(tensor, torch.Tensor):
         return wrong_type(name, tensor, "a torch.Tensor")
     if type(tensor) not in PLAIN:

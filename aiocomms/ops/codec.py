@@ -96,7 +96,7 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
             data = dumps(value, MAX_OBJECT_BYTES)
         except ArgumentError:
             raise
-        except Exception as error:  # whatever the object's own methods raise
+        except Exception as error:  # The object's own methods may raise anything.
             raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:
         try:
@@ -128,7 +128,7 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landin
 
         try:
             return pickling.loads(data)  # noqa: S301 - The program asked for pickle on both ends.
-        except Exception as error:  # whatever the object's own methods raise
+        except Exception as error:  # The object's own methods may raise anything.
             raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
     if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
         raise ProtocolError(f"an object of more than {MAX_ITEMS} values came")
@@ -263,8 +263,8 @@ class _Decoder:
         if self._depth > MAX_DEPTH + 1:
             raise ProtocolError(f"an object is nested more than {MAX_DEPTH} deep")
         try:
-            # A decoder that is kept here would in turn keep this, by its hook, and with it the memory of all that has
-            # come: until a garbage collection gave it back, amid a turn of the loop.
+            # A decoder that is kept here would in turn keep this object, by its hook, and with it the memory of all
+            # that has come. Only a garbage collection would free it, within a turn of the loop.
             return msgspec.msgpack.decode(data, ext_hook=self._ext)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
             raise ProtocolError(f"an object's bytes make no sense: {error}") from None

@@ -49,6 +49,7 @@ def octets(tensor: Tensor) -> Tensor:
         line = plain.view(()).unsqueeze(0)
     elif count:
         line = plain.view(-1)
-    else:  # elsewhere it would look at the storage; that one has become too small is for whoever uses the bytes to say
+    else:
+        # With elements, as_strided would look at the storage. The code that uses the bytes says if that is too small.
         line = plain.as_strided((0,), (1,))
     return line.view(torch.uint8)

@@ -90,7 +90,8 @@ class Watchdog:
                 if self._thread is None or not self._thread.is_alive():
                     self._start_thread()
                 self._changed.notify_all()
-                self.wakes_at = deadline  # last: where a signal handler raises before this, the next op tells it again
+                # This comes last: if a signal handler raises before, the next op tells the thread again.
+                self.wakes_at = deadline
 
     def _start_thread(self) -> None:
         """Start it. If that raises, a thread that runs all the same ends at once, and the next deadline tries again."""

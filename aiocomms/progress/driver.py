@@ -77,10 +77,10 @@ class LoopDriver:
         self.spawn: Callable[[Callable[[], Coroutine[Any, Any, None]], Context], None] = loop.spawn
         self._sources: dict[Served, _Source] = {}
         self._watched: dict[int, _Source] = {}
-        self._turns: dict[_Source, int] = {}  # how many more turns each source is polled
+        self._turns: dict[_Source, int] = {}  # The number of turns for which each source is still polled.
         self._scheduled = False
-        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # from other threads
-        self._blocked: Waker | None = None  # while the loop's thread waits in block()
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # The calls from other threads.
+        self._blocked: Waker | None = None  # The waker of the loop's thread while it waits in block().
 
     @classmethod
     def current(cls) -> LoopDriver:
@@ -195,7 +195,7 @@ class LoopDriver:
 
     def _ready(self, source: _Source) -> None:
         if self._progress(source) and (spin := _spin(source)):
-            self._poll(source, spin)  # where one thing has happened, the next is near
+            self._poll(source, spin)  # If one thing has happened, the next is near.
 
     def _turn(self) -> None:
         turns = self._turns

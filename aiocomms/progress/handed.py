@@ -58,7 +58,7 @@ class Handed(Generic[T_co]):
         assert self._steps is not None
         try:
             return step(value)
-        except BaseException:  # most often StopIteration, which has the result
+        except BaseException:  # The exception is most often StopIteration, which has the result.
             del self._steps[task]
             raise
 

@@ -138,7 +138,7 @@ class StartedWork(Work[T_co]):
         """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
         op = self.op
         tensor = getattr(op, "tensor", None)
-        if tensor is not None:  # nearly always
+        if tensor is not None:  # Nearly every op has one tensor.
             self.memory = storage = tensor.untyped_storage()
             self._place = storage.data_ptr()
         else:
@@ -181,7 +181,8 @@ class LaneWork(StartedWork[T_co]):
 
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""
-        if isinstance(error, LaneAbortedError):  # on purpose: who does not ask for the result is not warned
+        # The lane was given up on purpose, and a program that does not ask for the result is not warned.
+        if isinstance(error, LaneAbortedError):
             self.abandon(error)
         else:
             super().fail(error)
@@ -244,7 +245,7 @@ class InFlight:
         self.heartbeat: Heartbeat = heartbeat
         self.driver: LoopDriver = owner.driver
         self._queues: dict[float, Queue] = {}
-        self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
+        self._changing = threading.RLock()  # The lock for changes of the queues' set; to add a work takes no lock.
         self._drained: Promise | None = None
         self.stands: WeakSet[Stands] = WeakSet()
         watchdog.register(self)
@@ -301,7 +302,7 @@ class InFlight:
             for queue in list(self._queues.values()):
                 if not queue:
                     del self._queues[queue.seconds]
-                    if queue:  # another thread has added to it meanwhile, and perhaps before it could see that
+                    if queue:  # Another thread has added to the queue meanwhile, perhaps before it could see that.
                         self._queues[queue.seconds] = queue
             made = self._queues[seconds] = Queue(seconds)
             return made
@@ -346,7 +347,8 @@ class InFlight:
             earliest = now + self.heartbeat.period
         for queue in list(self._queues.values()):
             for work in list(queue) if queue.seconds < float("inf") else ():
-                deadline = queue.get(work, float("inf")) + queue.seconds  # infinity: it has become done meanwhile
+                # A work without an entry has become done meanwhile.
+                deadline = queue.get(work, float("inf")) + queue.seconds
                 if now < deadline < float("inf"):
                     earliest = min(earliest, deadline)
                     break

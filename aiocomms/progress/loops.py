@@ -258,7 +258,8 @@ class TrioLoop(Loop):
 
     async def _reader(self, fd: int, fn: Callable[[], object], scope: trio.CancelScope) -> None:
         with scope:
-            while not scope.cancel_called:  # checked before the first turn too: the descriptor may be closed by now
+            # The scope is checked before the first turn, too: the descriptor may be closed by now.
+            while not scope.cancel_called:
                 await self._trio.lowlevel.wait_readable(fd)
                 # The scope is cancelled if unwatch was called in the turn in which fd became readable.
                 if not scope.cancel_called:
@@ -267,7 +268,7 @@ class TrioLoop(Loop):
     def _guarded(self, fn: Callable[..., object], *args: object) -> None:
         try:
             fn(*args)
-        except Exception as error:  # raised, it would end the whole trio run
+        except Exception as error:  # The exception would end the whole trio run.
             self.report(f"{fn!r} raised", error)
 
 

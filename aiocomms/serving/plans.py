@@ -46,9 +46,9 @@ class Plan:
         self.number, self._core = number, comm._core
         self._lane = None if in_order else comm.lane(f"{_LANE} plan {number}")
         self._scope = anyio.CancelScope()
-        self._begun: int | None = None  # how many ops had been called outside of lanes
+        self._begun: int | None = None  # The number of ops that had been called outside of lanes.
         self._in_step = True
-        self.ended, self.over = anyio.Event(), anyio.Event()  # here, and on all ranks
+        self.ended, self.over = anyio.Event(), anyio.Event()  # Events for the end here, and for the end on all ranks.
         self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
         self.result: Any = None
         self.error: Exception | None = None
@@ -72,7 +72,7 @@ class Plan:
             given_up = self._lane and self._core.given_up.get(number_of(self._lane.key))
             return error if not given_up or given_up.peer == self._core.rank else None
         finally:
-            self.in_step()  # before the next one begins
+            self.in_step()  # This comes before the next plan begins.
             self.ended.set()
 
     def give_up(self, reason: str) -> None:
@@ -103,7 +103,7 @@ class Worker(Handle):
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
         self._plans: dict[int, Plan] = {}
         self._last: Plan | None = None  # The last plan of those that run in order.
-        self._turn = anyio.Event()  # set when there is another communicator, or will be none
+        self._turn = anyio.Event()  # An event that is set when there is another communicator, or will be none.
 
     async def _serve(self) -> None:
         """Carry out plans until there are no more, on one communicator after the other.
@@ -164,7 +164,7 @@ class Worker(Handle):
         work = comm.lane(_LANE).recv_object(rank, timeout=None)
         # This receive is of a task of ours, so that no rank is said to wait for a plan.
         self._expected.note(rank, cast("StartedWork[Any]", work))
-        work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close first
+        work.add_done_callback(Work.exception)  # No task waits for it at the end, and that rank may close first.
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:

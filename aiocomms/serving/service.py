@@ -64,7 +64,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
                 yield driver
                 await driver._drain()
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:  # around what the block has raised
+        except BaseExceptionGroup as group:  # The group is around the exception that the block has raised.
             failure = group.exceptions[0]
         if failure is not None:
             raise failure
@@ -109,7 +109,7 @@ class Driver(Worker):
 
     _drives = True
     _draining = False
-    _over: Exception | None = None  # why there will be no other communicator
+    _over: Exception | None = None  # The reason why there will be no other communicator.
 
     @property
     def failure(self) -> CommError | None:
@@ -171,7 +171,7 @@ class Driver(Worker):
         except Exception as error:
             _log.exception("the service cannot go on")
             self._over = error
-            self._comm.abort(error)  # if it is not lost
+            self._comm.abort(error)  # This does nothing if the communicator is lost.
         finally:
             ended = CommClosedError("the driver has ended", comm=self._comm.name, op="run", rank=0)
             self._over = self._over or ended
@@ -199,7 +199,8 @@ class Driver(Worker):
     def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
         """Note that a rank has ended a plan. The first that fails has it given up on all."""
         plan.waiting.discard(rank)
-        if error is not None and not isinstance(error, Exception):  # raised, it would end the caller's task
+        # The exception, if raised, would end the caller's task.
+        if error is not None and not isinstance(error, Exception):
             cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"
             error = WorkerError(text, comm=self._comm.name, rank=0, peer=0)
             error.__cause__ = cause
@@ -207,7 +208,7 @@ class Driver(Worker):
             plan.error = error
             plan.give_up(f"it failed on rank {rank}")
             self._tell(plan.waiting - {0}, plan.number)
-        if not plan.in_step(in_step) and plan.error is not None:  # a thread may wait for ever there
+        if not plan.in_step(in_step) and plan.error is not None:  # A thread may wait there for ever.
             self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
         elif not plan.waiting:
             del self._plans[plan.number]

@@ -133,7 +133,7 @@ class Link:
         The other ranks would take the next one for it, so none is posted.
         """
         self._dropped: set[Completion] = set()
-        self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # by its work's id()
+        self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # The keys are the ids of works.
         self._pace = anyio.Lock()
 
     def begin(self, injection: Injection) -> None:
@@ -301,7 +301,7 @@ def link_of(comm: Communicator) -> Link:
     }  # Errors quote the name of the class.
     core.by_family.update({family: between[transport] for family, transport in core.by_family.items()})
     core.router.decide_anew()
-    comm.register_pre_hook(lambda op, seq: None)  # while there is one, native code starts no op
+    comm.register_pre_hook(lambda op, seq: None)  # Native code starts no op while there is a hook.
     return link
 
 

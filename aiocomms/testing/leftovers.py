@@ -38,7 +38,7 @@ class Leftovers:
             if item.collective is None:
                 where = f", at {item.where}" if item.where else ""
                 lines[f"rank {rank} is in {item}, which nothing has matched{where}"] = None
-            else:  # said once, though several ranks are in it
+            else:  # A collective is named once, though several ranks are in it.
                 lines[f"{item.name}: {judge(item, self._briefs)}"] = None
         return (
             "\n".join(("the test has ended, and these operations have not:", *map("  {}".format, lines)))

@@ -143,7 +143,7 @@ class Reporter:
         if self.plan.json:
             return
         if self._bar is not None and sys.stdout.isatty():
-            self._bar.console.out(text, highlight=False)  # above the bar
+            self._bar.console.out(text, highlight=False)  # The text stands above the bar.
         else:
             print(text, flush=True)
 

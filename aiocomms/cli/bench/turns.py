@@ -124,7 +124,7 @@ class BenchTurns:
         except Exception as error:
             if isinstance(contender, Ours) and not isinstance(error, UnsupportedOperation):
                 raise
-            reason = str(error).partition("\n")[0] or type(error).__name__  # the libraries of others raise anything
+            reason = str(error).partition("\n")[0] or type(error).__name__  # Other libraries may raise anything.
         reason = first(await self._comm.all_gather_object(reason))
         if reason is None:
             return entry

@@ -121,7 +121,7 @@ class Door:
             for _ in range(len(calls)):
                 try:
                     call, args = calls.popleft()
-                except IndexError:  # once it is closed, several threads make them
+                except IndexError:  # Several threads make the calls once the door is closed.
                     break
                 call(*args)
         finally:

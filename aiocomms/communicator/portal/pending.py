@@ -124,7 +124,7 @@ class Pending(Handle):
         while self._bells:
             try:
                 self._bells.pop().release()
-            except IndexError:  # a thread has taken its own away
+            except IndexError:  # A thread has taken its own bell away.
                 break
 
     def _look(self) -> None:

@@ -69,7 +69,7 @@ class PortalCall(Pending, Generic[_T]):
     def _begin(self) -> None:
         if self._door.closed:
             self._fail(self._door.refusal())
-        elif not self._over:  # given up before
+        elif not self._over:  # A call that is over was given up before.
             self._door.core.driver.spawn(self._main, self._context)
 
     async def _main(self) -> None:
@@ -215,7 +215,8 @@ class BlockingWork(Pending, Generic[T_co]):
         try:
             work = shortcuts.post(self._comm, self.op, self)
         except BaseException as error:
-            if self._posted_as is not None:  # a signal handler's, while it was being noted that the op is under way
+            # A signal handler raised this, while it was being noted that the op is under way.
+            if self._posted_as is not None:
                 self._taken()
                 door.put(self._kept)
                 self._leave_alone()

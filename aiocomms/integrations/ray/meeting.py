@@ -126,7 +126,7 @@ class RayMeeting:
                 store = None if other == key else self._rival(other, record)
                 if store is None:
                     continue
-                waiting = True  # until it has seen this one, or has gone
+                waiting = True  # The wait lasts until the other rank 0 has seen this one, or has gone.
                 with contextlib.suppress(RuntimeError):
                     if other < key or store.check([_OPEN]):
                         raise ArgumentError(
@@ -140,7 +140,7 @@ class RayMeeting:
         try:
             with store_errors():
                 store = self._reached(key, record)
-        except CommError:  # perhaps it is there: somebody may be kept from it
+        except CommError:  # The rival may be there, and only this process be kept from it.
             return None
         if store is None:
             self._delete(key)
@@ -188,8 +188,8 @@ class RayMeeting:
                     why = f"where its record says, {record.host}:{record.port}, nobody serves that meeting"
                 except (ArgumentError, AuthError) as error:  # This stays so, unless there is another record.
                     refused = error
-                # The address may be another process's by now, or is not to be reached.
                 except (StoreLostError, ProtocolError) as error:
+                    # The address may be another process's by now, or is not to be reached.
                     why = error.message
             else:
                 if refused is not None:

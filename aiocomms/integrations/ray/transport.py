@@ -180,7 +180,7 @@ class RayTransport(_Manager):
             shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
             device = "cpu" if rdt_object else None
             meta = EndpointMetadata(shapes, device, _source(), own_host(), node(), here.address, descriptors)
-            stack.pop_all()  # all or none
+            stack.pop_all()  # All regions stay registered, or none does.
         with self._lock:
             self._objects[obj_id] = meta, regions
         return meta

@@ -149,7 +149,7 @@ class Receives:
         if not door.closed:
             self._comm._core.driver.spawn(partial(self._serve, tag, queue), context)
             return
-        queue.served = False  # any thread: who puts another receive there from now on comes here, too
+        queue.served = False  # A thread that puts another receive there from now on comes here, too.
         while queue.waiting:
             with contextlib.suppress(IndexError):  # another thread has just ended it
                 queue.waiting.popleft().end(door.refusal())
@@ -178,7 +178,7 @@ class Receives:
         with self._lock:
             while queue.waiting:
                 receive = queue.waiting.popleft()
-                if not receive.done():  # given up
+                if not receive.done():  # A receive that is done was given up.
                     return receive
             queue.served = False
             if not queue.kept:
@@ -198,7 +198,7 @@ class Receives:
     async def _from_any(self, receive: Receive, queue: _TagQueue) -> None:
         if not queue.kept:
             queue.kept = await self._messages(receive)
-        if receive.done():  # given up
+        if receive.done():  # The receive was given up.
             return
         queue.kept.pop(0).give(receive)
 

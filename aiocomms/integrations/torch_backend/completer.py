@@ -35,7 +35,8 @@ class Completer:
                 self._calls.put(call)
                 return
         try:
-            _thread.start_new_thread(self._run, ([call],))  # threading's would wait until it runs
+            # The start of a threading.Thread would wait until the thread runs.
+            _thread.start_new_thread(self._run, ([call],))
         except RuntimeError:  # there can be no more threads
             self._call(call)
 
@@ -56,7 +57,7 @@ class Completer:
         call: Callable[[], object] | None = first.pop()
         while call is not None:
             self._call(call)
-            call = None  # a thread that waits keeps no tensor alive
+            call = None  # The thread keeps no tensor alive while it waits.
             with self._changed:
                 if self._closed:
                     return

@@ -106,7 +106,9 @@ class _Last(Mode):
         method = _METHODS.get(func._schema.name)
         if method is None:
             return func(*args, **named)
-        if dispatch_modes():  # torch keeps its own modes, as FakeTensorMode, below those of its users: and now above
+        # torch keeps its own modes, such as FakeTensorMode, below those of its users. Here such a mode gets the call
+        # first.
+        if dispatch_modes():
             with _replaced(1, lambda _: [self]) as (mode,):
                 return mode.__torch_dispatch__(func, types, args, named)
         if types:

@@ -116,7 +116,7 @@ def reduction(value: Any) -> ReduceOp:
     """Take a reduction operator of torch's."""
     found: ReduceOp | None = _OPERATORS.get(getattr(value, "op", value))
     if found is None:
-        _is(hasattr(value, "factor"))  # its kind alone has none
+        _is(hasattr(value, "factor"))  # The kind of PREMUL_SUM alone has no factor.
         return ReduceOp.PREMUL_SUM(float(value.factor))
     return found
 

@@ -318,7 +318,8 @@ class Group(Handle, dist.ProcessGroup):
         works, self._together = self._together or [], None
         return GroupWork.of_all(works, self.completer)
 
-    # The names of before, which torch calls, too. It has more of them, and calls the new ones for those by itself.
+    # These are the earlier names, which torch calls, too. It has more of them, and calls the new ones for those by
+    # itself.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 

@@ -66,7 +66,7 @@ class CallTensors:
             return started
 
         def put_back() -> None:
-            wait_for(started, None)  # all have ended; one that has failed has nothing to put back
+            wait_for(started, None)  # All parts have ended; one that has failed has nothing to put back.
             for tensor, copy in self._copies:
                 write(tensor, copy)
 

@@ -31,7 +31,7 @@ def raising_as_torch_does() -> Generator[None, None, None]:
     except (ArgumentError, UnsupportedOperation):
         raise
     except CommTimeoutError as error:
-        raise dist.DistBackendError(f"[{BACKEND}] Timed out in {error}") from error  # in words that programs look for
+        raise dist.DistBackendError(f"[{BACKEND}] Timed out in {error}") from error  # Programs look for these words.
     except (CommError, TimeoutError) as error:
         raise dist.DistBackendError(str(error)) from error
 

@@ -41,7 +41,7 @@ from aiocomms.ops.writing import octets
 
 _CPU = torch.device("cpu")
 
-if TYPE_CHECKING:  # torch 2.13, by which types are checked, has it not
+if TYPE_CHECKING:  # torch 2.13, by which types are checked, does not have it.
 
     class _Transport:
         device: torch.device
@@ -367,5 +367,5 @@ def _share(tensor: Tensor) -> None:
         return
     if in_use(storage):
         raise ArgumentError("tensor is in use by an operation of aiocomms that has not ended: wait for it before")
-    with contextlib.suppress(RuntimeError):  # there is no room: it stays, too
+    with contextlib.suppress(RuntimeError):  # The memory stays, too, if there is no room.
         storage.share_memory_()

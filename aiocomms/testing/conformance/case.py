@@ -242,7 +242,8 @@ class Case:
         """Open another communicator over the same ranks. Collective. The check must close it."""
         comm = await new_comm(
             self.place.transport, self.place.device, store=self._store, rank=self.rank, size=self.size, name=name,
-            timeout=timeout or 2 * self.place.deadline,  # later than the check's, which says where each rank was
+            # This timeout is later than the check's, which says where each rank was.
+            timeout=timeout or 2 * self.place.deadline,
         )  # fmt: skip
         self.opened.append(comm)
         return comm

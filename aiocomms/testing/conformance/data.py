@@ -175,7 +175,7 @@ def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
         return
     got, want = got.detach().cpu(), want.detach().cpu()
     error = (got.to(_wide(got.dtype)) - want).abs()
-    if got.shape != want.shape or not bool((error <= allowance).all()):  # written so that a NaN is wrong
+    if got.shape != want.shape or not bool((error <= allowance).all()):  # The comparison takes a NaN for wrong.
         raise WrongData(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
 
 

@@ -27,6 +27,7 @@ async def expect_no_more_than(before: tuple[int, int]) -> None:
 
 def resources() -> tuple[int, int]:
     """Count the threads and descriptors of this process."""
-    watchdog.wake_by(time.monotonic())  # starts its thread, which otherwise starts with the first op that waits
+    # The call starts its thread, which otherwise starts with the first op that waits.
+    watchdog.wake_by(time.monotonic())
     gc.collect()
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

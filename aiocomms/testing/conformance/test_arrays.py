@@ -227,7 +227,7 @@ async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None
 @kinds
 async def test_windows(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
-    _, win = await window(comm, case, torch.float32, 1)  # skips where there are none
+    _, win = await window(comm, case, torch.float32, 1)  # This call skips the check where there are no windows.
     await win.aclose()
     other = 1 - comm.rank
     part = kind.make(torch.zeros(6, device=comm.device))

@@ -245,7 +245,8 @@ async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: in
         with anyio.move_on_after(0):
             await comm.send(content.clone().to(comm.device), 1)
     gc.collect()
-    [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]  # may reuse the dropped tensor's memory
+    # One of these may reuse the dropped tensor's memory.
+    [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]
     work = comm.send(contents[2].to(comm.device), 1)
     case.tell("cancelled")
     assert await work.cancel() is False

@@ -168,7 +168,7 @@ async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Com
             with anyio.CancelScope() as scope:
                 scope.cancel()
                 await work
-        await reduced(comm.lane("other"), 5)  # nor does it hold up another lane
+        await reduced(comm.lane("other"), 5)  # A cancelled await does not hold up another lane, either.
         case.tell("cancelled")
     else:
         await reduced(comm.lane("other"), 5)

@@ -33,7 +33,8 @@ async def test_again_and_again(comm: Communicator, case: Case) -> None:
     assert (await summing == comm.size).all()
     assert first.closed and not first.aborted
     if waiting is not None:
-        with pytest.raises((CommClosedError, CommAbortedError), match="closed"):  # here, or by the other rank before
+        # This rank has closed it, or the other rank has before.
+        with pytest.raises((CommClosedError, CommAbortedError), match="closed"):
             await waiting
     assert (second.name, second.rank, second.size) == ("first@2", comm.rank, comm.size)
     await works(second)

@@ -73,7 +73,7 @@ async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity:
             tasks.start_soon(send)
         else:
             await case.told(f"sent {capacity - 1}", 0)
-        await talk(comm)  # gives the sender time to send one too many
+        await talk(comm)  # The messages give the sender time to send one too many.
         assert len(sent) == (0 if comm.rank else capacity), f"with a capacity of {capacity} it sent {len(sent)}"
         await case.meet("looked")
         if comm.rank == 1:
@@ -214,7 +214,7 @@ async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) 
             tasks.start_soon(send)
         else:
             await case.told("sent 2", 0)
-        await talk(comm)  # gives the sender time to send one too many
+        await talk(comm)  # The messages give the sender time to send one too many.
         assert sent == ([] if comm.rank else [600, 400])
         await case.meet("looked")
         if comm.rank == 1:

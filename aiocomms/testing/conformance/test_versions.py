@@ -40,7 +40,7 @@ async def test_each_operation_that_writes(comm: Communicator, case: Case) -> Non
         for (parameter, item), version in zip(tensors(args), before, strict=True):
             writes = name in WRITTEN.get(parameter, ())
             if comm.rank != 0 and (name == "reduce" or ("gather" in name and "root" in args)):
-                continue  # whether it is written, or is of no use there, is not said
+                continue  # Nothing says whether the tensor is written, or is of no use there.
             if name == "broadcast" and comm.rank == 0:
                 writes = False
             assert (item._version > version) == writes, f"{name}: {parameter}"

@@ -376,7 +376,7 @@ async def test_memory_that_is_moved_during_an_op(comm: Communicator, case: Case,
     tensor = torch.zeros(count)
     work = comm.recv(tensor, 0)
     tensor.share_memory_()  # type: ignore[no-untyped-call]
-    others = [torch.zeros(count) for _ in range(4)]  # where it was, perhaps
+    others = [torch.zeros(count) for _ in range(4)]  # One of these may lie where the tensor was.
     case.tell("shared")
     with pytest.raises(CommError, match="the storage of a tensor was resized"):
         await work

@@ -91,12 +91,13 @@ class Agreement:
         self._lost = lost
         self._lock = threading.Lock()
         self._count = 0
-        self._calls: dict[int, _AnnouncedCall] = {}  # the ranks have not agreed on them yet
+        self._calls: dict[int, _AnnouncedCall] = {}  # The calls on which the ranks have not agreed yet.
         self._early: dict[int, dict[int, _Announcement]] = {}  # announcements of calls that this rank has not made yet
         self._large: deque[_AnnouncedCall] = deque()  # calls that are large or may turn out so, in order
-        self._running: set[_AnnouncedCall] = set()  # gloo has their tensors
-        self._landing: dict[int, _AnnouncedCall] = {}  # gloo is done with them on this rank, but not on all
-        self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where gloo is done, by number of call
+        self._running: set[_AnnouncedCall] = set()  # The calls whose tensors gloo has.
+        self._landing: dict[int, _AnnouncedCall] = {}  # The calls that gloo has done on this rank, but not on all.
+        # The ranks on which gloo is done, by number of call.
+        self._landed: defaultdict[int, set[int]] = defaultdict(set)
         self._jobs: SimpleQueue[_AnnouncedCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._mismatch_error: MismatchError | None = None

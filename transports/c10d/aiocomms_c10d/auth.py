@@ -44,7 +44,7 @@ class SignedStore(Store):
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self.written += raw
         self.unshared.add(raw)
-        self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # torch takes bytes too
+        self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # torch takes bytes, too.
 
     def get(self, key: str) -> bytes:
         """Read a value.

@@ -86,7 +86,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
             return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
         except CommTimeoutError as error:
             late = error
-    await rendezvous.exchange("c10d waits", b"")  # gloo does not name missing ranks; this does
+    await rendezvous.exchange("c10d waits", b"")  # gloo does not name missing ranks; this call does.
     raise late
 
 
@@ -132,7 +132,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
     options._threads = _THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
-        # gloo gets a connection of its own: while it waits there for a rank, it blocks whoever shares it.
+        # gloo gets a connection of its own: while it waits there for a rank, it blocks all others that share it.
         signed = SignedStore(PrefixStore("c10d/gloo", _with_own_connection(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
         signed.unshared.belongs_to(group)

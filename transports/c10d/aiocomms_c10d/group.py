@@ -21,8 +21,8 @@ _OPS: Final[dict[str, Any]] = {
     "bxor": dist.ReduceOp.BXOR,
     "avg": dist.ReduceOp.AVG,
 }
-# The reductions that gloo computes correctly. It loses NaN in MIN and MAX, adds float16 in float16 and bool to nothing
-# sensible, and refuses int16 and most operators for complex numbers.
+# The reductions that gloo computes correctly. gloo loses NaN in MIN and MAX. It adds float16 in float16, and bool to
+# nothing sensible. It refuses int16, and most operators for complex numbers.
 _INTEGER: Final = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
 _RIGHT: Final = {
     torch.uint8: _INTEGER,

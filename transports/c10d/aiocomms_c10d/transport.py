@@ -60,7 +60,7 @@ class C10dTransport(Transport):
         self._lost = threading.Event()
         self._abort_error: CommError | None = None  # the error of the first abort
         self._stop_lock = threading.Lock()
-        self._stopped = False  # from now on the loss of a peer is not reported
+        self._stopped = False  # True once the loss of a peer is not reported any more.
         self._closed: frozenset[int] = frozenset()  # the peers that have closed
         peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
         self._connections = {peer: self._connection(peer, size) for peer in peers}

@@ -65,7 +65,7 @@ class EngineHello(msgspec.Struct, array_like=True):
     nonce: bytes
     """A nonce, with which the engine's key is a new one each time."""
 
-    def __repr__(self) -> str:  # if the job has no token, whoever knows the nonces knows the key
+    def __repr__(self) -> str:  # In a job without a token, the nonces give the key away.
         return f"<Hello of process {self.pid} on {self.name}>"
 
 
@@ -211,7 +211,8 @@ def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
     for peer, hello in enumerate(hellos):
         if hello.host == hellos[rank].host and hello.pid != os.getpid():
             try:
-                Path(f"/proc/{hello.pid}/exe").readlink()  # permitted to whom its descriptors are open
+                # The kernel permits this to a process to which the other's descriptors are open.
+                Path(f"/proc/{hello.pid}/exe").readlink()
             except PermissionError as error:
                 return f"rank {rank} may not open the shared memory of rank {peer}: {error}"
             except OSError:

@@ -156,7 +156,7 @@ class LaneCollectives:
         if rank is None or work is None:
             return
         theirs = self._said.get((lane, rank))
-        if theirs == _NOTHING and (lane, rank) not in self._asked:  # perhaps it has said so before it called
+        if theirs == _NOTHING and (lane, rank) not in self._asked:  # The rank may have said so before it called.
             self._asked.add((lane, rank))
             del self._said[lane, rank]
             theirs = None

@@ -28,7 +28,7 @@ class Listener:
         :raises OSError: there is no descriptor left.
         """
         self._fd = os.dup(fd)
-        self._lock = threading.RLock()  # the descriptor is open while it is held and this has not ended
+        self._lock = threading.RLock()  # The descriptor is open while the lock is held and the thread has not ended.
         self._ended = False
         self._hear = weakref.WeakMethod(hear, lambda _: self.end())
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)

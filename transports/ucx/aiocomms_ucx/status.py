@@ -60,7 +60,7 @@ def has_ended(pid: int) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        pass  # such as for another user's process
+        pass  # This may be another user's process.
     return False
 
 

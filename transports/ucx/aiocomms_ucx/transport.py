@@ -68,7 +68,7 @@ class UcxTransport(LaneTransport, Hastened):
         self._windows = self.windows(self)
         self.lanes = LaneCollectives(self)
         self.post_in_lane = self.lanes.post  # type: ignore[method-assign]
-        self._calls = 0  # how many collectives were posted
+        self._calls = 0  # The number of collectives posted.
         self._collectives: dict[int, Completion] = {}  # the collectives that are not done, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
         self._disputes: dict[int, list[tuple[int, str]]] = {}  # ranks and the calls that they describe, by collective

@@ -21,7 +21,7 @@ from aiocomms.communicator.communicator import Communicator
 
 _TIMEOUT = timedelta(seconds=60)
 
-# The names of torch 2.13, and before.
+# The names of torch 2.13, or those of earlier releases.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -124,7 +124,7 @@ def _ping_pong(case: BenchCase) -> None:
 def _burst(case: BenchCase) -> None:
     start = partial(dist.isend, case.input, 1) if case.rank == 0 else partial(dist.irecv, case.output, 0)
     for work in [start() for _ in range(BURST)]:
-        assert work is not None  # this rank is of the group
+        assert work is not None  # This rank is of the group.
         work.wait()
 
 
@@ -164,4 +164,4 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "future": _future,
 }
 """The ways to await calls of a backend, by the text behind its name and a colon."""
-_users: dict[str, int] = {}  # how many peers use the default process group, by its backend
+_users: dict[str, int] = {}  # The number of peers that use the default process group, by its backend.
