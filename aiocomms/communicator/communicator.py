@@ -37,7 +37,7 @@ from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import CommError, MismatchError, StoreLostError, as_reason, wrong_thread
-from aiocomms.lowering.lanes import Key
+from aiocomms.lowering.lane_messages import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops import Op, membership

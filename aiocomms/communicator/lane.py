@@ -18,7 +18,7 @@ from aiocomms.communicator.objects import Objects
 from aiocomms.communicator.p2p import PointToPoint
 from aiocomms.core.core import Core
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
-from aiocomms.lowering.lanes import Key, number_of
+from aiocomms.lowering.lane_messages import Key, number_of
 from aiocomms.lowering.runs import RunPart
 from aiocomms.ops import Op
 from aiocomms.ops.arrays import checked
@@ -130,7 +130,7 @@ class Lane(PointToPoint, Collectives, Objects):
 
     def _give_up(self, why: str) -> None:
         if not self._core.refusing:
-            self._core.router.lane_ends.give_up(*self._names(), why)
+            self._core.router.lane_aborts.give_up(*self._names(), why)
 
     async def aclose(self) -> None:
         """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
@@ -177,7 +177,7 @@ class Lane(PointToPoint, Collectives, Objects):
         """Listen before the first op for the lanes that other ranks have given up, and keep what the lane is called."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.refusing:
-            core.router.lane_ends.listen()
+            core.router.lane_aborts.listen()
             self._known = names
         return names
 

@@ -111,7 +111,7 @@ class Core(Posting):
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
-        self.given_up: dict[int, LaneAbortedError] = self.router.lane_ends.given_up
+        self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up
         """The lanes that are refused, by their numbers, and why."""
         self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
@@ -313,7 +313,7 @@ class Core(Posting):
         if Action.WITHDRAW not in actions:
             return
         assert self.life.closed is not None
-        self.router.lane_ends.close()
+        self.router.lane_aborts.close()
         for work in self.in_flight:
             if work.op.withdrawable and self.withdraw(work):
                 work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))

@@ -9,8 +9,8 @@ from typing import Any, cast
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowering.arrivals import FROM_ANY, Arrivals
-from aiocomms.lowering.lane_ends import LaneEnds
-from aiocomms.lowering.lanes import Turns, collective_tag, within
+from aiocomms.lowering.lane_abort import LaneAborts
+from aiocomms.lowering.lane_messages import Turns, collective_tag, within
 from aiocomms.lowering.loopback import Loopback
 from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, RunPart, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
@@ -37,7 +37,7 @@ class Router(dict[type[ops.Op], Route]):
         self.loopback: Loopback = Loopback(comm.rank)
         self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
-        self.lane_ends: LaneEnds = LaneEnds(comm, self)
+        self.lane_aborts: LaneAborts = LaneAborts(comm, self)
         self.within: LaneRoutes = LaneRoutes(self.decide_within)
         self.decide_anew()
 

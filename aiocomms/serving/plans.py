@@ -20,7 +20,7 @@ import anyio
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
 from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
-from aiocomms.lowering.lanes import number_of
+from aiocomms.lowering.lane_messages import number_of
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task
 from aiocomms.progress.inflight import StartedWork

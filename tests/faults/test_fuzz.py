@@ -31,7 +31,7 @@ from aiocomms.communicator import parcels
 from aiocomms.communicator.items import Tensors
 from aiocomms.endpoints import credentials, words
 from aiocomms.errors import ArgumentError, ProtocolError, RegionError
-from aiocomms.lowering import lane_ends
+from aiocomms.lowering import lane_abort
 from aiocomms.lowlevel import Reason
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
@@ -108,8 +108,8 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "object headers": (_object, parcels.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),
     "tensors' descriptions": (codec.parse_tensor, codec.describe_tensor(torch.zeros(2, 3))),
     "ends of lanes": (
-        lambda data: lane_ends._CODEC.decode_padded(data, 1),
-        bytes(lane_ends._tell(lane_ends._GivenUp(2**61, "a", "why", 1, [(1, 2**62)]), torch.device("cpu")).tolist()),
+        lambda data: lane_abort._CODEC.decode_padded(data, 1),
+        bytes(lane_abort._tell(lane_abort._GivenUp(2**61, "a", "why", 1, [(1, 2**62)]), torch.device("cpu")).tolist()),
     ),
     "signed records": (lambda data: SIGNED.verify("k", 1, data), SIGNED.sign("k", 1, b"value")),
     "plain records": (lambda data: PLAIN.verify("k", 1, data), PLAIN.sign("k", 1, b"value")),

@@ -25,7 +25,7 @@ from aiocomms_local.window import LocalWindow
 
 import aiocomms.communicator.lane as views
 import aiocomms.communicator.portal.works as blocking_works
-import aiocomms.lowering.lanes as lanes
+import aiocomms.lowering.lane_messages as lanes
 from aiocomms import ops
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.operations import BlockingLane

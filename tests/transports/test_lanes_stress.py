@@ -17,7 +17,7 @@ from processes import HANGS, Rank, Run
 from aiocomms import Lane
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import LaneAbortedError
-from aiocomms.lowering import lanes
+from aiocomms.lowering import lane_messages as lanes
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.testing import local_world
 

@@ -13,7 +13,7 @@ from aiocomms.errors import MismatchError
 
 pytestmark = pytest.mark.deterministic
 
-lanes = pytest.importorskip("aiocomms_ucx.lanes", reason="needs the ucx transport", exc_type=ImportError)
+lanes = pytest.importorskip("aiocomms_ucx.lane_collectives", reason="needs the ucx transport", exc_type=ImportError)
 LANE = 7
 
 

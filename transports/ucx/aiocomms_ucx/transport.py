@@ -19,7 +19,7 @@ from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
 from aiocomms_ucx.arrivals import post_arrival
 from aiocomms_ucx.bringup import Ranks, shared_engine
 from aiocomms_ucx.collectives import START, describe
-from aiocomms_ucx.lanes import LaneCollectives
+from aiocomms_ucx.lane_collectives import LaneCollectives
 from aiocomms_ucx.loading import no_cuda_in_ucx
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine, kept

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
-from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
+from aiocomms.lowering.lane_messages import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.versions import Dialect
@@ -69,7 +69,7 @@ class Stopping(Protocol):
         """Forget what has come of a lane from a rank, from which nothing more of it comes."""
 
 
-class LaneEnds:
+class LaneAborts:
     """The lanes of one communicator that were given up, and what the ranks tell each other of them."""
 
     def __init__(self, comm: Poster, router: Stopping) -> None:
@@ -211,7 +211,7 @@ class _Ear(_Message):
 
     op: ops.Recv
 
-    def __init__(self, op: ops.Recv, ends: LaneEnds) -> None:
+    def __init__(self, op: ops.Recv, ends: LaneAborts) -> None:
         super().__init__(op)
         self._ends = ends
 
