@@ -84,7 +84,7 @@ class Use:
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
-        """None: it has been left."""
+        """The thread; None once it has been left."""
         self._lock = threading.RLock()  # a signal handler may close what it interrupts
         thread.enter()
 

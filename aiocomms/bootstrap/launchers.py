@@ -150,7 +150,7 @@ def _expand_numbers(inside: str) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads one launcher's variables, and collects complaints so that one error can list all of them."""
+    """A reader of one launcher's variables, which collects complaints so that one error can list all of them."""
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher

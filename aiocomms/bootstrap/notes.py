@@ -81,9 +81,9 @@ class Notes:
         self.tried: set[str] = set()
         """The keys of the decisions on a successor that this rank has tried to form in vain."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
-        """Called with what else a rank has said. It waits for nothing."""
+        """The call for a question or an answer of another rank. It waits for nothing."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
-        """Called with what a rank has passed on; the same."""
+        """The call for what a rank has passed on; it waits for nothing, either."""
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:

@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, array_like=True):
     """The decision of the ranks who forms the new communicator."""
 
     key: str
-    """Tells it from all others."""
+    """The key that tells it from all others."""
     old: dict[int, int]
     """Survivors: the new rank, and the old one."""
     joins: dict[int, str]
@@ -108,7 +108,7 @@ async def replace(old: Communicator, new: Communicator) -> Communicator:
 
 
 class Recovery:
-    """One rank's part in it."""
+    """The part of one rank in a recovery."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
         """Begin; see :func:`form_again`.

@@ -49,7 +49,7 @@ class StoreRendezvous(Board):
         self.base = name
         """The name before the first reconfiguration."""
         self.epoch = 1
-        """1, and one more with each reconfiguration."""
+        """The number of the communicator: 1, and one more with each reconfiguration."""
         self.size = size
         self.name = name
         self.device = device

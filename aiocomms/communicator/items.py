@@ -29,8 +29,10 @@ DATA: Final = 0
 _TENSOR_BYTES: Final = 8 + codec.TENSOR_BYTES
 
 Arriving = Generator[list[Tensor] | Callable[[], None], None, tuple[Any, int]]
-"""Yields tensors to receive into, or a call to be made in a thread; is resumed when that is done; and ends with what
-:meth:`Kind.make` takes, and its size in bytes."""
+"""A generator that yields tensors to receive into, or a call to be made in a thread.
+
+It is resumed when that is done. It ends with what :meth:`Kind.make` takes, and its size in bytes.
+"""
 
 
 class Packed(NamedTuple):
@@ -41,7 +43,7 @@ class Packed(NamedTuple):
     nbytes: int
     """The number of bytes that the item takes of the other end's room."""
     prepare: Callable[[], Packed] | None
-    """Makes the messages what they must be, on a thread; None: they are."""
+    """The call that makes the messages what they must be, on a thread; None: they are."""
 
 
 class Kind(ABC, Generic[T]):

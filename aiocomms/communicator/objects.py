@@ -26,7 +26,7 @@ def _tensors_of(parcels: Sequence[Parcel]) -> list[tuple[str, Tensor]]:
 
 
 class SendObject(Op, frozen=True, eq=False):
-    """Send an object to rank ``dst``."""
+    """A send of an object to rank ``dst``."""
 
     name = kind = "send_object"
     family: ClassVar[Family] = "p2p"
@@ -45,7 +45,7 @@ class SendObject(Op, frozen=True, eq=False):
 
 
 class RecvObject(Op, frozen=True, eq=False):
-    """Receive an object from rank ``src``."""
+    """A receive of an object from rank ``src``."""
 
     name = kind = "recv_object"
     family: ClassVar[Family] = "p2p"

@@ -108,7 +108,7 @@ class Core(Posting):
         self._ended, self.failures = False, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
         self.over: Promise = Promise(self.driver)
-        """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
+        """The promise that is set once the communicator was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
         self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up

@@ -44,7 +44,7 @@ class Wait(NamedTuple):
 
 
 class Inquiry:
-    """Asks for one communicator what the others are doing, and answers when this rank is asked."""
+    """The inquiries of one communicator about the others, and its answers when this rank is asked."""
 
     def __init__(self, comm: Core, notes: Notes) -> None:
         self._comm = comm

@@ -49,7 +49,7 @@ _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
 class PostMortem:
-    """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
+    """The post mortem of one lost communicator, whose works wait until it has found out why a deadline has passed."""
 
     def __init__(self, comm: Core, board: Board, failure: Failure) -> None:
         """Begin to count the time, from when it was lost.

@@ -28,7 +28,10 @@ def asked_for() -> bool:
 
 
 class Forgotten:
-    """Warns of a work that has ended well, and that nobody has asked for; separate, for a work may be in a cycle."""
+    """The warning of a work that has ended well, and that no code has asked for.
+
+    It is an object of its own, for a work may be in a cycle.
+    """
 
     __slots__ = ("armed", "place", "what")
 

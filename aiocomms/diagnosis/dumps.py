@@ -1,4 +1,4 @@
-"""Writes flight recorders to files: when a communicator is lost, on a signal, and when asked.
+"""The files of flight recorders: they are written when a communicator is lost, on a signal, and when asked.
 
 A file is JSON lines: a header, then the ops. It is its owner's alone (0600), never replaces or follows anything, holds
 no contents of tensors, and there are few of them. What goes wrong is said once in the log and is no op's business.

@@ -1,4 +1,4 @@
-"""Lets the user's own programs see what the communicators of this process are doing now: for ``aiocomms top``.
+"""The live view, for ``aiocomms top``: the user's own programs see what communicators of this process are doing now.
 
 While a communicator is open, a thread sleeps in ``accept`` on an abstract unix socket. Who connects is told what every
 flight recorder knows, whatever the event loop is doing, if the kernel says that it is the same user; nothing that it
@@ -43,9 +43,9 @@ class Sight(msgspec.Struct):
     """The activity of one communicator on one rank."""
 
     header: Header
-    """Its reason is why the communicator is lost; empty: it is not."""
+    """The header, whose reason is why the communicator is lost; empty: it is not."""
     meeting: str
-    """Tells it from others of the same name: it is the same on all of its ranks."""
+    """The key that tells it from others of the same name: it is the same on all of its ranks."""
     pending: list[Item]
     """The oldest few."""
     statistics: Statistics

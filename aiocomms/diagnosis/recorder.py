@@ -167,9 +167,9 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
-"""Reads the numbers that an op of each type has, if it has any."""
+"""The readers of the numbers that an op of each type has, if it has any."""
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
-"""Reads these numbers and the size of the tensor that an op of each type is about, if there is one."""
+"""The readers of these numbers and of the size of the tensor that an op of each type is about, if there is one."""
 
 
 def _learn(cls: type[Op]) -> None:

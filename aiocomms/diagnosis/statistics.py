@@ -40,7 +40,7 @@ class Statistics(msgspec.Struct, frozen=True):
     name: str
     """The communicator's, as it was before any reconfiguration."""
     generation: int
-    """1, and one more with each reconfiguration."""
+    """The number of the communicator: 1, and one more with each reconfiguration."""
     transports: Mapping[str, str]
     """The name of the transport that carries each family; as :attr:`Communicator.transports`."""
     issued: int

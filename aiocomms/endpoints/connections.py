@@ -58,7 +58,7 @@ class _Forming:
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.news = Bell(driver)
-        """There is a connection, or nothing is under way any more."""
+        """The bell that rings when there is a connection, or nothing is under way any more."""
         self.answering: anyio.CancelScope | None = None
         """The scope of the last answer."""
 

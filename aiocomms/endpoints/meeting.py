@@ -32,7 +32,7 @@ class EndpointHello(msgspec.Struct, array_like=True):
     """The first words of the endpoint that connects."""
 
     address: bytes
-    """Its own."""
+    """The address of the endpoint that connects."""
     nonce: bytes
 
 

@@ -1,4 +1,4 @@
-"""Listens for other endpoints, on the loop's thread, and lets in who proves to be of the job."""
+"""The reception of other endpoints: it listens on the loop's thread, and lets in those that prove to be of the job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAUSE: Final = 0.05
 
 
 class Reception:
-    """Serves one listener; all that knock are watched as one descriptor. Nobody wakes up where nobody knocks."""
+    """The service of one listener. All connections are watched as one descriptor, and without any nothing wakes up."""
 
     host: str
     port: int

@@ -45,7 +45,7 @@ async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> No
 
 REVOKED = "its owner has revoked the region"
 Close = Callable[..., Coroutine[Any, Any, None]]
-"""Closes an attachment: ``close(attachment, why, timeout)``."""
+"""A function that closes an attachment: ``close(attachment, why, timeout)``."""
 
 
 class Attachment:
@@ -61,7 +61,7 @@ class Attachment:
         self.owner, self.number, self.descriptor = owner, number, descriptor
         self.opened, self.closed = opened, closed
         self.window: Window | None = None
-        """There once it is opened, unless the connection was lost before."""
+        """The window, once it is opened, unless the connection was lost before."""
         self.over = ""
         """The reason why nothing may be started on it any more; empty: it may."""
         self.leaving = False

@@ -16,21 +16,21 @@ LONGEST_WHY: Final = 200
 
 
 class Ask(msgspec.Struct, tag=0, array_like=True):
-    """I want to use your region."""
+    """The question whether the sender may use a region of the receiver."""
 
     question: int
     descriptor: bytes
 
 
 class Refuse(msgspec.Struct, tag=1, array_like=True):
-    """You may not."""
+    """The answer that it may not."""
 
     question: int
     why: str
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """You may: open it, leader."""
+    """The answer that it may, which asks the leader to open the region."""
 
     question: int
     number: int
@@ -45,7 +45,7 @@ class RegionOpening(msgspec.Struct, tag=3, array_like=True):
 
 
 class Leave(msgspec.Struct, tag=4, array_like=True):
-    """Close it, leader."""
+    """The request to the leader that it close a region."""
 
     owner: int
     number: int
@@ -53,7 +53,7 @@ class Leave(msgspec.Struct, tag=4, array_like=True):
 
 
 class Closing(msgspec.Struct, tag=5, array_like=True):
-    """The leader closes it."""
+    """The word of the leader that it closes a region."""
 
     owner: int
     number: int
@@ -61,11 +61,11 @@ class Closing(msgspec.Struct, tag=5, array_like=True):
 
 
 class Bye(msgspec.Struct, tag=6, array_like=True):
-    """This endpoint closes the connection."""
+    """The word of an endpoint that it closes the connection."""
 
 
 class Here(msgspec.Struct, tag=7, array_like=True):
-    """This end is there."""
+    """The word of an end that it is there."""
 
 
 Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | Here

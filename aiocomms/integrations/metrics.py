@@ -101,7 +101,7 @@ class MetricRow(NamedTuple):
 
 
 class Tally:
-    """Counts the ops of one communicator by their kind, by a post-hook, until :meth:`remove`.
+    """The counts of one communicator's ops by their kind, made by a post-hook until :meth:`remove`.
 
     It is written on the loop's thread only, and read on any.
     """

@@ -23,7 +23,7 @@ _SCOPE = "aiocomms"
 
 
 class Tracing(Handle):
-    """Makes a span of each op that is called within a span, when the op has ended; ``remove()`` ends that."""
+    """The spans of ops that are called within a span, each made when the op has ended; ``remove()`` ends that."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)

@@ -45,7 +45,7 @@ class Range:
 
 
 class Recording(Handle):
-    """Makes a range of each op that is called while a profiler runs; :meth:`remove` ends that."""
+    """The ranges of ops that are called while a profiler runs; :meth:`remove` ends that."""
 
     def __init__(self, comm: Traceable) -> None:
         self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.

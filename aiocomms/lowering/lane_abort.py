@@ -205,7 +205,7 @@ class _Sink(_Message):
 
 
 class _Ear(_Message):
-    """Waits for the next word of one rank."""
+    """The receive of the next word of one rank."""
 
     __slots__ = ("_ends",)
 

@@ -31,7 +31,7 @@ GIVEN_UP = 1 << 61
 """The tag under which ranks tell each other of lanes that are given up, on the channel of collectives."""
 _MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
-"""Odd, and how far a lane's tags are apart: lanes whose numbers are close share none of the small ones."""
+"""The distance between a lane's tags, which is odd: lanes whose numbers are close share none of the small ones."""
 
 
 def number_of(key: Key) -> int:
@@ -84,7 +84,7 @@ def within(op: Any, number: int) -> Any:
 
 
 class _LaneRun(Run):
-    """Runs a collective of a lane, once it is its turn."""
+    """The run of a collective of a lane, once it is its turn."""
 
     __slots__ = ("_turn",)
 

@@ -63,7 +63,7 @@ class AloneError(Exception):
 
 
 class Run:
-    """Runs one schedule from step to step."""
+    """The run of one schedule from step to step."""
 
     __slots__ = ("__weakref__", "_comm", "_left", "_only", "_parts", "_posted", "_steps", "_stopped", "_stream", "work")
 
@@ -230,7 +230,7 @@ class Run:
 
 
 class BatchRun(Run):
-    """Runs a batch. It fails only when the transport uses none of its tensors any more."""
+    """The run of a batch. It fails only when the transport uses none of its tensors any more."""
 
     __slots__ = ("_all_posted", "_fault")
 

@@ -89,7 +89,7 @@ def claimed(record: bytes) -> bytes:
 
 
 class Seal:
-    """Signs what a rank tells the others of one communicator, and checks what they tell it.
+    """The seal of a rank: it signs what the rank tells the others of one communicator, and checks what they tell it.
 
     Without a token nothing is signed, and what :meth:`secret` gives can be computed by anybody. Its key is nobody's
     to see: it stands in no text and in no pickle.

@@ -23,7 +23,7 @@ LIMIT: Final = 1 << 20
 
 
 class ControlCodec(Generic[_T]):
-    """Encodes and decodes the control words of one format."""
+    """The encoder and decoder of the control words of one format."""
 
     def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
         """Describe the format.

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 _register_first: Any = getattr(threading, "_register_atexit", None)
-"""Registers what Python calls when it begins to end, before any exit handler; concurrent.futures uses it, too."""
+"""The registry of calls that Python makes when it begins to end, before any exit handler; concurrent.futures uses it.
+"""
 _handlers: Any = atexit
 _calls = contextlib.ExitStack()
 

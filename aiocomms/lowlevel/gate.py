@@ -1,4 +1,4 @@
-"""Connects a rank with every other rank of its communicator, and drops everybody else's connections.
+"""The gate: it connects a rank with every other rank of its communicator, and drops all other connections.
 
 The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
 
@@ -224,7 +224,7 @@ class Entrance:
 
 
 class Gate:
-    """Opens and authenticates the connections of one rank. One thread uses it, and is blocked meanwhile."""
+    """The gate of one rank: it opens and authenticates connections. One thread uses it, and is blocked meanwhile."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Start without connections.

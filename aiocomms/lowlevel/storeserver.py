@@ -91,7 +91,7 @@ class _Line:
 
 
 class StoreServer:
-    """Serves a store to the ranks of a job, on a thread of its own.
+    """The server of a store for the ranks of a job, on a thread of its own.
 
     The port is open while somebody forms a communicator over it. The thread ends when this process has let it go and
     no rank is connected any more: another rank may need the store for longer than this one.

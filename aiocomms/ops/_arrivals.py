@@ -52,7 +52,7 @@ class Received(NamedTuple):
 
 
 class Probe(Op, frozen=True, eq=False):
-    """Wait until a message of rank ``src`` is there for a receive to take; a transport's.
+    """A wait until a message of rank ``src`` is there for a receive to take; a transport's.
 
     It takes nothing. It ends with the :meth:`message`; or, where none is there and none can come, as a receive does.
     """
@@ -72,7 +72,7 @@ class Probe(Op, frozen=True, eq=False):
 
 
 class Take(Recv, frozen=True, eq=False):
-    """Receive a message of rank ``src`` if one is there, which a receive would take; a transport's.
+    """A receive of a message of rank ``src`` if one is there, which a receive would take; a transport's.
 
     It does not wait for one: it ends with the value False then, and with nothing received.
     """
@@ -105,13 +105,13 @@ class _FromAny(_Sourced, Op, frozen=True, eq=False):
 
 
 class ProbeAny(_FromAny, frozen=True, eq=False):
-    """Wait until a message is there that a receive from one of the sources would take."""
+    """A wait until a message is there that a receive from one of the sources would take."""
 
     name = kind = "probe"
 
 
 class RecvMessage(_FromAny, frozen=True, eq=False):
-    """Receive a message of one of the sources, whatever its size, into a new tensor, or one that ``into`` gives."""
+    """A receive of a message of one of the sources, of any size, into a new tensor, or one that ``into`` gives."""
 
     name = kind = "recv_message"
     into: Callable[[Message], Tensor] | None = None
@@ -124,7 +124,7 @@ class RecvMessage(_FromAny, frozen=True, eq=False):
 
 
 class RecvAny(_Sourced, Op, frozen=True, eq=False):
-    """Receive a message of one of the sources into ``tensor``."""
+    """A receive of a message of one of the sources into ``tensor``."""
 
     name = kind = "recv_any"
     family: ClassVar[Family] = "p2p"

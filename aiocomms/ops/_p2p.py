@@ -12,7 +12,7 @@ from aiocomms.ops.checks import CheckedComm
 
 
 class Send(Op, frozen=True, eq=False):
-    """Send ``tensor`` to rank ``dst``.
+    """A send of ``tensor`` to rank ``dst``.
 
     Messages and receives are matched by source, channel and tag; those that match are paired in the order posted.
     """
@@ -37,7 +37,7 @@ class Send(Op, frozen=True, eq=False):
 
 
 class Recv(Op, frozen=True, eq=False):
-    """Receive a message of rank ``src`` into ``tensor``."""
+    """A receive of a message of rank ``src`` into ``tensor``."""
 
     name = kind = "recv"
     family: ClassVar[Family] = "p2p"

@@ -65,7 +65,9 @@ class _OnWindow(_Rma, frozen=True, eq=False):
 
 
 class WindowOpen(_Rma, frozen=True, eq=False):
-    """Open ``tensor`` to the other ranks. Collective. The transport completes the op with its handle of the window.
+    """The opening of ``tensor`` to the other ranks. Collective.
+
+    The transport completes the op with its handle of the window.
 
     ``MapRemoteTensor`` maps the parts of the ranks in the handle's ``mapped``; without that attribute nobody's.
     """
@@ -86,13 +88,13 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
 
 class WindowClose(_OnWindow, frozen=True, eq=False):
-    """Close a window after all ranks' operations on it. Collective."""
+    """The closing of a window after all ranks' operations on it. Collective."""
 
     name = kind = "close_window"
 
 
 class Put(_OnWindow, frozen=True, eq=False):
-    """Write ``tensor`` into rank ``dst``'s part of the window, from element ``offset`` on."""
+    """A write of ``tensor`` into rank ``dst``'s part of the window, from element ``offset`` on."""
 
     name = kind = "put"
     tensor: AsTensor
@@ -120,7 +122,7 @@ class PutSignal(Put, frozen=True, eq=False):
 
 
 class Get(_OnWindow, frozen=True, eq=False):
-    """Read rank ``src``'s part of the window, from element ``offset`` on, into ``tensor``."""
+    """A read of rank ``src``'s part of the window, from element ``offset`` on, into ``tensor``."""
 
     name = kind = "get"
     tensor: AsTensor
@@ -140,7 +142,7 @@ class Get(_OnWindow, frozen=True, eq=False):
 
 
 class FetchAdd(_OnWindow, frozen=True, eq=False):
-    """Add ``value`` atomically to an element of rank ``dst``'s part. The result is the element's value before."""
+    """An atomic addition of ``value`` to an element of rank ``dst``'s part. The result is the value before."""
 
     name = kind = "fetch_add"
     dst: int
@@ -153,7 +155,7 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
 
 
 class CompareSwap(_OnWindow, frozen=True, eq=False):
-    """Write ``value`` atomically if the element equals ``expected``. The result is the element's value before."""
+    """An atomic write of ``value`` if the element equals ``expected``. The result is the element's value before."""
 
     name = kind = "compare_swap"
     dst: int
@@ -167,7 +169,7 @@ class CompareSwap(_OnWindow, frozen=True, eq=False):
 
 
 class Signal(_OnWindow, frozen=True, eq=False):
-    """Tell rank ``dst`` that all puts which this rank has issued to it so far are visible in its memory."""
+    """The word to rank ``dst`` that all puts which this rank has issued to it so far are visible in its memory."""
 
     name = kind = "signal"
     dst: int
@@ -177,7 +179,7 @@ class Signal(_OnWindow, frozen=True, eq=False):
 
 
 class WaitSignal(_OnWindow, frozen=True, eq=False):
-    """Wait for one signal of rank ``src``, and consume it."""
+    """A wait for one signal of rank ``src``, which consumes it."""
 
     name = kind = "wait_signal"
     withdrawable = True
@@ -188,7 +190,7 @@ class WaitSignal(_OnWindow, frozen=True, eq=False):
 
 
 class Flush(_OnWindow, frozen=True, eq=False):
-    """Wait until all puts that this rank has issued so far are visible: at rank ``dst``, or at every rank if None."""
+    """A wait until all puts that this rank has issued so far are visible: at rank ``dst``, or at every rank if None."""
 
     name = kind = "flush"
     dst: int | None = None
@@ -198,7 +200,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """Map rank ``rank``'s part, where ranks share memory. The result is a tensor over that very memory."""
+    """The mapping of rank ``rank``'s part, where ranks share memory. The result is a tensor over that very memory."""
 
     name = kind = "map_remote_tensor"
     rank: int

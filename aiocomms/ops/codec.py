@@ -252,7 +252,7 @@ def _pack_tensor(tensor: Tensor) -> bytearray:
 
 
 class _Decoder:
-    """Decodes one object, and counts how deep the extension types in it are nested."""
+    """The decoder of one object, which counts how deep the extension types in it are nested."""
 
     def __init__(self, landing: Landing | None) -> None:
         self._depth = 0

@@ -12,7 +12,7 @@ from aiocomms.errors import ArgumentError
 
 
 class _PickleSink:
-    """Takes a pickle as it is written, up to a size."""
+    """A file that takes a pickle as it is written, up to a size."""
 
     def __init__(self, limit: int) -> None:
         self.data, self.limit = bytearray(), limit
@@ -31,7 +31,7 @@ class _PickleSink:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each tensor without the memory that it does not show."""
+    """A pickler that leaves out the memory that a tensor does not show."""
 
     def __init__(self, sink: _PickleSink) -> None:
         super().__init__(sink)

@@ -37,7 +37,7 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Sleeps until the earliest deadline of all registered objects, and tells them to act."""
+    """The thread that sleeps until the earliest deadline of all registered objects, and tells them to act."""
 
     wakes_at: float
 

@@ -64,7 +64,7 @@ class _Source:
 
 
 class LoopDriver:
-    """Turns "something happened below" into completed works, for one event loop."""
+    """The driver of one event loop, which turns "something happened below" into completed works."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -242,7 +242,7 @@ class Waiters(msgspec.Struct, eq=False):
     of: object
     """The thing, for messages."""
     on_empty: Callable[[], object] | None = None
-    """Called when the last task has been cancelled."""
+    """The call that is made when the last task has been cancelled."""
     waiting: list[Waiter] = []
     """See :class:`aiocomms.progress.loops.Parkable`."""
 

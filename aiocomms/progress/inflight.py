@@ -230,7 +230,7 @@ class Stands(Protocol):
 
 
 class InFlight:
-    """Keeps works, and with them their tensors, until they are done.
+    """The pending works of one communicator, kept until they are done, and with them their tensors.
 
     Other threads look at them. ``list(dict)`` copies the keys in one call that runs no Python code once it has begun:
     neither another thread nor a finalizer changes the dictionary in between, as it could amid ``list(dict.items())``,

@@ -32,7 +32,7 @@ class Owner(Protocol):
     """The number of works that failed, were given up or withdrawn, by the error's class and the rank that it names."""
 
     worded: Callable[[CommError], CommError]
-    """Puts the error of an op into the words of whoever called it: an endpoint's have no ranks."""
+    """The function that puts the error of an op into its caller's words: an endpoint's have no ranks."""
 
     def settled(self, work: Any, error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
@@ -237,7 +237,7 @@ refuse_as_result(Work)
 
 
 class _Wait(Handed[None]):
-    """Awaits the end of a work, however it went."""
+    """An await of the end of a work, however it went."""
 
     __slots__ = ("_steps", "_work")
 
@@ -255,7 +255,10 @@ class _Wait(Handed[None]):
 
 
 class UnseenError:
-    """Reports the failure of a work that nobody asks; separate, so that works that succeed need no finalizer."""
+    """The report of a failure that no code asks for.
+
+    It is an object of its own, so that works that succeed need no finalizer.
+    """
 
     __slots__ = ("_driver", "error")
 

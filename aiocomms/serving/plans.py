@@ -28,9 +28,9 @@ from aiocomms.progress.work import Work
 from aiocomms.serving.current import CurrentComm
 
 Execute = Callable[[Any], Awaitable[Any]]
-"""Carries out a plan on one rank; what it returns on rank 0 is the plan's result."""
+"""A function that carries out a plan on one rank; its result on rank 0 is the plan's."""
 Recover = Callable[[Communicator], Awaitable[Communicator]]
-"""Takes a lost communicator and returns the one that goes on in its place."""
+"""A function that takes a lost communicator and returns the one that goes on in its place."""
 _LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 

@@ -258,7 +258,7 @@ class Link:
 
 
 class Between:
-    """Stands for one transport of a communicator in its routes; all but what is here is the transport's."""
+    """The stand-in for one transport of a communicator in its routes; all other attributes are the transport's."""
 
     link: Link
 

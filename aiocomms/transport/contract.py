@@ -19,7 +19,7 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""Given to :meth:`Completion.complete` in place of a value: the result is the op's own."""
+"""The argument of :meth:`Completion.complete` in place of a value: the result is the op's own."""
 
 
 class Completion(Protocol):
@@ -147,7 +147,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Transport(ABC):
-    """Carries ops between the ranks of one communicator.
+    """A plug-in that carries ops between the ranks of one communicator.
 
     :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory` are called on any
     thread, everything else on the thread of the loop that opened it.

@@ -74,7 +74,7 @@ class HostState(NamedTuple):
 
 
 class HostProbe:
-    """Measures the state between turns, on all ranks at once, whose operations are done."""
+    """A probe of the state between turns, made on all ranks at once, whose operations are done."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

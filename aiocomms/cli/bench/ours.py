@@ -17,7 +17,7 @@ Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
 
 
 class Contender(Protocol):
-    """One that can be measured: a communicator, or a peer."""
+    """An object that can be measured: a communicator, or a peer."""
 
     blocking: bool
     """True if its calls block, so that there is nothing to await."""

@@ -19,11 +19,11 @@ from aiocomms.cli.bench.arguments import BenchPlan
 from aiocomms.cli.bench.machine import HostState, processors
 
 SCHEMA = 1
-"""Counts up when a field is renamed or goes."""
+"""The version of the JSON document, which counts up when a field is renamed or goes."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One contender, operation and size.
+    """The result of one contender, operation and size.
 
     ``transport`` is the one whose turn it was, ``by`` who was measured: that one, or a peer beside it; ``carrier`` is
     the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked, and
@@ -82,7 +82,7 @@ class Report(msgspec.Struct):
 
 
 class Reporter:
-    """Rank 0's, who prints."""
+    """The reporter on rank 0, which prints."""
 
     def __init__(self, plan: BenchPlan, ranks: int) -> None:
         self.plan = plan

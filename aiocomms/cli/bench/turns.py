@@ -19,7 +19,7 @@ from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5
 _FEWEST, _MOST = 10, 100_000
-"""Iterations beside a heartbeat."""
+"""The fewest and the most iterations beside a heartbeat."""
 
 
 class Entry:

@@ -17,7 +17,7 @@ from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
 _PLAIN = 1000
-"""Columns where nobody looks at it: no line is cut off or folded."""
+"""The columns of an output that is no terminal: no line is cut off or folded."""
 _OLD = 1.0, 10.0
 """Seconds from which an op that is pending is shown as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")

@@ -1,4 +1,4 @@
-"""Finds this user's processes that have communicators, and asks them what these are doing.
+"""The look at this user's processes that have communicators: it finds them, and asks what they are doing.
 
 Each is asked by its :mod:`aiocomms.diagnosis.live` view. What it says is decoded into a closed type, and an error names
 what is wrong.
@@ -62,7 +62,7 @@ class TopFrame(NamedTuple):
 
 
 class Top:
-    """Looks again and again."""
+    """A view that looks again and again."""
 
     def __init__(self, pid: int | None) -> None:
         """Look at one process, or at all of this user's.

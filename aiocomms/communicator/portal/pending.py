@@ -17,7 +17,7 @@ LOOK = 1.0
 """Seconds after which a waiting thread looks again whether anybody is left to ring."""
 
 _still: list[bool] = []
-"""Not empty when the interpreter ends."""
+"""A list that is not empty once the interpreter ends."""
 
 
 def stand_still() -> None:
@@ -33,7 +33,7 @@ class EndBell(Protocol):
 
 
 class _Callback:
-    """Rings by a call."""
+    """A bell that rings by a call."""
 
     __slots__ = ("_call", "waits")
 

@@ -28,7 +28,7 @@ from aiocomms.progress.work import Work
 
 
 class Receive(Pending):
-    """One receive that goes by the queue of its tag; what a thread waits for."""
+    """One receive that goes by the queue of its tag, and for which a thread waits."""
 
     tensor: Tensor
     source: int | None
@@ -76,7 +76,7 @@ class Receive(Pending):
 
 
 class _KeptMessage:
-    """One that has come from a rank; or, where its size was not that of the receive, the error."""
+    """A message that has come from a rank; or, where its size was not that of the receive, the error."""
 
     def __init__(self, source: int, values: Tensor, error: CommError | None) -> None:
         self.source, self._values, self._error = source, values, error

@@ -12,7 +12,7 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 
 
 class Completer:
-    """Calls things on threads of its own, of which it has as many as are busy.
+    """The threads that make calls, of which there are as many as are busy.
 
     They are daemons, and none waits for another: what they call is the program's, and may wait for a work whose future
     is completed by a call that comes later, or for a rank that never comes.

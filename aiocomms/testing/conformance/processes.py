@@ -124,7 +124,7 @@ class _Member:
 
 
 class _Conversation:
-    """Reads the ranks' pipes while they run one check, and passes on the notes that they send each other."""
+    """The reader of the ranks' pipes while they run one check, which passes on the notes that they send each other."""
 
     def __init__(self, members: list[_Member], deadline: float) -> None:
         self._members = members

@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
 
 class Reports(logging.Handler):
-    """Collects the errors that are reported to the loop because no caller could handle them."""
+    """The errors that are reported to the loop because no caller could handle them."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -276,7 +276,7 @@ async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Ca
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_what_only_the_root_needs(comm: Communicator, case: Case) -> None:
-    """Elsewhere it is not looked at, whatever it is; the results are None there, as ever."""
+    """The root's arguments are not looked at on other ranks, whatever they are; the results are None there, as ever."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
         off = comm.rank != root

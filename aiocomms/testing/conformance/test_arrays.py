@@ -202,7 +202,7 @@ async def test_every_dtype_of_numpy(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None:
-    """May be read-only, where it is known that they are."""
+    """Arrays may be read-only where it is known that they are only read."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)
@@ -285,7 +285,7 @@ async def test_streams(comm: Communicator, case: Case, kind: ArrayLibrary) -> No
 @ranks(2)
 @kinds
 async def test_functional_forms(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """Their results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
+    """The results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
     kind.need(comm)
     content = torch.arange(4.0, device=comm.device) + comm.rank
     array = kind.make(content)

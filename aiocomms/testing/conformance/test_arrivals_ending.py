@@ -30,7 +30,7 @@ SHORT = 0.1
 
 
 def waiting(comm: Any, tag: int = 0) -> list[Work[Any]]:
-    """One of each kind, for which no message has come."""
+    """Return one op of each kind, for which no message has come."""
     buffer = torch.zeros(SHAPE, dtype=torch.int32, device=comm.device)
     return [comm.recv_any(buffer, tag=tag), comm.recv_message(tag=tag), comm.probe(tag=tag)]
 
@@ -41,7 +41,7 @@ async def send_when_told(comm: Communicator, case: Case, note: str = "given up")
 
 
 async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> None:
-    """Rank 0's part: later receives get what the others send, of which nothing is lost."""
+    """Do rank 0's part: later receives get what the others send, and nothing is lost."""
     case.tell(note)
     sources = []
     for _ in range(comm.size - 1):

@@ -71,7 +71,7 @@ async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None
 @pytest.mark.memory
 @ranks(2)
 async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
-    """Its hooks are called, its ops fail on both sides; another connection of the same endpoint goes on."""
+    """The hooks of the connection are called, and its ops fail on both sides; another one goes on."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         async with open_endpoint(transport, device, timeout=case.place.deadline) as second:

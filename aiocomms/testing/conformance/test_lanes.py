@@ -56,7 +56,7 @@ async def reduced(comm: Any, value: float, count: int = 3) -> None:
 
 
 def shuffled(case: Case, things: Any, *key: object) -> list[Any]:
-    """Another order on each rank."""
+    """Return another order on each rank."""
     mixed = list(things)
     random.Random(f"{case.seed} {case.rank} {key}").shuffle(mixed)
     return mixed
@@ -142,7 +142,7 @@ async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> Non
 
 @ranks(2, more=(3,))
 async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Case) -> None:
-    """Its own collectives keep their order, wherever those of lanes come between them."""
+    """The communicator's own collectives keep their order, wherever those of lanes come between them."""
     case.need_any_order()
     lanes = [comm.lane(i) for i in shuffled(case, range(6))]
     works: list[tuple[Work[Tensor], int]] = []

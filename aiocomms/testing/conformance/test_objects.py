@@ -73,7 +73,7 @@ async def test_tags_and_order(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case: Case) -> None:
-    """Its tensors belong to the operation until that is done, as those of `send`; the rest is free at once."""
+    """The object's tensors belong to the operation until it is done, as those of `send`; the rest is free at once."""
     case.need("p2p")
     if comm.rank == 0:
         value = {"list": [1, 2], "tensor": torch.ones(300_000)}

@@ -170,7 +170,7 @@ async def test_who_is_missing(comm: Communicator, case: Case) -> None:
 
 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
-    """Wait for rank 1 in vain, some times: the error says what is expected, unless a busy machine answers too late."""
+    """Wait for rank 1 some times, until a deadline: the error says what is expected, unless a busy machine is late."""
     for _ in range(ATTEMPTS):
         error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
         assert "recv(src=1, tag=9)" in error.message

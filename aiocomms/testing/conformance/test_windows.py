@@ -318,7 +318,7 @@ async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> 
 
 @ranks(1, 3)
 async def test_whether_a_window_can_be_mapped(comm: Communicator, case: Case) -> None:
-    """One's own part can, and what is said of any part is so."""
+    """A rank can map its own part, and what is said of any part is so."""
     slot, win = await window(comm, case, torch.int32, 4)
     assert win.mapped(comm.rank)
     for rank in range(comm.size):

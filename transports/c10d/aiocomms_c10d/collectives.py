@@ -60,7 +60,7 @@ class _Barrier(C10dCall):
 
 
 class _Broadcast(C10dCall):
-    """Send the root's bytes to all ranks."""
+    """A broadcast of the root's bytes to all ranks."""
 
     spread = True
 
@@ -80,7 +80,7 @@ class _Broadcast(C10dCall):
 
 
 class _AllReduce(C10dCall):
-    """Reduce all ranks' tensors on all ranks.
+    """A reduction of all ranks' tensors on all ranks.
 
     A small call is reduced by each rank, in rank order. A large call is reduced in place by gloo. Where gloo would get
     it wrong, the ranks do it in two steps, a reduce_scatter and an all_gather.
@@ -112,7 +112,7 @@ class _AllReduce(C10dCall):
 
 
 class _Reduce(_AllReduce):
-    """Work as an all_reduce, but only the root gets the result."""
+    """An all_reduce whose result only the root gets."""
 
     spread = False
 
@@ -137,7 +137,7 @@ class _Reduce(_AllReduce):
 
 
 class _Scan(_AllReduce):
-    """Reduce the tensors of the ranks up to this one, in rank order.
+    """A reduction of the tensors of the ranks up to this one, in rank order.
 
     In a large call each rank does so for one piece of all ranks' tensors, and gives every rank its result.
     """
@@ -158,7 +158,7 @@ class _Scan(_AllReduce):
 
 
 class _SendAllGather(C10dCall):
-    """Send every rank's bytes to all ranks."""
+    """A gathering of every rank's bytes on all ranks."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -182,7 +182,7 @@ class _SendAllGather(C10dCall):
 
 
 class _SendGather(C10dCall):
-    """Send every rank's bytes to the root."""
+    """A gathering of every rank's bytes on the root."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -201,7 +201,7 @@ class _SendGather(C10dCall):
 
 
 class _Scatter(C10dCall):
-    """Send a chunk of the root's bytes to each rank."""
+    """A scattering of the root's bytes, a chunk to each rank."""
 
     def __init__(self, op: ops.Scatter, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -220,7 +220,7 @@ class _Scatter(C10dCall):
 
 
 class _SendAllToAll(C10dCall):
-    """Send a chunk of each rank's bytes to each rank."""
+    """An exchange of each rank's bytes, a chunk to each rank."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -251,7 +251,7 @@ class _SendAllToAll(C10dCall):
 
 
 class _SendReduceScatter(C10dCall):
-    """Send each rank its chunk from all ranks; each rank reduces what it gets, in rank order."""
+    """An exchange in which each rank gets its chunk from all ranks, and reduces what it gets, in rank order."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)

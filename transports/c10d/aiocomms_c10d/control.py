@@ -30,7 +30,7 @@ _UNACKED: Final = 16
 
 
 class ControlConnection:
-    """Sends to and receives from one peer. Frames arrive in the order in which they were sent.
+    """The connection to one peer, for sends and receives. Frames arrive in the order in which they were sent.
 
     gloo reports the end of a receive only to a thread that waits for it, so one thread waits for the next frame. No
     thread waits for the end of a send: if the peer turns out to be gone when gloo takes a send up, gloo loses that send
@@ -53,7 +53,7 @@ class ControlConnection:
         """
         self.peer = peer
         self.flushed = threading.Event()
-        """Set when the peer has received everything that was sent to it, or never will."""
+        """The event that is set when the peer has received everything that was sent to it, or never will."""
         self._group = group
         self._on_frame = on_frame
         self._on_lost = on_lost

@@ -37,7 +37,10 @@ _RIGHT: Final = {
 
 
 class C10dGroup:
-    """Starts collectives. Each call returns a ``torch.distributed.Work``. Data that is only moved travels as bytes."""
+    """The starter of collectives, whose calls each return a ``torch.distributed.Work``.
+
+    Data that is only moved travels as bytes.
+    """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group = group

@@ -53,7 +53,7 @@ _PENDING = object()
 
 
 class PeerMatcher:
-    """Matches the messages from and to one peer. Works are completed on the loop's thread."""
+    """The matcher of messages from and to one peer. Works are completed on the loop's thread."""
 
     def __init__(self, connection: ControlConnection, inbox: Inbox) -> None:
         self._connection = connection

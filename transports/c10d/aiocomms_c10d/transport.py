@@ -39,7 +39,7 @@ _log = logging.getLogger("aiocomms")
 
 
 class C10dTransport(Transport):
-    """Runs over a gloo process group, its own or a user's.
+    """The transport over a gloo process group, its own or a user's.
 
     Point-to-point messages and the agreement on collectives are frames between threads, two of them per peer. Large
     collectives are gloo's own. Only the completion of a rank's works waits for that rank's loop; nothing else does.

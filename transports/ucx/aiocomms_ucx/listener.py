@@ -14,9 +14,9 @@ _log = logging.getLogger("aiocomms")
 
 
 class Listener:
-    """Calls a method whenever an eventfd was written to. It does not keep the method's object alive, and ends with it.
+    """A thread that calls a method whenever an eventfd was written to.
 
-    It sleeps in the kernel meanwhile, and costs nothing.
+    It does not keep the method's object alive, and ends with it. It sleeps in the kernel meanwhile, and costs nothing.
     """
 
     def __init__(self, fd: int, hear: Callable[[], object]) -> None:

@@ -99,7 +99,7 @@ def kept(work: Completion) -> Kept:
 
 
 class SharedEngine:
-    """One rank's engine, and the communicators that share it. What is not marked is called on the loop's thread.
+    """The engine of one rank, and the communicators that share it. What is not marked is called on the loop's thread.
 
     It ends with the last of them, and parts from another rank's engine with the last that both are in.
     """

@@ -171,7 +171,7 @@ class UcxTransport(LaneTransport, Hastened):
         return None
 
     hand_over = post
-    """Post to the engine at once, which a subclass may do later."""
+    """The post to the engine at once, which a subclass may do later."""
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""

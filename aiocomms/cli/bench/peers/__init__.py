@@ -22,7 +22,7 @@ _BASE = "torch_backend"
 
 
 class BenchPeer(Contender, Protocol):
-    """One of them, on this rank."""
+    """One of these libraries, on this rank."""
 
     def missing(self) -> str | None:
         """Return why it cannot be used here; None: it can."""
