@@ -96,7 +96,7 @@ class CommError(Exception):
         return copy
 
     def within(self, op: str, seq: int) -> Self:
-        """Make a copy of this error for the operation of which the one that failed is a part."""
+        """Make a copy of this error for the operation that the failed one is a part of."""
         copy = self.about()
         copy.op, copy.seq = op, seq
         return copy
@@ -135,8 +135,8 @@ class ConcurrentCollectivesError(CommError):
 class LaneAbortedError(CommError):
     """Raised when a rank has given up the operation's lane. The communicator stays usable, and so do its other lanes.
 
-    The key stays given up for as long as the communicator lives: nobody can tell which of the lane's operations a rank
-    has called before it heard of that.
+    The key stays given up for as long as the communicator lives: it cannot be told which of the lane's operations a
+    rank has called before it heard of that.
     """
 
 

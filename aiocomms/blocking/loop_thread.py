@@ -90,7 +90,7 @@ class Use:
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Leave the thread after the body, which closes what uses it: whoever comes second waits for the first.
+        """Leave the thread after the body, which closes what uses it: a second caller waits for the first.
 
         :param door: of what is closed.
         :raises RuntimeError: this is the loop's own thread.

@@ -77,7 +77,7 @@ class Casualties:
         self._stays = _STAYS if rank == 0 else 0
 
     def arrive(self) -> None:
-        """Look who has failed, and say that this rank has not.
+        """Look which ranks have failed, and say that this rank has not.
 
         :raises CommAbortedError: one has.
         """
@@ -94,7 +94,7 @@ class Casualties:
                 self._give_up(rank, told)
 
     def after(self, pause: float) -> None:
-        """Look who has failed since the last look, if a second of pauses has gone by.
+        """Look which ranks have failed since the last look, if a second of pauses has gone by.
 
         :raises CommAbortedError: one has.
         """

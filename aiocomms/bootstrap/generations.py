@@ -38,7 +38,7 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
-"""Seconds after which a rank calls the roll, if nobody has since it came."""
+"""Seconds after which a rank calls the roll, if no rank has since it came."""
 _LEADER: Final = "came/0"
 _SAID: Final = re.compile(
     r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
@@ -50,7 +50,7 @@ class Arrival:
     """One arrival of a rank under a communicator's name. It is used by one thread, which it blocks."""
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal) -> None:
-        """Create an arrival, of which the other ranks know nothing before :meth:`meet`.
+        """Create an arrival. The other ranks know nothing of it before :meth:`meet`.
 
         :param store: a store with the keys of this name alone.
         """
@@ -59,7 +59,7 @@ class Arrival:
         self._size = size
         self._seal = seal
         self.present: set[int] = {rank}
-        """The ranks of which this one knows that they have come."""
+        """The ranks that, as this one knows, have come."""
         self._mine = secrets.token_hex(_LENGTH // 2)
         self._came = f"came/{rank}"
         self._answered = ""
@@ -110,7 +110,7 @@ class Arrival:
     # ----------------------------------------------------------------------------------------------------- rank 0
 
     def _lead(self, roll: _Roll) -> str:
-        """Look who has come; when all have, say so. The meeting's key, or an empty text."""
+        """Look which ranks have come; when all have, say so. Return the meeting's key, or an empty text."""
         where = self._list(self._mine)
         came, here, called = self._store.multi_get([_LEADER, where, roll.KEY])
         if self._seal.verify("came", 0, came) != self._mine.encode():
@@ -227,7 +227,7 @@ class _Roll:
             self._heard, self._heard_at = name, time.monotonic()
 
     def look(self) -> None:
-        """Call the roll, or note who has answered, if it is time for that."""
+        """Call the roll, or note which ranks have answered, if it is time for that."""
         now = time.monotonic()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
@@ -237,7 +237,7 @@ class _Roll:
             self._note()
 
     def _note(self) -> None:
-        """Look who has answered the newest call."""
+        """Look which ranks have answered the newest call."""
         where = f"roll/{self._heard}"
         with contextlib.suppress(ProtocolError):  # There is no list.
             answers = (fetch(self._store, where) or b"") if self._heard else b""

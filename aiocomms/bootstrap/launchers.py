@@ -315,8 +315,8 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one task of a step.
 
     The shells of sbatch and salloc have ``SLURM_JOB_ID`` too. A batch shell even has ``SLURM_PROCID=0`` and the
-    requested ``SLURM_NTASKS``: as a task it would wait for ranks that nobody starts. But a batch shell is no step, and
-    the shell of an interactive allocation is a special step.
+    requested ``SLURM_NTASKS``: as a task it would wait for ranks that are never started. But a batch shell is no step,
+    and the shell of an interactive allocation is a special step.
     """
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
 

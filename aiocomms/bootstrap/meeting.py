@@ -47,7 +47,7 @@ class Meeting:
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, wanted: int | None, seconds: float) -> None:
         """Begin, with so many seconds for everything.
 
-        :param ranks: those that shall meet; None: whoever is left.
+        :param ranks: those that shall meet; None: all that are left.
         :param wanted: the size of the new communicator, if newcomers take the free ranks.
         """
         self._before = before

@@ -41,7 +41,7 @@ class Claims:
 
     @store_errors()
     def newest(self, rank: int) -> str:
-        """Return the last claim to a rank if nobody has answered it, and an empty text otherwise.
+        """Return the last claim to a rank if it has no answer yet, and an empty text otherwise.
 
         :raises StoreLostError: the store is gone.
         """
@@ -90,7 +90,7 @@ async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
 
     :param newcomer: says as which rank of how many, and how long it waits.
     :returns: the rendezvous with them.
-    :raises CommTimeoutError: nobody did.
+    :raises CommTimeoutError: no rank did.
     :raises StoreLostError: the store is gone.
     """
     rank, size, given_up = newcomer.rank, newcomer.size, threading.Event()

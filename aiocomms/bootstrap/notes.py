@@ -79,7 +79,7 @@ class Notes:
         self.places: dict[int, bytes] = {}
         """The places where, as ranks have said, the survivors meet."""
         self.tried: set[str] = set()
-        """The keys of the decisions on a successor that this rank has tried to form in vain."""
+        """The keys of the decisions on a successor that this rank has failed to form."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
         """The call for a question or an answer of another rank. It waits for nothing."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None

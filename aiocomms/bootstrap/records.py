@@ -44,7 +44,7 @@ def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> bytes | 
 
 
 def fetch(store: Store, where: str) -> bytes | None:
-    """Return a record as it is, whoever wrote it, or None if it is not there."""
+    """Return a record as it is, unverified, or None if it is not there."""
     return store.get(where) if store.check([where]) else None
 
 
@@ -60,7 +60,7 @@ def framed(rank: int, record: bytes) -> bytes:
 
 
 def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
-    """Return the records of a list by rank, each rank's in the order in which they came, whoever wrote them.
+    """Return the records of a list by rank, each rank's in the order in which they came, unverified.
 
     :param data: the value of the list.
     :param size: the number of ranks; records of others are left out.
@@ -80,7 +80,7 @@ def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
 
 
 def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> bytes:
-    """Return what a rank says by the newest of its records in a list; one that somebody else wrote is nobody's.
+    """Return what a rank says by the newest of its records in a list. A record of another writer does not count.
 
     :param records: one or more.
     :raises AuthError: the rank has signed none.

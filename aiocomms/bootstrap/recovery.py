@@ -1,7 +1,7 @@
 """The ranks that are left of a communicator, lost or not, agree on who they are, and form a new one.
 
 They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says that it has come, and the lowest
-proposes: the first proposal is the decision, for the store takes no second one. Whoever is not in it is out.
+proposes: the first proposal is the decision, for the store takes no second one. A rank that is not in it is excluded.
 
 A decision that could not be carried out is spent, which the ranks that have tried it say beside it: then all meet at
 the next board, also those that come later, or once more.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _PAUSE: Final = 0.005
 _TURN: Final = 0.5
-"""Seconds after which the next higher rank proposes, if nobody below it has."""
+"""Seconds after which the next higher rank proposes, if no rank below it has."""
 _HERE: Final = b"1"
 _GONE: Final = b"0"
 
@@ -220,13 +220,13 @@ class Recovery:
         came |= {it for it in range(self._old.size) if it not in came and board.told("came", it) == _HERE}
 
     def _all_wait(self, board: Board, came: set[int]) -> bool:
-        """Return whether all that have come are still here; who is not is taken out."""
+        """Return whether all that have come are still here; a rank that is not is taken out."""
         gone = {rank for rank in came if board.told("came", rank) != _HERE}
         came -= gone
         return not gone
 
     def _spent(self, board: Board, decision: Decision) -> bool:
-        """Return whether a decision was tried in vain: by another rank, or by this one, which says so."""
+        """Return whether a decision has failed: on another rank, or on this one, which says so."""
         if decision.key in self._before.notes.tried:
             board.decide("spent", b"1")
             return True

@@ -103,9 +103,9 @@ class StoreRendezvous(Board):
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
     async def leave(self) -> None:
-        """Hold the store no more, which may be another's to let go: nobody meets here again."""
+        """Release the store, which another object may hold as well: no rank meets here again."""
         root = self.root
-        if isinstance(root, JobStore) and root.serves:  # whoever lets go of it last waits for the end of its thread
+        if isinstance(root, JobStore) and root.serves:  # The last reference waits for the end of the store's thread.
             del root
             with anyio.CancelScope(shield=True):
                 await run_in_thread(self._forget, anyhow=True)
@@ -162,8 +162,9 @@ class StoreRendezvous(Board):
     def steps(self, store: Store, key: str, got: dict[int, bytes]) -> Iterator[float]:
         """Append this rank's value to the list of all, count it, and read the list when all are counted.
 
-        Whoever can write to the store can raise the counter, so the list says who is there. Before it is complete only
-        a rank whose time is nearly up reads it: if all did, they would move the square of what they do.
+        A stranger that can write to the store can raise the counter, so the list says which ranks are there. Before it
+        is complete only a rank whose time is nearly up reads it: if all did, they would move the square of what they
+        do.
 
         :param got: gets the values by rank.
         :returns: the seconds to wait before each further step.

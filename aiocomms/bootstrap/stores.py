@@ -91,7 +91,7 @@ def connect_store(
     :returns: a connection of the caller's own.
     :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, loopback or not this
         machine's, in use; or other hosts could reach the store, and the job has no token.
-    :raises StoreLostError: nobody answered there in time.
+    :raises StoreLostError: no server answered there in time.
     :raises AuthError: who answers there has another token.
     :raises ProtocolError: it is a store of another version, or no store of a job at all.
     """

@@ -355,9 +355,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         This one is closed when the new one stands. Until then what is under way on it goes on, if it is not lost.
 
-        :param ranks: who is left, the same on all; None: whoever calls this within a quarter of ``timeout`` seconds.
-        :param size: the new size; who is left keeps its number, and newcomers (``new_comm(join=True)``) fill the gaps.
-            None: they are numbered anew, in the old order.
+        :param ranks: the ranks that are left, the same on all; None: those that call this within a quarter of
+            ``timeout`` seconds.
+        :param size: the new size; a rank that is left keeps its number, and newcomers (``new_comm(join=True)``) fill
+            the gaps. None: they are numbered anew, in the old order.
         :raises CommAbortedError: this rank is excluded: the others go on without it.
         :raises CommTimeoutError: a rank or newcomer did not come in time.
         :raises StoreLostError: the store is gone, and the transport cannot do without it.
@@ -394,7 +395,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
 
 class _Following(Communicator):
-    """A communicator of which some lane was made the current one."""
+    """A communicator with a lane that was made the current one."""
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         lane = current(self._core)

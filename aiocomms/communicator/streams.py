@@ -314,7 +314,7 @@ class ItemStream(Handle, ObjectStream[T]):
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
-        """Send a message whose end nobody awaits. If the send fails, nothing more is sent."""
+        """Send a message whose end is not awaited. If the send fails, nothing more is sent."""
         self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:

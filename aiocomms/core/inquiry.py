@@ -169,8 +169,8 @@ def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, h
     Of several one that closes a circle, or else the oldest that is pending.
 
     :param wait: the time at which all before it have waited.
-    :param asked: between then and when it was ``heard`` the rank has counted its seconds. Nobody is said to have waited
-        who may not have.
+    :param asked: between then and when it was ``heard`` the rank has counted its seconds. A rank that may not have
+        waited is not said to have.
     """
     found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
     if (late := answer.late) is not None:

@@ -1,7 +1,7 @@
 """A communicator that is still open when its event loop ends is closed then, with a warning.
 
 Loops have no hook for their end, but they close the async generators that were begun in them and are left:
-``asyncio.run``, ``asyncio.Runner``, uvloop and trio do, and whoever closes a loop by hand is to call
+``asyncio.run``, ``asyncio.Runner``, uvloop and trio do, and a program that closes a loop by hand is to call
 ``loop.shutdown_asyncgens()`` first. The loop still runs then, so that it is a close like any other.
 """
 

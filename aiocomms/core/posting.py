@@ -220,7 +220,7 @@ class Posting(Counted):
     # ---------------------------------------------------------------------------------- what another thread has posted
 
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
-        """Note that an op is pending; on the thread that has posted it, and before anybody hears of its end."""
+        """Note that an op is pending; on the thread that has posted it, and before its end is told."""
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
         if self._ended or work._state:

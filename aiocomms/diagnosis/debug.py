@@ -67,7 +67,7 @@ class DebugWork(_Started):
         _forgotten: Forgotten | None = None
 
     def watch(self, place: SourceLine) -> None:
-        """Warn if it ends well, and nobody has asked for it when it is collected."""
+        """Warn if it ends well, and no code has asked for it when it is collected."""
         owner = self._owner
         self.place = place
         self._forgotten = Forgotten(f"{self.op.name} on '{self._comm_name()}' (rank {owner.rank})", place)
@@ -112,7 +112,7 @@ for _name in _ASKING:
 
 
 class WatchedWork(DebugWork, StartedWork[T_co]):
-    """A work of debug mode: it knows which line and task have started it, and whether anybody has asked for it."""
+    """A work of debug mode: it knows which line and task have started it, and whether any code has asked for it."""
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None

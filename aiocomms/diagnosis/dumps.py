@@ -56,7 +56,7 @@ on_signal.listen(dump_all)
 
 
 def in_background(call: Callable[[], object]) -> bool:
-    """Do something in a thread that nobody waits for but, for a moment, the interpreter's end.
+    """Do something in a thread for which only the interpreter's end waits, for a moment.
 
     :returns: False: no thread can be had.
     """

@@ -33,7 +33,7 @@ PREFIX: Final = "aiocomms-live"
 SHOWN: Final = 16
 """Pending ops, the oldest ones, that are told of each communicator."""
 PATIENCE: Final = 1.0
-"""Seconds that one who has connected has to take what it is told."""
+"""Seconds in which a program that has connected has to take what it is told."""
 _LATER: Final = 1.0
 """Seconds after which the next one is asked in, where no descriptor was left for it."""
 _log = logging.getLogger("aiocomms")
@@ -161,7 +161,7 @@ class LiveView:
             stopped.release()
 
     def _tell(self, guest: socket.socket, stopping: threading.Event) -> None:
-        """Tell one who has connected what all communicators are doing, a line of JSON for each."""
+        """Tell a program that has connected what all communicators are doing, a line of JSON for each."""
         guest.settimeout(PATIENCE)
         encoder = msgspec.json.Encoder()
         try:

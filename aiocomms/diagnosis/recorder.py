@@ -2,11 +2,11 @@
 
 It is always on, so of an op that ends within its call it keeps the type and the time, one behind the other; the numbers
 only where there are some, and no tensor. To read a tensor's size costs as much as all the rest, so it is kept only of
-ops that did not end within their call. What is pending is known to the communicator anyway, and is described in full
-when somebody asks.
+ops that did not end within their call. The communicator knows its pending ops anyway, and they are described in full on
+request.
 
-What it costs is for the most part cache: 512 ops of which a type and a time are kept fit into the innermost one beside
-what the program works on; four times as many drive each other out, and a tuple for each takes twice as much.
+Its cost is for the most part cache. The types and times of 512 ops fit into the innermost cache beside what the program
+works on. Four times as many drive each other out, and a tuple for each takes twice as much.
 """
 
 from __future__ import annotations

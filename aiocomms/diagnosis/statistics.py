@@ -62,7 +62,7 @@ class Statistics(msgspec.Struct, frozen=True):
     pending_lanes: int
     """Lanes in which something is pending."""
     oldest: float | None
-    """Seconds for which the oldest pending op has been under way that somebody waits for; None: there is none.
+    """Seconds for which the oldest pending op that is waited for has been under way; None: there is none.
 
     The receives that stand ready for what may come, as those of an idle stream, are none."""
     silence: Mapping[int, float]

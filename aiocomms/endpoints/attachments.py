@@ -1,8 +1,8 @@
 """The regions that two endpoints have opened to each other: windows of their communicator, each with one real part.
 
 A window is opened and closed by both, in one order of both. The one of rank 0 decides that order: it calls first, and
-says so; the other one calls what it hears, one after the other. So whoever wants something open or closed asks rank 0.
-What they say goes by notes, for which nobody has anything pending.
+says so; the other one calls what it hears, one after the other. So a rank that wants a region opened or closed asks
+rank 0. They talk by notes, for which no receive is pending.
 """
 
 from __future__ import annotations

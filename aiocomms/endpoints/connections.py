@@ -1,8 +1,8 @@
 """The connections of one endpoint: how each is formed, by whichever of the two asks for it, and what ends it.
 
-Whoever wants one calls: it connects, proves to be of the job, says which endpoint it is, and, once the other one has
-agreed, that it means it. Of two calls that cross, that of the endpoint with the lower number counts, and the other one
-is told so. Both then form a communicator of two over that connection, and close it.
+The endpoint that wants one calls: it connects, proves to be of the job, says which endpoint it is, and, once the other
+one has agreed, that it means it. Of two calls that cross, that of the endpoint with the lower number counts, and the
+other one is told so. Both then form a communicator of two over that connection, and close it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
-"""Seconds in which whoever has connected must say who it is."""
+"""Seconds in which an endpoint that has connected must say who it is."""
 _AT_ONCE: Final = 32
 """Endpoints that form a connection with this one at once, on their own account; others wait."""
 _MOST_GONE: Final = 16

@@ -86,7 +86,7 @@ _DESCRIPTORS = ControlCodec[Descriptor](Descriptor, "it", limit=LONGEST)
 
 
 def new_key() -> bytes:
-    """Return a key that nobody else knows."""
+    """Return a key that no other process knows."""
     return secrets.token_bytes(32)
 
 

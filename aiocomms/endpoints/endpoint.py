@@ -55,7 +55,7 @@ class _Alone:
 class Endpoint(Handle):
     """The point at which others that have its address reach this process; made by :func:`aiocomms.open_endpoint`.
 
-    It belongs to the event loop, thread and process that made it. Nothing wakes up for it while nobody knocks.
+    It belongs to the event loop, thread and process that made it. Nothing wakes up for it while none connects.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Endpoint(Handle):
         :raises ArgumentError: it is no address, is this endpoint's own, or has expired; nothing was sent.
         :raises AuthError: it was not made with this job's token, or who answers there does not have that.
         :raises MismatchError: that endpoint has another transport or device.
-        :raises PeerDiedError: nobody listens there any more.
+        :raises PeerDiedError: no endpoint listens there any more.
         :raises CommTimeoutError: it took too long.
         :raises CommClosedError: this endpoint is closed.
         """
@@ -132,7 +132,7 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> Region:
-        """Open memory of this process to whoever is given its descriptor and is connected with this endpoint.
+        """Open memory of this process to endpoints that are connected with this one and are given its descriptor.
 
         :param tensor: the memory: a contiguous tensor of any shape and dtype. When the region is first opened its
             storage may be moved to memory that processes share, in place, so that it and its views go on being the

@@ -24,7 +24,7 @@ from aiocomms.lowlevel.storeserver import LENGTH
 ENDPOINT: Final = "the endpoint"
 """The name of the endpoint that is called, in place of a rank, in a proof."""
 CALLER: Final = 0
-"""The rank of whoever connects; the other one has 1."""
+"""The rank of the endpoint that connects; the other one has 1."""
 _MOST: Final = 2 * MAX_RECORD
 
 
@@ -127,9 +127,9 @@ class EndpointCall:
         """Make it. Blocks, until :meth:`hang_up` at the latest.
 
         :returns: the connection, and what the endpoint answers.
-        :raises PeerDiedError: nobody listens there.
+        :raises PeerDiedError: no endpoint listens there.
         :raises CommTimeoutError: it does not answer.
-        :raises AuthError: who does has another token.
+        :raises AuthError: the endpoint has another token.
         """
         address, ends = self._address, time.monotonic() + self._seconds
         where = f"the endpoint {address.name} at {address.host}:{address.port}"

@@ -26,7 +26,7 @@ from aiocomms.transport import Capabilities
 
 _BACKLOG: Final = 1024
 _PAUSE: Final = 0.05
-"""Seconds before another look at who knocks, where there is no descriptor to let them in."""
+"""Seconds before another look for connections, where there is no descriptor to accept them."""
 
 
 class Reception:
@@ -90,10 +90,10 @@ class Reception:
         return False
 
     def on_failure(self, error: CommError) -> None:
-        """See :class:`aiocomms.progress.driver.Served`. The driver has reported it; nobody is let in any more."""
+        """See :class:`aiocomms.progress.driver.Served`. The driver has reported it; no endpoint is let in any more."""
 
     def _accept(self) -> bool:
-        """Accept who knocks. False: there is no descriptor for them."""
+        """Accept connections. False: there is no descriptor for them."""
         before = len(self._entrance), self._entrance.dropped
         try:
             proved = self._entrance.accept(self._listener, self._dialogue)

@@ -104,7 +104,7 @@ class Region(Handle):
         return self._revoked
 
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Take it back: what is under way ends, and nobody reads or writes it when this returns. Idempotent.
+        """Take it back: what is under way ends, and no endpoint reads or writes it when this returns. Idempotent.
 
         That holds for the endpoints that are connected. One whose connection was lost before, though its process goes
         on (it was stopped, or its deadlines have passed), may have begun to write by then.

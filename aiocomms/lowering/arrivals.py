@@ -2,7 +2,7 @@
 
 A native probe takes nothing. So what waits for a message of several ranks has a probe with each of them. Whichever of
 these ends, no message is lost: the receive then takes one that is there, or waits on. A receive that names its source
-is the transport's own, and takes its messages before anybody here hears of them.
+is the transport's own, and takes its messages before this module hears of them.
 
 What waits for one tag stands in one queue, in the order of the calls. It has one probe with each rank at a time.
 """
@@ -116,7 +116,7 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and give out its messages for as long as there are some and somebody wants one.
+        """Probe a rank, and give out its messages for as long as there are some and a call wants one.
 
         :param more: see :attr:`aiocomms.ops.Probe.more`.
         """
@@ -191,7 +191,7 @@ class _AnyCall:
     def offer(self, message: ops.Message) -> bool:
         """Tell it of a message.
 
-        :returns: whether it takes it, or tries to: whoever waits behind it must look anew.
+        :returns: whether it takes it, or tries to: the calls that wait behind it must look anew.
         """
         # The message is named by the call's tag, not by its lane's.
         named = message._replace(tag=cast("Any", self.work.op).tag)

@@ -147,7 +147,7 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Go on with a message of a lane that a shortcut has posted, and of which ``part`` will be told the outcome."""
+        """Go on with a message of a lane that a shortcut has posted, whose outcome ``part`` will be told."""
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)

@@ -35,7 +35,7 @@ class _Window:
         """The ranks whose memory this process has: none but this one."""
         self.flat = tensor.view(-1)
         self.signals: Counter[int] = Counter()
-        """The number of signals that nobody has waited for yet, by source."""
+        """The number of signals that have not been waited for yet, by source."""
         self.waiting: defaultdict[int, deque[Completion]] = defaultdict(deque)
         """The waits that no signal has ended yet, by source."""
         self.serving = 0

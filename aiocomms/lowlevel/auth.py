@@ -83,7 +83,7 @@ def same(a: bytes, b: bytes) -> bool:
 
 
 def claimed(record: bytes) -> bytes:
-    """Return what a record of the store says, whoever wrote it, in a version that keeps this shape."""
+    """Return what a record of the store says, unverified, in a version that keeps this shape."""
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
 
@@ -91,8 +91,8 @@ def claimed(record: bytes) -> bytes:
 class Seal:
     """The seal of a rank: it signs what the rank tells the others of one communicator, and checks what they tell it.
 
-    Without a token nothing is signed, and what :meth:`secret` gives can be computed by anybody. Its key is nobody's
-    to see: it stands in no text and in no pickle.
+    Without a token nothing is signed, and what :meth:`secret` gives can be computed by any process. Its key is secret:
+    it stands in no text and in no pickle.
     """
 
     __slots__ = ("_key", "_signs")
@@ -113,7 +113,7 @@ class Seal:
         return child
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that whoever has no token cannot know; the same on all ranks of the communicator."""
+        """32 bytes that a process without the token cannot know; the same on all ranks of the communicator."""
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:
@@ -162,9 +162,9 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """Return a file's beginning, if it is a file of this user's, which nobody else may read or write, and no link."""
+    """Return a file's beginning, if it is a file of this user's, which no other user may read or write, and no link."""
     try:
-        # O_NONBLOCK: opening a pipe that somebody put there must not wait for its other end.
+        # O_NONBLOCK: opening a pipe, if there is one, must not wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror

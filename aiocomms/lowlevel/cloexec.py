@@ -15,7 +15,7 @@ _KINDS: Final = ("socket:", "pipe:", "anon_inode:")
 def closed_on_exec() -> Iterator[None]:
     """Set close-on-exec on the sockets, pipes and epolls that are opened within, once they are.
 
-    Nobody can tell which thread has opened a descriptor. What another one opens meanwhile, to be inherited by number,
+    It cannot be told which thread has opened a descriptor. What another one opens meanwhile, to be inherited by number,
     is taken for the library's; Python gives descriptors to its children in the child, after this.
     """
     before = _inheritable()

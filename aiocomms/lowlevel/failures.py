@@ -88,7 +88,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     peer: int
     """The rank that is to blame; of a timeout, the one whose deadline has passed."""
     late: tuple[int, ...] = ()
-    """The ranks that this one has waited for in vain."""
+    """The ranks that this one has waited for without success."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:

@@ -2,9 +2,9 @@
 
 The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
 
-A connection that has not proved itself in time is dropped. If there are more connections than allowed, one of those is
-dropped that have said nothing yet, the oldest of whoever has most of them: however many one stranger opens, a rank on
-another host keeps its own, and a rank whose first message has come is not among them.
+A connection that has not proved itself in time is dropped. If there are more connections than allowed, one of those
+that have said nothing yet is dropped: the oldest of the source that has most of them. However many one stranger opens,
+a rank on another host keeps its own. A connection whose first message has come is not dropped so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiocomms.lowlevel.handshake import (
 )
 
 PATIENCE: Final = 5.0
-"""Seconds in which whoever connects must prove that it is a rank."""
+"""Seconds in which a process that connects must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
 """Connections that may be unproved at a time, besides one for each rank."""
 AT_ONCE: Final = 16
@@ -57,7 +57,7 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: who has connected, until its first message has come; None: nobody has.
+        :param source: the address that has connected, until its first message has come; None: this rank has connected.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -91,7 +91,7 @@ class HalfOpen:
 
 
 class Entrance:
-    """The connections that are not proved yet: few, for a short time, and nobody's connections crowd out another's."""
+    """The connections that are not proved yet: few, for a short time, and those of one source crowd out no other's."""
 
     dropped: int
 
@@ -252,7 +252,7 @@ class Gate:
 
         :returns: a connection to each rank.
         :raises CommTimeoutError: it took longer. The message names the ranks that are missing.
-        :raises AuthError: whoever answers in a rank's place does not prove to be that rank.
+        :raises AuthError: the process that answers in a rank's place does not prove to be that rank.
         """
         ends = time.monotonic() + seconds
         retry = 0.0

@@ -28,8 +28,8 @@ _LONGEST_PAUSE: Final = 0.05
 class JobStore(Store):
     """A ``torch.distributed.Store`` over the server of this process, or over a connection with another's.
 
-    torch's wrappers of it (``PrefixStore``) do not keep it: whoever uses one keeps this, too. When nobody holds it, it
-    lets go of what it is made of.
+    torch's wrappers of it (``PrefixStore``) do not keep it: code that uses one keeps this, too. When nothing refers to
+    it any more, it releases the server or the connection.
     """
 
     host: str
@@ -69,7 +69,7 @@ class JobStore(Store):
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let ranks in meanwhile that are not connected, if this process serves the store. Behind it nobody listens."""
+        """Let ranks in meanwhile that are not connected, if this process serves the store, and then close the port."""
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 

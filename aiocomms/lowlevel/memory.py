@@ -1,7 +1,8 @@
 """The ledger of memory in use: what ops and windows of this process hold, whichever communicator has them.
 
-Whoever is about to move a tensor's memory asks :func:`in_use` first: another communicator, on another thread, may have
-given its address to the network. Nothing is written down when an op starts; the few that ask look at all that is there.
+Code that is about to move a tensor's memory asks :func:`in_use` first: another communicator, on another thread, may
+have given its address to the network. Nothing is written down when an op starts; the few that ask look at all that is
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from aiocomms.lowlevel.threads import copied
 
 
 class Holder(Protocol):
-    """Something that uses tensors' memory, of which it may have kept the address."""
+    """An object that uses tensors' memory, and may have kept its address."""
 
     def held(self) -> Iterable[Tensor]:
         """Return the tensors whose memory it uses now; on any thread."""

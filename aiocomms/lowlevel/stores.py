@@ -73,9 +73,9 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Connect to a store that another rank serves; blocks.
 
     :param rank: this rank.
-    :raises StoreLostError: nobody serves it there.
-    :raises AuthError: who does has another token.
-    :raises ProtocolError: who does is of another version, or no store of a job at all.
+    :raises StoreLostError: no process serves it there.
+    :raises AuthError: the server has another token.
+    :raises ProtocolError: the server is of another version, or no store of a job at all.
     """
     try:
         return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)

@@ -1,7 +1,8 @@
 """The store of a job, as the process serves it that the ranks meet at: for ranks only, and only while they form.
 
-torch's ``TCPStore`` answers whoever connects, keeps every connection and every value, and listens until it ends. This
-serves one of torch's ``HashStore`` to connections that have proved to be of the job (:mod:`aiocomms.lowlevel.gate`).
+torch's ``TCPStore`` answers every process that connects, keeps every connection and every value, and listens until it
+ends. This serves one of torch's ``HashStore`` to connections that have proved to be of the job
+(:mod:`aiocomms.lowlevel.gate`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SERVER: Final = "the store"
 LENGTH: Final = struct.Struct("!I")
 """The length that precedes each request and answer."""
 OUTAGE: Final = 120
-"""Seconds for which a rank's host may not answer. Nobody takes a rank for dead because of this connection, which is not
+"""Seconds for which a rank's host may not answer. No rank is taken for dead because of this connection, which is not
 made again."""
 LONGEST: Final = 16 * MAX_RECORD
 """Bytes of a request: more than any record takes, and all that a rank may have the server keep at once."""
@@ -46,7 +47,7 @@ LONGEST: Final = 16 * MAX_RECORD
 _RANKS: Final = range(2**20)
 _PIECE: Final = 2**16
 _PAUSE: Final = 0.01
-"""Seconds before another look at who knocks, where there is no descriptor to let them in."""
+"""Seconds before another look for connections, where there is no descriptor to accept them."""
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 1, 4
 _UID_AT: Final = 16 + 4 + 48 + 12  # nlmsghdr, then in inet_diag_msg: states, idiag_sockid, timer and queues
@@ -93,8 +94,8 @@ class _Line:
 class StoreServer:
     """The server of a store for the ranks of a job, on a thread of its own.
 
-    The port is open while somebody forms a communicator over it. The thread ends when this process has let it go and
-    no rank is connected any more: another rank may need the store for longer than this one.
+    The port is open while ranks form a communicator over it. The thread ends when this process has released it and no
+    rank is connected any more: another rank may need the store for longer than this one.
     """
 
     address: tuple[str, int]
@@ -138,7 +139,7 @@ class StoreServer:
         _servers.add(self)
 
     def take(self) -> bool:
-        """Serve one user more, if it still serves anybody."""
+        """Serve one user more, if it still has one."""
         return self._call(self._take)
 
     def let_go(self) -> None:
@@ -198,7 +199,7 @@ class StoreServer:
         if self._listener is None:
             try:
                 self._open(socket.create_server(self.address, family=self.family, backlog=socket.SOMAXCONN))
-            except OSError as error:  # somebody has taken the port since; ranks that are connected still meet
+            except OSError as error:  # Another process has taken the port since; ranks that are connected still meet.
                 _log.warning("the store lets in nobody else at %s: %s", self.address, error)
 
     def _end_to_listen(self) -> None:

@@ -26,8 +26,8 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a daemon thread of its own.
 
     A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
-    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them. Nobody hears what
-    such a thread returns or raises.
+    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them. The outcome of such
+    a thread is dropped.
 
     :param call: takes nothing; what it returns or raises, this returns or raises.
     :param anyhow: where no thread can be started, run it here: it releases something.
@@ -155,7 +155,7 @@ def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
 
 
 def copied(source: Iterable[_T]) -> list[_T]:
-    """Copy a container that another thread, or a finalizer that runs amid the copy, may be changing."""
+    """Copy a container that another thread, or a finalizer that runs during the copy, may be changing."""
     while True:
         try:
             return list(source)

@@ -69,7 +69,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
     The transport completes the op with its handle of the window.
 
-    ``MapRemoteTensor`` maps the parts of the ranks in the handle's ``mapped``; without that attribute nobody's.
+    ``MapRemoteTensor`` maps the parts of the ranks in the handle's ``mapped``; without that attribute none.
     """
 
     name = kind = "new_window"

@@ -1,7 +1,7 @@
 """Values that travel beside an object's encoding, in messages of their own: large tensors, bytes and ASCII strings.
 
 Nothing here copies them. A tensor that is contiguous and on the communicator's device is its own message, and so are
-bytes and strings. What arrives is received straight into a new tensor, bytes or str that nobody else has yet.
+bytes and strings. A message is received straight into a new tensor, bytes or str that no other code has yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_APART = 2**14
 Item = Tensor | bytes | str
 """A value that is a message of its own."""
 
-# Python's own way to make bytes and strings that are filled before anybody sees them.
+# Python's own way to make bytes and strings that are filled before any other code sees them.
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
 _new_bytes.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
@@ -120,7 +120,7 @@ class Landing:
         return fresh
 
     def text(self, nbytes: int) -> str:
-        """Return a new ASCII string, whose characters are to come; nobody may see it before :meth:`settle`.
+        """Return a new ASCII string, whose characters are to come; no other code may see it before :meth:`settle`.
 
         :raises ProtocolError: more is asked for than was announced.
         """

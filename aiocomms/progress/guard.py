@@ -3,7 +3,7 @@
 What a transport raises ends its communicator, and nothing else.
 
 By contract only ``open``, ``split``, ``post`` and ``wait_stream`` may raise. Where another method does, its transport
-is broken: nobody knows what it still does, so its communicator is lost, with an error that names the transport.
+is broken: its further behaviour is unknown, so its communicator is lost, with an error that names the transport.
 
 What a function of the program raises, whatever it is, is that function's failure, unless it ends the task around it.
 """
@@ -51,8 +51,8 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
 def ends_task(error: BaseException) -> bool:
     """Return whether what the program's function raised ends the task around it: the process ends, or it is cancelled.
 
-    A ``CancelledError`` may come from anywhere, as from a future that somebody else has cancelled. So this task's
-    scopes are asked: call it outside of those that are the function's own.
+    A ``CancelledError`` may come from anywhere, as from a future that another task has cancelled. So this task's scopes
+    are asked: call it outside of those that are the function's own.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return True

@@ -28,7 +28,7 @@ class Handed(Generic[T_co]):
         raise NotImplementedError
 
     def _never_awaited(self) -> None:
-        """One who was to await it has gone before it began."""
+        """Note that a task which was to await it has gone before it began."""
         raise NotImplementedError
 
     def send(self, value: Any) -> Any:

@@ -49,7 +49,7 @@ class Hooks(list[Hook]):
             hook._fn(*args)
 
     def call(self, driver: LoopDriver, *args: Any) -> None:
-        """Call the hooks, and leave what a hook raises to the event loop: whoever called here has another op to see to.
+        """Call the hooks, and leave what a hook raises to the event loop: the caller has another op to see to.
 
         The loop reports it, or ends by it: as it does with what a callback of its own raises.
         """

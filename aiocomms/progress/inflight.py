@@ -59,7 +59,7 @@ class StartedWork(Work[T_co]):
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
-        """Have a first waiter woken; on any thread, for whoever ends the work meanwhile sees it, or finds none."""
+        """Have a first waiter woken; any thread, for the one that ends the work meanwhile sees it, or finds none."""
         self._waiters = Waiters(self, self._nobody_waits, [waiter])
 
     def complete(self, value: Any = OP_RESULT) -> None:
@@ -226,14 +226,14 @@ class Stands(Protocol):
     """A part of this library that keeps receives pending, such as a stream: for what may come, whenever that is."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """Yield these receives, who waits for each, and what they are of; on any thread or signal handler."""
+        """Yield these receives, the waiters for each, and what they are of; on any thread or signal handler."""
 
 
 class InFlight:
     """The pending works of one communicator, kept until they are done, and with them their tensors.
 
     Other threads look at them. ``list(dict)`` copies the keys in one call that runs no Python code once it has begun:
-    neither another thread nor a finalizer changes the dictionary in between, as it could amid ``list(dict.items())``,
+    neither another thread nor a finalizer changes the dictionary in between, as it could during ``list(dict.items())``,
     which allocates a tuple for each item.
 
     Timeouts are few, so there is a queue per timeout: each is in the order of its deadlines by itself, and an op costs

@@ -145,7 +145,7 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
             self._callbacks.append(fn)
 
     def forget(self) -> None:
-        """Say that nobody needs to know when it is done, so that debug mode does not take it for a forgotten ``await``.
+        """Say that no code needs to know when it is done: debug mode does not take it for a forgotten ``await``.
 
         If the op fails the event loop is told all the same.
         """

@@ -82,7 +82,7 @@ class Plan:
             self._lane.abort(reason)
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether no rank has called what another may wait for in vain, or in whose place a later op comes.
+        """Return whether no rank has called an op that another rank may never match, or matches by a later one.
 
         :param there: whether that is so on a rank that has ended it; what this rank has called is known.
         """
@@ -108,7 +108,7 @@ class Worker(Handle):
     async def _serve(self) -> None:
         """Carry out plans until there are no more, on one communicator after the other.
 
-        :raises CommError: it was lost, and there is no ``recover``, or nobody drives; or what that raises.
+        :raises CommError: it was lost, and there is no ``recover``, or no rank drives; or what that raises.
         """
         while True:
             failure: CommError | None = None
@@ -168,7 +168,7 @@ class Worker(Handle):
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
-        """Send to ranks. Whoever has left, or is lost, is heard of by the receive from it."""
+        """Send to ranks. A rank that has left, or is lost, is noticed by the receive from it."""
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(_LANE).send_object(message, rank).add_done_callback(Work.exception)

@@ -48,7 +48,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def drive(self, execute: Execute) -> AsyncIterator[Driver]:
         """Give out plans, on rank 0. At the end of the block the plans under way end, and then the workers leave.
 
-        If the block raises, or is cancelled, nobody is told, and nothing waited for: the end of the service does both.
+        If the block raises, or is cancelled, no rank is told, and nothing waited for: the end of the service does both.
 
         :param execute: an async function that carries out a plan here, as ``work`` is given on the other ranks.
         :raises ArgumentError: this is not rank 0.

@@ -15,8 +15,8 @@ from aiocomms.progress.inflight import StartedWork
 class Leftovers:
     """The operations that are pending when a test ends.
 
-    Those are no mistakes that end while the communicators close, as a send may that nobody awaits. A stream waits for
-    messages as long as it is open, and so is passed over.
+    Operations that end while the communicators close are no mistakes, such as a send that is not awaited. A stream
+    waits for messages as long as it is open, and so is passed over.
     """
 
     def __init__(self, world: Sequence[Communicator]) -> None:

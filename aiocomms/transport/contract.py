@@ -91,7 +91,7 @@ class Rendezvous(Protocol):
         """
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that its ranks alone know, if the job has a token; else anybody can compute them."""
+        """32 bytes that its ranks alone know, if the job has a token; else any process can compute them."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """Run a blocking call in a thread of its own, off the loop, within the timeout.
@@ -245,7 +245,7 @@ class Transport(ABC):
     def post(self, op: ops.Op, work: Completion) -> float | None:
         """Start an op whose arguments are checked. Never blocks; completes ``work`` once, now or later.
 
-        The transport keeps ``op``, and with it the tensors, until the wire has let go of them.
+        The transport keeps ``op``, and with it the tensors, until the wire does not use them any more.
 
         Raising a :class:`CommError`: nothing was sent, the error is the caller's, and the communicator goes on; the
         other ranks' next collective is this one's next, too. Raising anything else: the transport is broken. If ``op``
@@ -295,7 +295,7 @@ class Transport(ABC):
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait, if the wire has let go of its buffer.
+        """Withdraw an unmatched receive or wait, if the wire does not use its buffer any more.
 
         Raising: the transport is broken; the op counts as under way.
 
@@ -330,7 +330,7 @@ class Transport(ABC):
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """Return the ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy.
 
-        Raising: the transport is broken. Nobody is named.
+        Raising: the transport is broken. No rank is named.
         """
         return ()
 
@@ -346,7 +346,7 @@ class Transport(ABC):
         """Give a note to another rank, for its :meth:`on_note`; on any thread, and never blocking.
 
         So a rank is asked what it is doing. It should hear that also while its loop is busy, and no thread of it may
-        wake before. Best effort: nobody is told if the rank is gone. Raising: the transport is broken.
+        wake before. Best effort: no error says that the rank is gone. Raising: the transport is broken.
 
         :param note: at most 2 KiB.
         :returns: False: the transport carries no notes, or none any more.
@@ -358,5 +358,7 @@ class Transport(ABC):
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return who is left from :meth:`abort` to :meth:`aclose`, if :meth:`say` reaches; None or raising: nobody."""
+        """Return the ranks that :meth:`say` still reaches after :meth:`abort`, until :meth:`aclose`; None or raising:
+        none.
+        """
         return None

@@ -106,9 +106,9 @@ class Shortcuts(Protocol):
         """Start a plain op on another thread than the loop's, after that thread's earlier ones.
 
         Of one that is pending ``keeper._posted_as`` is set to ``(on, work, look_after, index)`` and ``keeper._kept()``
-        called on that thread, before anybody hears of its end: to keep it, and to have ``look_after(index)`` called on
-        the loop's thread. ``on`` is the target, or the lane that is current there. What that call raises is raised, and
-        the op goes on.
+        called on that thread, before its end is told: to keep it, and to have ``look_after(index)`` called on the
+        loop's thread. ``on`` is the target, or the lane that is current there. What that call raises is raised, and the
+        op goes on.
 
         :param target: the communicator or lane that it was called on.
         :param op: its record, which has been checked.

@@ -43,7 +43,7 @@ class TopGroup(NamedTuple):
     ranks: dict[int, Sight]
 
     def waits(self) -> list[str]:
-        """Return who waits for whom, in words; and whom nobody can see from here."""
+        """Return which ranks wait for which, in words, and those that cannot be seen from here."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
@@ -157,7 +157,7 @@ def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]
 
 
 def _connect(address: str) -> socket.socket | None:
-    """Knock; None: nobody is there any more, or somebody else."""
+    """Connect; None: the process is gone, or another user's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE)

@@ -14,7 +14,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 
 LOOK = 1.0
-"""Seconds after which a waiting thread looks again whether anybody is left to ring."""
+"""Seconds after which a waiting thread looks again whether a bell can still ring."""
 
 _still: list[bool] = []
 """A list that is not empty once the interpreter ends."""
@@ -83,12 +83,12 @@ class Pending(Handle):
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Have ``call()`` called once when it has ended: on the thread that ends it, the loop's, or here and now.
 
-        Any thread. It must neither block nor raise. Who has it called waits, as a thread does that blocks.
+        Any thread. It must neither block nor raise. The caller counts as waiting, as a thread does that blocks.
         """
         self._call_when_over(_Callback(call, waits=True))
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called as :meth:`add_done_callback` does, on behalf of nobody who waits."""
+        """Have ``call()`` called as :meth:`add_done_callback` does, without counting as a wait."""
         self._call_when_over(_Callback(call, waits=False))
 
     def _call_when_over(self, bell: _Callback) -> None:
@@ -128,7 +128,7 @@ class Pending(Handle):
                 break
 
     def _look(self) -> None:
-        """End it here if nobody else will."""
+        """End it here if no other thread will."""
         error = self._door.nobody() or self._overdue()
         if error is not None:
             self._fail(error)

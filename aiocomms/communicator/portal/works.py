@@ -123,7 +123,7 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
 class BlockingWork(Pending, Generic[T_co]):
     """One operation that a thread has called: wait for it, on any thread but the loop's, or leave it alone.
 
-    It completes all the same. If it fails by itself and nobody waits for it, the event loop is told.
+    It completes all the same. If it fails by itself and no thread waits for it, the event loop is told.
     """
 
     __slots__ = (

@@ -46,7 +46,7 @@ _PROBE: Final = 2.0
 _SHORTEST: Final = 0.1
 """Seconds for the last attempt, however late it is."""
 _WITHDRAWAL: Final = 5.0
-"""Seconds for which whoever gives up waits for what is under way: a probe, or an answer of Ray's store."""
+"""Seconds for which a rank that gives up waits for what is under way: a probe, or an answer of Ray's store."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks for what is not there yet."""
 
@@ -210,7 +210,7 @@ class RayMeeting:
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store that a record leads to. None: nobody serves it there any more.
+        """Return the store that a record leads to. None: no rank serves it there any more.
 
         :raises ArgumentError: it is on loopback, of another node.
         :raises StoreLostError: nothing can be said.
@@ -235,7 +235,7 @@ class RayMeeting:
     def _looks(self) -> Iterator[None]:
         """Time to look, again and again, until time is up.
 
-        :raises CommClosedError: nobody waits any more.
+        :raises CommClosedError: no task waits any more.
         """
         pause = _FIRST_PAUSE
         while True:

@@ -33,7 +33,7 @@ from aiocomms.lowlevel.threads import start_awaited
 
 NAME: Final = "AIOCOMMS"
 _RELEASE: Final = 10.0
-"""Seconds in which receivers let go of a region that is revoked."""
+"""Seconds in which receivers release a region that is revoked."""
 
 _log = logging.getLogger("aiocomms")
 
@@ -161,7 +161,7 @@ class RayTransport(_Manager):
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Open the tensors to whoever is given what this returns.
+        """Open the tensors to the processes that are given what this returns.
 
         :raises ValueError: a tensor is not contiguous, or not on the CPU.
         """

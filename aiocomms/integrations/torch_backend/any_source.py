@@ -2,7 +2,8 @@
 
 A message that one of the others has matched in the meantime is kept for the receive that comes next. So while a receive
 from any source is under way, and for as long as a message is kept, receives with its tag go by a queue on the loop. The
-first of the queue, being from any source, would match any message that those behind it might, so nothing waits in vain.
+first of the queue, being from any source, would match any message that those behind it might, so nothing waits without
+need.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[li
 
 
 class _Last(Mode):
-    """The mode below all others, which hears of a call when nobody else has anything to do with it."""
+    """The mode below all others, which hears of a call that none of the others handles."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,16 +22,16 @@ class WorkPart(Protocol):
         """Block until it has, and raise why it failed, or :class:`TimeoutError`."""
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once it has ended, for somebody who waits for that."""
+        """Have ``call()`` called once it has ended, on behalf of a thread that waits."""
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once it has ended, for nobody who waits."""
+        """Have ``call()`` called once it has ended, while no thread waits."""
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
     """Call it when all parts have ended: here and now, or on the thread that ends the last.
 
-    :param waits: whether somebody waits for them by this.
+    :param waits: whether a thread waits for them by this.
     """
     left = [part for part in parts if not part.done()]
     if not left:
@@ -125,4 +125,4 @@ class WorkStep:
 
 
 def _nothing() -> None:
-    """Do nothing: this is called for somebody who waits."""
+    """Do nothing: this is called for a thread that waits."""

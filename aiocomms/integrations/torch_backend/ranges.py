@@ -11,7 +11,7 @@ class WorkRange(profiler.Range):
     """One range: from here until an operation has ended, on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts with the end of the range behind them, before whoever waits goes on."""
+        """Return the started parts with the end of the range behind them, before a thread that waits goes on."""
 
         def end() -> None:
             self.end()

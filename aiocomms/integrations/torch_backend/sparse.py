@@ -56,7 +56,7 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
 
 
 def _gathered(lane: BlockingLane, rows: Tensor, counts: list[int]) -> list[Tensor]:
-    """Each rank's rows, of which there are ``counts``."""
+    """Each rank's rows, whose numbers are ``counts``."""
     into = [rows.new_empty((count, *rows.shape[1:])) for count in counts]
     lane.all_gather_v(into, rows.contiguous()).wait()
     return into

@@ -37,10 +37,11 @@ def raising_as_torch_does() -> Generator[None, None, None]:
 
 
 class GroupWork(CompoundWork):
-    """One call of ``torch.distributed``, of which aiocomms has started one operation or several.
+    """One call of ``torch.distributed``, for which aiocomms has started one operation or several.
 
-    It completes by itself, whoever waits. To wait for it twice, on several threads, or never is fine. What fails is
-    raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
+    It completes by itself, whether or not a thread waits. To wait for it twice, on several threads, or never is fine.
+    What fails is raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error
+    of aiocomms.
     """
 
     _parts: Sequence[WorkPart]
@@ -55,7 +56,7 @@ class GroupWork(CompoundWork):
         """Note what it consists of.
 
         :param outputs: the tensors that are written.
-        :param completer: completes the future, if somebody asks for one.
+        :param completer: completes the future, if one is asked for.
         :param source: says, once it is done, which rank a message came from.
         """
         super().__init__()
@@ -70,7 +71,7 @@ class GroupWork(CompoundWork):
         return cls([part for work in works for part in work._parts], outputs, completer)
 
     def within(self, span: WorkRange) -> Self:
-        """Have a profiler's range end with it; nobody has waited for it yet."""
+        """Have a profiler's range end with it; no thread has waited for it yet."""
         self._parts = span.around(list(self._parts), self._completer)
         return self
 
@@ -123,7 +124,7 @@ class GroupWork(CompoundWork):
     def __await__(self) -> Generator[Any, Any, list[Tensor]]:
         """Suspend the task of asyncio or trio until it is done, and return the tensors that it has written.
 
-        A task that is cancelled leaves it alone: it goes on, as it would without anybody.
+        A task that is cancelled leaves it alone: it goes on, as it would without an awaiter.
         """
         if not self.is_completed():
             loop, over = running_loop(), _Over()

@@ -64,8 +64,8 @@ else:
 class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms, which any thread may use.
 
-    A transfer ends when the bytes are where they are to be, a write's in the other end's memory. Nobody polls for that.
-    If the other end's process dies, what is under way fails with :class:`aiocomms.errors.PeerDiedError`.
+    A transfer ends when the bytes are where they are to be, a write's in the other end's memory. No thread polls for
+    that. If the other end's process dies, what is under way fails with :class:`aiocomms.errors.PeerDiedError`.
     """
 
     def __init__(

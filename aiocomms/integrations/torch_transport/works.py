@@ -16,9 +16,9 @@ from aiocomms.blocking.compound import CompoundWork
 
 
 class TransferWork(CompoundWork):
-    """A read or a write. It ends by itself, whoever waits: for it twice, on several threads, or never.
+    """A read or a write. It ends by itself, whether it is waited for twice, on several threads, or never.
 
-    The deadline of a wait is the patience of who waits; the transfer goes on.
+    The deadline of a wait is the waiting thread's patience; the transfer goes on.
     """
 
     _parts: Sequence[BlockingWork[Any]]

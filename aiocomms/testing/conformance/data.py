@@ -91,7 +91,7 @@ _pools: list[tuple[Tensor, int]] = []
 
 
 def verify() -> None:
-    """Check that nobody has written to the random data, on which what other checks expect depends, too."""
+    """Check that no code has written to the random data, on which what other checks expect depends, too."""
     if any(checksum(pool) != was for pool, was in _pools):
         raise WrongData("random data was changed that an operation, or a check, was given to read only")
 
@@ -132,7 +132,7 @@ def _poison(nbytes: int, device: torch.device) -> Tensor:
 
 
 class Slot:
-    """A tensor inside a larger allocation, whose other bytes nobody may write.
+    """A tensor inside a larger allocation, whose other bytes no code may write.
 
     The tensor holds ``content``, or if that is None a pattern that no result equals.
     """

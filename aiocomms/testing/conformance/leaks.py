@@ -1,4 +1,4 @@
-"""The threads and descriptors of this process, of which what was opened and closed again leaves none behind."""
+"""The threads and descriptors of this process: a check that what was opened and closed again leaves none behind."""
 
 from __future__ import annotations
 

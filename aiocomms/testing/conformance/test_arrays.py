@@ -1,4 +1,4 @@
-"""Arrays in the place of tensors: of NumPy, and of a library that nobody knows but by DLPack."""
+"""Arrays in the place of tensors: of NumPy, and of a library that is known only by DLPack."""
 
 from __future__ import annotations
 

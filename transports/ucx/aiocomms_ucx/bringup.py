@@ -117,7 +117,7 @@ async def shared_engine(
 ) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
     """Connect to the other ranks, with an engine of their own, or with that of an endpoint. Collective.
 
-    Whoever enters it adds a communicator to the engine before leaving it.
+    The caller adds a communicator to the engine before it leaves the context.
 
     :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
     :param memory: UCX's type of that GPU's memory.
@@ -341,9 +341,9 @@ def _wants_tcp() -> bool:
 
 
 async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[EngineHello], bytes]:
-    """Return all ranks' hellos; and a key, new each time, that nobody knows without the job's token.
+    """Return all ranks' hellos; and a key, new each time, that no process knows without the job's token.
 
-    If the job has no token, whoever reads the store can compute the key.
+    If the job has no token, a process that reads the store can compute the key.
     """
     raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + HELLOS.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)

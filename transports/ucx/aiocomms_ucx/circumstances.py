@@ -45,7 +45,7 @@ def hindrances() -> list[str]:
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the cores that this process may use, and no more of them than its cgroups give it time for (``cpu.max``).
 
-    Ranks of one container name the same ones, so that whoever counts them finds the container's share.
+    Ranks of one container name the same ones, so that a count of them gives the container's share.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = float(len(cores))

@@ -144,7 +144,7 @@ class LaneCollectives:
             self._reconsider(lane)
 
     def _tell(self, lane: int, *, again: bool) -> None:
-        """Tell all ranks what this one calls in a lane, once, or again if somebody asks."""
+        """Tell all ranks what this one calls in a lane, once, or again if a rank asks."""
         if again or lane not in self._told:
             work = self._first(lane)
             text = self._told[lane] = _NOTHING if work is None else describe(work.op)

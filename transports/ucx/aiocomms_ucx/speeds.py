@@ -21,9 +21,9 @@ from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 
 _DISTRIBUTION: Final = "aiocomms-ucx"
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
-"""No link is followed, and nobody waits for the writer of a pipe."""
+"""No link is followed, and no call waits for the writer of a pipe."""
 _LONGEST: Final = 4096
-"""Bytes of the file, of which a whole one has some 200; and of what is read of ``/proc/cpuinfo``."""
+"""Bytes of the file, which has some 200 when it is whole; and of what is read of ``/proc/cpuinfo``."""
 _HARDLY_SLOWER: Final = 1.25
 """A part that is read in place needs no rounds of slots, and may still be in the reader's cache: it may take longer."""
 
@@ -122,7 +122,7 @@ def _kept(path: Path) -> Speeds | None:
 
 
 def _keep(path: Path, speeds: Speeds) -> bool:
-    """Write a file, whole or not at all, for nobody but this user. Returns whether that could be done."""
+    """Write a file, whole or not at all, for this user alone. Returns whether that could be done."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=path.parent)
