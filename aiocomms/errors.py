@@ -135,7 +135,7 @@ class ConcurrentCollectivesError(CommError):
 class LaneAbortedError(CommError):
     """Raised when a rank has given up the operation's lane. The communicator stays usable, and so do its other lanes.
 
-    The key stays given up for as long as the communicator lives: it cannot be told which of the lane's operations a
+    The key stays given up for as long as the communicator lives. It cannot be told which of the lane's operations a
     rank has called before it heard of that.
     """
 

@@ -1,1 +1,1 @@
-"""The rooms where a rank is found and transports are chosen: launchers, stores, registry, rendezvous, recovery."""
+"""Bootstrap: ranks find each other and choose transports, by launchers, stores, registry, rendezvous and recovery."""

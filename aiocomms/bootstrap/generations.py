@@ -8,10 +8,10 @@ under such a name was written since, by a process that is, or was, there with it
 2. when the list has a name of every rank, rank 0 signs these names. A rank that finds itself among them has met the
    others.
 
-If rank 0 is gone, the list does no harm, for no rank signs it. A rank that waits for long calls the roll: a rank that
+If rank 0 is gone, the list does no harm, for no rank signs it. A rank that waits for long calls the roll. A rank that
 answers under the name of that call is there, whether or not rank 0 is. The keys of a process that is gone are not taken
 for a rank, and neither are records written without the job's token. Names, lists and the words of rank 0 have this
-shape in every version from 3 on, so that ranks of two versions can say so.
+shape in every version from 3 on. So ranks of two versions can tell each other that they differ.
 """
 
 from __future__ import annotations

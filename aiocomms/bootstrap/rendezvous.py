@@ -163,8 +163,8 @@ class StoreRendezvous(Board):
         """Append this rank's value to the list of all, count it, and read the list when all are counted.
 
         A stranger that can write to the store can raise the counter, so the list says which ranks are there. Before it
-        is complete only a rank whose time is nearly up reads it: if all did, they would move the square of what they
-        do.
+        is complete only a rank whose time is nearly up reads it. If all ranks did, they would move the square of what
+        they do.
 
         :param got: gets the values by rank.
         :returns: the seconds to wait before each further step.

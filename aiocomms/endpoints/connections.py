@@ -1,8 +1,8 @@
 """The connections of one endpoint: how each is formed, by whichever of the two asks for it, and what ends it.
 
-The endpoint that wants one calls: it connects, proves to be of the job, says which endpoint it is, and, once the other
-one has agreed, that it means it. Of two calls that cross, that of the endpoint with the lower number counts, and the
-other one is told so. Both then form a communicator of two over that connection, and close it.
+The endpoint that wants one calls. It connects, proves to be of the job, and says which endpoint it is. Once the other
+one has agreed, it confirms the call. Of two calls that cross, that of the endpoint with the lower number counts, and
+the other one is told so. Both then form a communicator of two over that connection, and close it.
 """
 
 from __future__ import annotations

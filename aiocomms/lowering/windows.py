@@ -224,8 +224,8 @@ class TwoSided(Transport):
             yield farewell
 
         window.closing = work
-        # The count holds until the peers have answered. All that this rank has asked for before is done then, also by a
-        # rank that left its body with an error, and awaits no close of its own.
+        # The count holds until the peers have answered. All that this rank has asked for before is done then. A rank
+        # does it, too, that left its body with an error, and awaits no close of its own.
         window.serving += 1
         self._run(close(), _Service(work.op, window))
 

@@ -1,4 +1,4 @@
-"""The job's token: what proves that a rank belongs to the job, and what a job without one may not do."""
+"""The job's token, which proves that a rank belongs to the job; and the limits of a job without one."""
 
 from __future__ import annotations
 

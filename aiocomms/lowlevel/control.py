@@ -1,4 +1,4 @@
-"""The one way in which ranks encode what they tell each other beside tensors.
+"""Control words: the one encoding of everything that ranks tell each other beside tensors.
 
 A control word is a msgspec record, or one of a union of records. It travels as msgpack, behind the head of its format
 where the ranks have not compared versions before. What comes from another rank is bounded, and checked when it is

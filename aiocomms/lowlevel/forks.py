@@ -1,4 +1,4 @@
-"""Forks: what a child must drop, its parent's connections, and keep, the objects of libraries whose threads it lacks.
+"""Forks: a child drops its parent's connections, and keeps the objects of libraries whose threads it lacks.
 
 A connection ends when the last process that has it closes it: a child that kept its parent's would keep the other ranks
 from noticing that the parent has died.

@@ -2,9 +2,9 @@
 
 The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
 
-A connection that has not proved itself in time is dropped. If there are more connections than allowed, one of those
-that have said nothing yet is dropped: the oldest of the source that has most of them. However many one stranger opens,
-a rank on another host keeps its own. A connection whose first message has come is not dropped so.
+A connection that has not proved itself in time is dropped. If there are more connections than allowed, one that has
+said nothing yet is dropped. It is the oldest of the source that has most of these. However many one stranger opens, a
+rank on another host keeps its own. A connection whose first message has come is not dropped so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The store of a job, as its ranks use it: the process that serves it directly, the others over a proved connection."""
+"""A rank's view of the job's store: direct in the process that serves it, over a proved connection elsewhere."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class JobStore(Store):
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let ranks in meanwhile that are not connected, if this process serves the store, and then close the port."""
+        """Let further ranks in meanwhile, if this process serves the store; the last such call closes the port."""
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 

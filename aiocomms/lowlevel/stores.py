@@ -1,4 +1,4 @@
-"""``torch.distributed`` stores: one's own, and what their errors mean. All but :func:`admitting` blocks."""
+"""``torch.distributed`` stores: serve one, reach one, and turn their errors into ours. All but :func:`admitting` blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of a job, as the process serves it that the ranks meet at: for ranks only, and only while they form.
+"""The server of a job's store, for ranks only, and open only while they form communicators.
 
 torch's ``TCPStore`` answers every process that connects, keeps every connection and every value, and listens until it
 ends. This serves one of torch's ``HashStore`` to connections that have proved to be of the job
@@ -95,7 +95,7 @@ class StoreServer:
     """The server of a store for the ranks of a job, on a thread of its own.
 
     The port is open while ranks form a communicator over it. The thread ends when this process has released it and no
-    rank is connected any more: another rank may need the store for longer than this one.
+    rank is connected any more. Another rank may need the store for longer than this one.
     """
 
     address: tuple[str, int]

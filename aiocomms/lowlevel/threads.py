@@ -1,4 +1,4 @@
-"""Blocking calls off the event loop, and what other threads may be changing."""
+"""Blocking calls off the event loop, and copies of containers that other threads may be changing."""
 
 from __future__ import annotations
 

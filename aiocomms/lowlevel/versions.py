@@ -1,4 +1,4 @@
-"""The beginning of whatever ranks tell each other: what it is, and in which version.
+"""The head of everything that ranks tell each other: the format, and its version.
 
 It is looked at before anything else is decoded. So a rank of another version is told from nonsense, and both versions
 are named, however much the rest differs.

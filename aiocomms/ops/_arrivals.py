@@ -1,4 +1,4 @@
-"""Records of what is matched by whatever comes: probes, and receives from any of several ranks.
+"""Records of ops that are matched by any message that comes: probes, and receives from any of several ranks.
 
 :class:`Probe` and :class:`Take` are what transports carry. The others are made of these, see
 :mod:`aiocomms.lowering.arrivals`.

@@ -1,4 +1,4 @@
-"""Records of the one-sided operations (RMA), and what they share of one window."""
+"""Records of the one-sided operations (RMA), and the state of a window that they share."""
 
 from __future__ import annotations
 

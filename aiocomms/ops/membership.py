@@ -1,4 +1,4 @@
-"""The check of who is to be in a new communicator."""
+"""The check of the ranks that are to be in a new communicator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles of what an object shows, no longer than they may be: the pickle of a view is torch's of its whole storage."""
+"""Pickles of objects, up to a size: a tensor is pickled without the memory that it does not show."""
 
 from __future__ import annotations
 

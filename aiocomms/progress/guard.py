@@ -1,4 +1,4 @@
-"""The guards around what is not this library's: transports, and async functions of the program.
+"""The guards around code that is not this library's: transports, and async functions of the program.
 
 What a transport raises ends its communicator, and nothing else.
 

@@ -1,4 +1,4 @@
-"""The class ``CurrentComm``: what the layers of a model hold in place of a communicator."""
+"""The class ``CurrentComm``, which the layers of a model hold in place of a communicator."""
 
 from __future__ import annotations
 

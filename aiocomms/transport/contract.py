@@ -358,7 +358,8 @@ class Transport(ABC):
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return the ranks that :meth:`say` still reaches after :meth:`abort`, until :meth:`aclose`; None or raising:
-        none.
+        """Return the side channel, from :meth:`abort` to :meth:`aclose`, if :meth:`say` still reaches ranks.
+
+        None or raising: there is none.
         """
         return None

@@ -1,4 +1,4 @@
-"""The tensors of one operation of one size, what is in them, and what must be in them afterwards."""
+"""The tensors of one operation of one size: their contents, and the contents expected afterwards."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class TopFrame(NamedTuple):
 
     groups: list[TopGroup]
     notes: list[str]
-    """The parts that could not be seen, and why."""
+    """The processes that could not be seen, and why."""
     rates: dict[RankPlace, float]
     """Ops that were called in a second, since the frame before."""
 

@@ -2,9 +2,9 @@
 
 Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS), under the name
 and a number of its own. The others look for such records. When all have said in the store that they are there, rank 0
-takes its record away, and only then lets them go on: so a rank that looks for the next meeting of that name never finds
+takes its record away, and only then lets them go on. So a rank that looks for the next meeting of that name never finds
 the last one's. The record of a rank 0 that was killed stays until the next rank 0 comes. Meanwhile another process may
-listen there: so the number is in the store, too, and a rank that does not find it there goes on looking.
+listen there. So the number is in the store, too, and a rank that does not find it there goes on looking.
 """
 
 from __future__ import annotations

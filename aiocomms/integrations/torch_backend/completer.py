@@ -1,4 +1,4 @@
-"""Threads that call what is to be done when works have ended."""
+"""Threads that make the calls which follow the ends of works."""
 
 from __future__ import annotations
 

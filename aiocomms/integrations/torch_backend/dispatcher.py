@@ -6,7 +6,7 @@ call of plain tensors, is the group's own.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-# Of torch's modes, whose methods have no types.
+# The methods of torch's modes have no types.
 
 from __future__ import annotations
 

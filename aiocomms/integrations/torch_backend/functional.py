@@ -1,7 +1,7 @@
-"""The functional collective of torch that passes a group of Python by."""
+"""The functional collective of torch that bypasses a group that is written in Python."""
 
 # mypy: disable-error-code="no-untyped-call"
-# Of torch's library of kernels, whose methods have no types.
+# The methods of torch's library of kernels have no types.
 
 from __future__ import annotations
 

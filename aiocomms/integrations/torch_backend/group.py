@@ -1,7 +1,7 @@
 """A process group of ``torch.distributed`` whose operations are those of a communicator."""
 
 # mypy: disable-error-code="override"
-# Of whose methods torch's stubs have overloads that it never calls here.
+# The stubs of torch have overloads of these methods that torch never calls here.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is registered with a transport, views of it, and what the other end is told of it. All in bytes."""
+"""Memory that is registered with a transport, views of it, and its descriptors for the other end. All in bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Authentication for gloo: its records in the store are signed, and each of its connections proves the job's key.
 
 gloo itself authenticates no peer. It also keeps listening when every rank is connected, and keeps a descriptor for each
-process that connects; so its listening socket is told to drop all new connections.
+process that connects. So its listening socket is told to drop all new connections.
 """
 
 from __future__ import annotations

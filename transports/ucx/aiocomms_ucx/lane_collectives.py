@@ -1,4 +1,4 @@
-"""The collectives of a communicator's lanes: the engine carries them, and here is what becomes of each."""
+"""The collectives of a communicator's lanes, which the engine carries, and the end of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that waits for what other ranks say to this one's core, for the loop may be busy when they do."""
+"""A thread that waits for other ranks' notes to this one's core, for the loop may be busy when they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speeds of copies by this host's processor and kernel: measured when its first engine starts, and then kept."""
+"""Speeds of copies by this host's processor and kernel: measured at its first engine's start, kept for the user."""
 
 from __future__ import annotations
 
