@@ -1,4 +1,4 @@
-"""``torch.distributed`` stores: serve one, reach one, and turn their errors into ours. All but :func:`admitting` blocks."""
+"""``torch.distributed`` stores: serve one, reach one, turn their errors into ours. All but :func:`admitting` blocks."""
 
 from __future__ import annotations
 
