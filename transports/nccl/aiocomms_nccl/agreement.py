@@ -1,8 +1,8 @@
-"""Agreement: whether the other ranks call the same collectives, and whether they close, abort or die.
+"""The ranks' agreement: they compare the collectives that they call, and notice ranks that close, abort or die.
 
-NCCL waits for ever for a rank that calls another collective. A collective that is quick costs nothing here: its
-description is kept as it is, for a while. A collective that has waited for some milliseconds is described to the other
-ranks, which compare the description with their own; all that were called until then go in one frame to each rank.
+NCCL waits for ever for a rank that calls another collective. A quick collective costs no frame: this rank only keeps
+its description, for a while. A collective that has waited for some milliseconds is described to the other ranks, which
+compare the description with their own. One frame to each rank describes all collectives that were called until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocomms_nccl.matching import Matcher
 
 _NONE: Final = -1
 _KEPT: Final = 32
-"""How many of its last calls a rank remembers."""
+"""The number of its last calls that a rank remembers."""
 TELL_AFTER: Final = 0.005
 """Seconds for which a collective waits before the others are told of it: most are over by then, and cost no frame."""
 _TEXT: Final = 1000
@@ -30,12 +30,12 @@ _TEXT: Final = 1000
 
 
 class LaneFrames(Protocol):
-    """What acts on what the other ranks say of lanes."""
+    """The handler of the other ranks' frames about lanes."""
 
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
         """Act on a frame about lanes.
 
-        :raises ProtocolError: it makes no sense.
+        :raises ProtocolError: the frame makes no sense.
         """
 
     def leave(self, rank: int) -> None:
@@ -43,7 +43,7 @@ class LaneFrames(Protocol):
 
 
 class NcclAgreement:
-    """What this rank knows of the other ranks, and the collectives that are under way with them."""
+    """This rank's knowledge of the other ranks, and the collectives that are under way with them."""
 
     def __init__(
         self, control: Control, rank: int, detects_mismatch: bool, fail: Callable[[CommError], object]
@@ -56,7 +56,7 @@ class NcclAgreement:
         self.matcher: Matcher
         """The matcher, to which messages' frames are passed. The transport sets it before the first frame comes."""
         self.lanes: LaneFrames
-        """What acts on frames about lanes. The transport sets it before the first frame comes."""
+        """The handler of frames about lanes. The transport sets it before the first frame comes."""
         self.pending: dict[int, Completion] = {}
         """The collectives that are not done, by number."""
         self._control = control
@@ -68,7 +68,7 @@ class NcclAgreement:
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had called
         self._disputed = _NONE  # the number of the collective in which ranks disagree
         self._owed: set[int] = set()  # the ranks that wait to hear what this one has called
-        self._waits = 0  # how many this rank had called when the reminder was set
+        self._waits = 0  # the number of own calls when the reminder was set
 
     # ----------------------------------------------------------------------------------------- this rank's own part
 
@@ -102,7 +102,7 @@ class NcclAgreement:
             work.complete()
 
     def number_of(self, work: Completion) -> int | None:
-        """Return the number of a collective that is not done; None if the work is no such thing."""
+        """Return the number of a collective that is not done; None if the work is of no such collective."""
         return next((index for index, other in self.pending.items() if other is work), None)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
@@ -161,7 +161,7 @@ class NcclAgreement:
             self._tell_due()
 
     def _tell_due(self) -> None:
-        """Tell all ranks if a collective has waited since the reminder was set, else those that have told this one."""
+        """Tell all ranks if a collective has waited since the reminder was set, else only those that told this one."""
         owed, self._owed = self._owed, set()
         first = next(iter(self.pending), self._waits)
         for peer in self._control.peers if first < self._waits else owed:
@@ -239,16 +239,16 @@ class OwnCall(msgspec.Struct):
     gives: list[int]
     """Bytes that this rank sends to each rank, if these may differ from rank to rank; else empty."""
     takes: list[int]
-    """Bytes that this rank receives from each rank, likewise."""
+    """Bytes that this rank receives from each rank, under the same condition."""
 
     def text(self) -> str:
-        """Return what the other ranks are told of it."""
+        """Return the description for the other ranks."""
         name, *rest = self.signature
         return f"{name}({', '.join(map(str, rest))})"[:_TEXT]
 
 
 def own_call(op: Any, size: int) -> OwnCall:
-    """Return what is to be compared of a collective that this rank calls, of so many ranks."""
+    """Return the description of a collective that this rank calls, among ``size`` ranks."""
     if op.kind != ops.AllToAll.kind:
         return OwnCall(op.signature(), [], [])
     return OwnCall(op.signature(), [t.nbytes for t in op.ins(size)], [t.nbytes for t in op.outs(size)])
@@ -259,13 +259,13 @@ class _CallLog:
 
     def __init__(self, rank: int, peers: Sequence[int]) -> None:
         self.calls = 0
-        """How many collectives this rank has called."""
+        """The number of collectives that this rank has called."""
         self._rank = rank
         self._size = len(peers) + 1
-        self._heard = dict.fromkeys(peers, 0)  # how many collectives each rank has called, as far as this rank knows
-        self._told = dict.fromkeys(peers, 0)  # how many of its own calls this rank has told each rank
+        self._heard = dict.fromkeys(peers, 0)  # each rank's number of calls, as far as this rank knows
+        self._told = dict.fromkeys(peers, 0)  # the number of own calls that each rank was told of
         self._mine: dict[int, OwnCall] = {}
-        self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # of collectives that this rank has not called yet
+        self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # the others' calls that this rank has not made yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
         """Note that this rank calls a collective.
@@ -283,7 +283,7 @@ class _CallLog:
 
     @property
     def has_news(self) -> bool:
-        """Whether some rank has not been told of the last call."""
+        """True if some rank has not been told of the last call."""
         return any(told < self.calls for told in self._told.values())
 
     def news_for(self, peer: int) -> wire.Calls | None:

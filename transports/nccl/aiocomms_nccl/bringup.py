@@ -33,7 +33,7 @@ _PATIENCE: Final = 2.0
 
 
 class NcclHello(msgspec.Struct, array_like=True):
-    """What each rank tells the others first."""
+    """The first record that each rank sends to the others."""
 
     byte_order: str
     host: str
@@ -42,7 +42,7 @@ class NcclHello(msgspec.Struct, array_like=True):
     """The identifier of the rank's GPU, different from that of every other GPU."""
     nccl: int
     several: bool
-    """Whether the rank lets NCCL put several ranks on one GPU."""
+    """True if the rank lets NCCL put several ranks on one GPU."""
     host_override: str
     """The value of NCCL_HOSTID."""
     token: bytes
@@ -155,7 +155,7 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
 
 
 def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
-    """Return where the others reach this rank. Blocks, where they are on other hosts."""
+    """Return the address at which the others reach this rank. Blocks if some are on other hosts."""
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
     return reachable_address(others, rendezvous.store) if others else LOOPBACK

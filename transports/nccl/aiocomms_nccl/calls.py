@@ -1,4 +1,4 @@
-"""What an op asks of NCCL and CUDA, as numbers: a plan, which a launcher carries out on a communicator's stream."""
+"""Plans: each op as calls of NCCL and CUDA, in numbers. A launcher carries a plan out on a communicator's stream."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 COPY, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = range(8)
-"""What is called; the native launcher has the same numbers. :data:`COPY` is ``cudaMemcpyAsync``."""
+"""The numbers of the functions; the native launcher has the same. :data:`COPY` is ``cudaMemcpyAsync``."""
 NONE: Final = 0
-"""What stands for a number that a call does not have."""
+"""The value in place of a number that a call does not have."""
 
 Call = tuple[int, int, int, int, int, int, int]
-"""What is called, and its source, target, count, dtype, operator, and root or other rank.
+"""One call: the function's number, source, target, count, dtype, operator, and root or other rank.
 
 Source and target are addresses. The count of a copy is one of bytes, any other one of elements of the dtype.
 """
@@ -28,4 +28,4 @@ class CallPlan(NamedTuple):
     before: Sequence[Kernel] = ()
     after: Sequence[Kernel] = ()
     kept: Sequence[Tensor] = ()
-    """The temporary memory that it uses. It is kept until the op is done."""
+    """The temporary memory that the plan uses. It is kept until the op is done."""

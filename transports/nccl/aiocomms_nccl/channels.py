@@ -1,9 +1,10 @@
 """The channels of lanes: a few NCCL communicators of all ranks, each with a stream of its own, so that lanes overlap.
 
-They are formed when the log has its first entry: all ranks have called that, and wait for it. A lane is always carried
-by the same channel, which its number tells. So its collectives run one after the other, and no rank has to say which.
-All are launched in the order of the log, whatever their channel. CUDA may have one wait for another, because it has
-fewer queues than there are streams; then it is the later one on all ranks.
+The ranks form the channels when the log has its first entry: all ranks have called that collective, and wait for it.
+The number of a lane selects its channel, always the same one. So the collectives of a lane run one after the other, and
+no rank has to name the channel. All collectives are launched in the order of the log, whatever their channel. CUDA has
+fewer queues than there are streams, and may make one collective wait for another. In the one order of the log, the
+later collective waits on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.direction import AT_ONCE, Forming
 
 CHANNELS: Final = 4
-"""How many lanes may have a kernel on the GPU at once. Each costs what a communicator of NCCL costs in GPU memory."""
+"""The number of lanes that may have a kernel on the GPU at once. Each costs the GPU memory of a NCCL communicator."""
 
 
 class PostedInLane:
@@ -35,15 +36,15 @@ class PostedInLane:
         self.work = work
         self.plan = plan
         self.after = after
-        """The point of the caller's stream for which it waits."""
+        """The point of the caller's stream for which the collective waits."""
         self.end: Any = None
-        """Its end, for streams to wait for, once it is launched."""
+        """The end of the collective, for streams to wait for, once it is launched."""
         self.error: CommError | None = None
-        """What it ends with, if its lane was given up."""
+        """The error with which the collective ends, if its lane was given up."""
 
 
 class LaneChannel:
-    """One channel, formed."""
+    """One channel that is formed."""
 
     __slots__ = ("comm_stream", "under_way")
 
@@ -53,7 +54,7 @@ class LaneChannel:
 
 
 class ChannelsOwner(Forming, Protocol):
-    """What the channels need of their transport."""
+    """The interface through which the channels use their transport."""
 
     @property
     def rank(self) -> int:
@@ -61,7 +62,7 @@ class ChannelsOwner(Forming, Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
 
 class LaneChannels:
@@ -73,7 +74,7 @@ class LaneChannels:
         :param ended: called with each collective that the GPU has done.
         """
         self.begun = False
-        """Whether this rank has begun to form them."""
+        """True once this rank has begun to form the channels."""
         self._owner = owner
         self._ended = ended
         self._channels: list[LaneChannel] = []
@@ -82,7 +83,7 @@ class LaneChannels:
     def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
         """Return the communicators that are formed. Any thread may call this.
 
-        :param busy: only those which have something under way.
+        :param busy: return only those with collectives under way.
         """
         return [it.comm_stream for it in list(self._channels) if it.under_way or not busy]
 
@@ -92,7 +93,7 @@ class LaneChannels:
         self._flush()
 
     def clear(self) -> None:
-        """Let go of what was not launched, at the end."""
+        """Drop the collectives that were not launched, at the end."""
         self._ordered.clear()
 
     def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
@@ -120,7 +121,7 @@ class LaneChannels:
         self._flush()
 
     def _flush(self) -> None:
-        """Launch what CUDA has room for, in the order of the log: it blocks whoever enqueues more."""
+        """Launch collectives in the order of the log, while CUDA has room: it blocks a thread that enqueues more."""
         channels, ordered, launcher = self._channels, self._ordered, self._owner.launcher
         while channels and ordered:
             posted = ordered[0]
@@ -136,6 +137,6 @@ class LaneChannels:
 
     def _finish(self, channel: LaneChannel, posted: PostedInLane) -> None:
         channel.under_way -= 1
-        if not self._owner.aborted:  # else the event may have fired because NCCL has stopped
+        if not self._owner.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._ended(posted)
             self._flush()

@@ -1,4 +1,4 @@
-"""What each collective is made of: calls of NCCL, which are enqueued on one stream."""
+"""The plan of each collective, and :class:`CommStream`, which calls NCCL for a plan on one stream."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CAPTURED: Final = (
     "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
     "await aiocomms.cuda.recorded()"
 )
-"""What the work of a captured op says."""
+"""The text of the error with which the work of a captured op ends."""
 NOTHING: Final = CallPlan([])
 """The plan of an op with nothing to do."""
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """Return the error of an op that needs memory of the GPU beside its tensors, and gets none."""
+    """Return the error of an op that needs GPU memory beside its tensors, and gets none."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
@@ -68,7 +68,7 @@ class CommStream:
         self.stream: Stream = cuda.stream(-1 if high else 0)
         self.handle = self.stream.cuda_stream
         self.line: Any = None
-        """What a launcher knows it by."""
+        """The key by which a launcher knows this communicator."""
         self._given = scratch[:1].data_ptr()
         self._got = scratch[1:].data_ptr()
         self._scratch = scratch
@@ -77,15 +77,15 @@ class CommStream:
         """Makes the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """Return the same for another communicator of this rank, with a stream of its own."""
+        """Return a stream for another communicator of this rank, with the same options."""
         return CommStream(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
 
     # ------------------------------------------------------------------------------------------------- carrying out
 
     def carry_out(self, plan: CallPlan) -> None:
-        """Enqueue all of a plan on the stream, from this thread."""
+        """Enqueue a plan on the stream: call NCCL, CUDA's copy and torch's kernels on this thread."""
         if len(plan.calls) == 1 and plan.calls[0][0] != COPY and not plan.before and not plan.after:
-            self._call(*plan.calls[0])  # as most
+            self._call(*plan.calls[0])  # most plans are a single call
             return
         for kernel in plan.before:
             self.cuda.enqueue(self.stream, kernel)
@@ -128,7 +128,7 @@ class CommStream:
             comm.recv(recv, count, dtype, peer, stream)
 
     def warm(self, sends: bool | None = None) -> None:
-        """Open all of NCCL's connections. Blocks, off the loop. NCCL would else do it in its first calls and block.
+        """Open all of NCCL's connections. Blocks, off the loop. Otherwise NCCL's first calls would block.
 
         :param sends: on one end of a direction, whether it is the sender's end; None: every rank sends to every rank.
         """
@@ -148,7 +148,7 @@ class CommStream:
     # ----------------------------------------------------------------------------------------------- parts of plans
 
     def copies(self, out: Tensor, source: Tensor) -> list[Call]:
-        """Return the copy from one tensor to another, if there is something to copy."""
+        """Return the call that copies one tensor to another; none if there is nothing to copy."""
         given, taken, nbytes = source.data_ptr(), out.data_ptr(), out.nbytes
         return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
 
@@ -165,7 +165,7 @@ class CommStream:
     def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Kernel]]:
         """Return the tensors that NCCL reads, and the kernels that write them.
 
-        They are the ones given; or their products, in temporary memory of the stream.
+        The tensors are those given, or their products with the factor, in temporary memory of the stream.
 
         :raises torch.OutOfMemoryError: there is no memory. Nothing was enqueued.
         """
@@ -181,9 +181,9 @@ def reducing(
 ) -> CallPlan:
     """Return the plan of a reduction, which turns NCCL's result into the operator's result.
 
-    :param given: what NCCL reads.
-    :param before: the kernels that write it; empty if it is the caller's.
-    :param out: where the result is; None: on another rank.
+    :param given: the tensors that NCCL reads.
+    :param before: the kernels that write these tensors; empty if the tensors are the caller's.
+    :param out: the tensor of the result; None if the result is on another rank.
     """
     if not how.scaled and not how.odd:
         return CallPlan(calls)
@@ -215,7 +215,7 @@ def barrier(cs: CommStream, op: ops.Op) -> CallPlan:
 
 
 def broadcast(cs: CommStream, op: ops.Broadcast) -> CallPlan:
-    """Plan the native one, of bytes."""
+    """Plan NCCL's broadcast, of bytes."""
     pointer = op.tensor.data_ptr()
     if not op.tensor.nbytes:
         return NOTHING
@@ -223,7 +223,7 @@ def broadcast(cs: CommStream, op: ops.Broadcast) -> CallPlan:
 
 
 def all_reduce(cs: CommStream, op: ops.AllReduce) -> CallPlan:
-    """Plan the native one."""
+    """Plan NCCL's all-reduce."""
     tensor = op.tensor
     count = tensor.numel()
     if not count:
@@ -235,7 +235,7 @@ def all_reduce(cs: CommStream, op: ops.AllReduce) -> CallPlan:
 
 
 def reduce(cs: CommStream, op: ops.Reduce) -> CallPlan:
-    """Plan the native one. Only the root passes memory for the result."""
+    """Plan NCCL's reduce. Only the root passes memory for the result."""
     tensor = op.tensor
     if not tensor.numel():
         return NOTHING
@@ -248,7 +248,7 @@ def reduce(cs: CommStream, op: ops.Reduce) -> CallPlan:
 
 
 def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> CallPlan:
-    """Plan the native one, of bytes."""
+    """Plan NCCL's all-gather, of bytes."""
     if not op.input.numel():
         return cs.meeting
     return CallPlan([(ALL_GATHER, op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, NONE, NONE)])
@@ -265,7 +265,7 @@ def all_gather(cs: CommStream, op: ops.AllGather) -> CallPlan:
 
 
 def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> CallPlan:
-    """Plan the native one."""
+    """Plan NCCL's reduce-scatter."""
     out = op.output
     if not out.numel():
         return cs.meeting

@@ -24,24 +24,24 @@ class _Reminder:
     """A descriptor that is readable some time after it was set, once (``timerfd``): transports have no timers."""
 
     def __init__(self) -> None:
-        """Set it to no time.
+        """Make the descriptor, with no time set.
 
         :raises OSError: there is no descriptor left.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
-        self._when = (ctypes.c_long * 4)()  # struct itimerspec, whose first half would have it come again
+        self._when = (ctypes.c_long * 4)()  # struct itimerspec; its first half, the interval, stays 0
         self.fd: int = libc.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
 
     def set(self, seconds: float) -> None:
-        """Be readable after so many seconds, more than 0."""
+        """Make the descriptor readable after ``seconds``, more than 0."""
         self._when[2], self._when[3] = divmod(round(seconds * 1e9), 10**9)
         self._settime(self.fd, 0, self._when, None)
 
     def clear(self) -> None:
-        """Be readable no more, until it is set again."""
+        """Make the descriptor unreadable until :meth:`set` is called again."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 8)
 
@@ -74,7 +74,7 @@ class Control:
         self.fileno = self._epoll.fileno
         self._reminder: _Reminder | None = None
         self.reminds = False
-        """Whether :meth:`remind` was called, and :meth:`reminded` has not returned True since."""
+        """True from :meth:`remind` until :meth:`reminded` returns True."""
         self._due = False
 
     def watch(self, fd: int) -> None:
@@ -82,9 +82,9 @@ class Control:
         self._epoll.register(fd, select.EPOLLIN)
 
     def remind(self, seconds: float) -> None:
-        """Wake the loop after so many seconds, once, and have :meth:`reminded` return True then; 0: on its next turn.
+        """Wake the loop once, after ``seconds`` or on its next turn if 0, and have :meth:`reminded` return True then.
 
-        While it is set, it stays as it is. It is called on the loop's thread.
+        A second call before that changes nothing. The loop's thread calls this.
         """
         if self.reminds:
             return
@@ -102,7 +102,7 @@ class Control:
             self.wake()
 
     def reminded(self) -> bool:
-        """Return whether the time has come; once."""
+        """Return whether the time of :meth:`remind` has come. It returns True once."""
         if not self._due:
             return False
         self._due = self.reminds = False
@@ -114,7 +114,7 @@ class Control:
         return list(self._sockets)
 
     def send(self, peer: int, frame: Frame) -> None:
-        """Send a frame, from any thread, without blocking. It reports no failure: :meth:`poll` notices them too."""
+        """Send a frame, from any thread, without blocking. It reports no failure, for :meth:`poll` does."""
         with self._lock:
             if peer in self._sockets:
                 self._unsent[peer] += pack(frame)
@@ -133,7 +133,7 @@ class Control:
                 if self._reminder is not None and fd == self._reminder.fd:
                     self._reminder.clear()
                     self._due = True
-                continue  # else the waker, or a descriptor of somebody else's
+                continue  # the descriptor is the waker's, or one from watch()
             if events & select.EPOLLOUT:
                 with self._lock:
                     self._push(peer)

@@ -2,7 +2,7 @@
 
 The receiver makes the communicator's id and sends it to the sender, and both join it, each in a thread. NCCL gives up
 neither a join for which the other rank does not come, nor a message that the other rank does not carry. So a rank that
-closes tells the other one how far it has come in each direction, and the other one ends what goes beyond that.
+closes tells the other one how far it has come in each direction, and the other one ends the messages beyond that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from aiocomms_nccl.nccl import Nccl, NcclComm
 _SENDER: Final = 0
 """The sender's rank in a direction's communicator. The receiver's is 1."""
 AT_ONCE: Final = 16
-"""How many messages of a direction, or collectives of a channel, NCCL has at most. CUDA blocks whoever enqueues more
-than it has room for, and two ranks whose loops are blocked, each by its receives, would never come to the sends that
-these wait for."""
+"""The most messages of a direction, or collectives of a channel, that NCCL has at once.
+
+CUDA blocks a thread that enqueues more than it has room for. Two ranks whose loops are blocked, each by its receives,
+would never come to the sends for which the receives wait."""
 
 
 class Forming(Protocol):
-    """What a direction needs of its transport."""
+    """The interface through which a direction uses its transport."""
 
     cuda: Cuda
     library: Nccl
@@ -66,23 +67,23 @@ class Direction:
     def __init__(self, owner: Forming, sends: bool) -> None:
         """Make a direction that is not formed yet: messages wait.
 
-        :param sends: whether this rank is its sender.
+        :param sends: whether this rank is the sender.
         """
         self.comm_stream: CommStream | None = None
         """The communicator, once it is formed and until it is ended."""
         self.begun = False
-        """Whether this rank has begun to form it."""
+        """True once this rank has begun to form the communicator."""
         self.carried = 0
-        """How many messages this rank has launched."""
+        """The number of messages that this rank has launched."""
         self._owner = owner
         self._sends = sends
         self._rank = _SENDER if sends else 1 - _SENDER
         self._waiting: deque[tuple[Posted, int, Any]] = deque()
         self._finished = 0
-        self._most: int | None = None  # how many messages the other rank has carried, if it has closed
+        self._most: int | None = None  # the number of messages that the other rank has carried, if it has closed
         self._error: CommError | None = None
-        self._joining = b""  # the id of the communicator for whose other rank a thread waits
-        self._lock = threading.Lock()  # a thread joins, or it does not because the other rank has closed
+        self._joining = b""  # the id of the communicator that a thread joins now
+        self._lock = threading.Lock()  # orders the start of a join and the close of the other rank
 
     def form(self, unique_id: Callable[[], bytes]) -> None:
         """Join the communicator in a thread, which calls ``unique_id`` first."""
@@ -146,9 +147,9 @@ class Direction:
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
         """End what the other rank, which has closed, does not carry.
 
-        :param carried: how many messages it has given to NCCL.
-        :param begun: whether it has begun to form the direction.
-        :param error: of the messages that it has not.
+        :param carried: the number of messages that the other rank has given to NCCL.
+        :param begun: whether the other rank has begun to form the direction.
+        :param error: the error of the messages that the other rank has not given to NCCL.
         """
         self._most = carried
         with self._lock:
@@ -162,17 +163,17 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """End the communicator once all that the other rank has carried is done, if more waits for that rank."""
+        """End the communicator once all messages that a closed rank has carried are done, if more wait for it."""
         comm_stream = self.comm_stream
         if self._most is not None and comm_stream is not None and self.carried > self._finished >= self._most:
             self.comm_stream = None
             self._owner.end(comm_stream)
 
     def release(self, error: CommError) -> bool:
-        """Let a thread go on that waits for the other rank, which does not come: it is joined in that rank's place.
+        """Release a thread that waits for a rank which does not come: another thread joins in that rank's place.
 
-        NCCL has no other way to end a join. It refuses two ranks that use one GPU, and if it takes them, the thread
-        ends the communicator. Any thread may call this.
+        NCCL has no other way to end a join. It refuses two ranks that use one GPU. If it accepts them, the threads
+        abort the communicator. Any thread may call this.
 
         :returns: whether a thread waits.
         """

@@ -1,4 +1,4 @@
-"""The reductions that NCCL can do, and which of its dtypes and operators stand for torch's.
+"""The reductions that NCCL can do, and the dtypes and operators of NCCL that stand for torch's.
 
 Data that is only moved travels as bytes. A reduction is native where NCCL has the dtype, or another dtype with the same
 arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: its minimum is "and", its
@@ -51,16 +51,16 @@ REDUCTIONS: Final = {
 
 
 class Reduction(NamedTuple):
-    """How NCCL reduces a dtype."""
+    """NCCL's way to reduce a dtype."""
 
     dtype: int
     parts: int
     """The number of NCCL's elements in one of torch's."""
     op: int
     scaled: bool
-    """Whether each rank's contribution is multiplied by the operator's factor first."""
+    """True if each rank's contribution is multiplied by the operator's factor first."""
     odd: bool
-    """Whether the result is the lowest bit of what NCCL calculates."""
+    """True if the result is the lowest bit of NCCL's result."""
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:

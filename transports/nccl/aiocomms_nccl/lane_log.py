@@ -1,8 +1,9 @@
-"""The collectives of lanes on one rank: what it has called, and the log that says what is launched.
+"""The collectives of lanes on one rank: those that it has called, and the log of all ranks that orders their launch.
 
-A rank tells the sequencer, on rank 0, what it calls. The log comes back in frames on the control connection from there,
-and whatever it names all ranks have called. A rank that gives a lane up tells the sequencer so, and hears where the
-lane ends in the log: what is before that runs to its end on all ranks, and nothing behind it is ever launched.
+Each rank tells the sequencer, on rank 0, which collectives it calls. The sequencer sends the log to all ranks in frames
+on the control connections. All ranks have called each collective that the log names. A rank that gives a lane up tells
+the sequencer, which answers where the lane ends in the log. The lane's collectives before that end run to completion
+on all ranks, and none behind it is ever launched.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from aiocomms_nccl.sequencer import Sequencer
 SEQUENCER: Final = 0
 """The rank that makes the log."""
 _TURNS: Final = 8
-"""Turns of the loop in which nothing comes before ranks that wait are told for whom: most never need to know."""
+"""The turns of the loop without frames after which waiting ranks are told for whom they wait: most waits end sooner."""
 
 
 class LaneOwner(ChannelsOwner, Protocol):
-    """What the log needs of its transport."""
+    """The interface through which the log uses its transport."""
 
     control: Control
 
@@ -42,19 +43,19 @@ class LaneOwner(ChannelsOwner, Protocol):
 
 
 class _Lane:
-    """What this rank has called in one lane, and has not ended."""
+    """One lane's collectives that this rank has called and that have not ended."""
 
     __slots__ = ("error", "missing", "ordered", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[PostedInLane] = deque()
-        """What the log has not named, in the order of the calls."""
+        """The collectives that the log has not named, in the order of the calls."""
         self.ordered: list[PostedInLane] = []
-        """What it has."""
+        """The collectives that the log has named."""
         self.error: CommError | None = None
-        """Why it was given up; what waits ends with that, once the sequencer says where the lane ends."""
+        """The error with which the lane was given up. :attr:`waiting` ends with it when the sequencer ends the lane."""
         self.missing: Sequence[int] = ()
-        """The ranks that have not called the first that waits, as far as this rank was told."""
+        """The ranks that have not called the first collective in :attr:`waiting`, as far as this rank was told."""
 
 
 class LaneLog:
@@ -62,15 +63,15 @@ class LaneLog:
 
     def __init__(self, owner: LaneOwner) -> None:
         self._owner = owner
-        self._lanes: dict[int, _Lane] = {}  # those at rest are not known
+        self._lanes: dict[int, _Lane] = {}  # a lane without collectives has no entry
         self._posted: dict[Completion, PostedInLane] = {}
         self._channels = LaneChannels(owner, self._ended)
         self._sequencer = Sequencer(owner.size, self) if owner.rank == SEQUENCER else None
-        self._calls: list[wire.LaneCall] = []  # of which the sequencer is not told yet
-        self._entries: list[int] = []  # of which the other ranks are not told yet, nor are they launched here
-        self._fresh = True  # whether nothing was sent in this turn of the loop
+        self._calls: list[wire.LaneCall] = []  # calls that were not sent to the sequencer yet
+        self._entries: list[int] = []  # entries that were neither sent to the other ranks nor launched here yet
+        self._fresh = True  # True until something is sent in this turn of the loop
         self._vain = 0
-        self._closed = False  # whether the sequencer's rank has closed
+        self._closed = False  # True once the sequencer's rank has closed
 
     def post(self, op: ops.Op, lane: int, work: Completion) -> None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -97,7 +98,7 @@ class LaneLog:
 
     def give_up(self, lane: int, error: CommError) -> None:
         """See :meth:`LaneTransport.give_up_lane`."""
-        self._flush()  # what is in the log is launched, and what this rank has called comes before its word
+        self._flush()  # launches the log's entries, and sends this rank's calls before LaneGivenUp
         found = self._lanes.get(lane)
         if found is None:
             return
@@ -113,7 +114,7 @@ class LaneLog:
             self._end(lane)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed. What needs it fails."""
+        """Note that a rank has closed. Collectives that need the rank fail."""
         if self._sequencer is not None:
             self._sequencer.leave(rank)
         elif rank == SEQUENCER:
@@ -123,14 +124,14 @@ class LaneLog:
                 self._end(lane)
 
     def end_of(self, work: Completion) -> Any:
-        """Return the end of a collective that is launched, for :meth:`Launcher.wait_stream`; else None."""
+        """Return the end of a launched collective, for :meth:`Launcher.wait_stream`; None if it is not launched."""
         posted = self._posted.get(work)
         return None if posted is None else posted.end
 
     def waiting_for(self, work: Completion) -> Sequence[int] | None:
-        """Return the ranks that a collective waits for, or the one before it in its lane. Any thread may call this.
+        """Return the ranks for which a collective, or an earlier one of its lane, waits. Any thread may call this.
 
-        :returns: None: it is of no lane.
+        :returns: the ranks; None if the collective is of no lane.
         """
         posted = self._posted.get(work)
         found = None if posted is None else self._lanes.get(posted.lane)
@@ -143,20 +144,20 @@ class LaneLog:
     def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
         """Return the communicators of the channels. Any thread may call this.
 
-        :param busy: only those which have something under way.
+        :param busy: return only those with collectives under way.
         """
         return self._channels.comm_streams(busy=busy)
 
     def clear(self) -> None:
-        """Let go of everything, at the end."""
+        """Drop everything, at the end."""
         self._lanes.clear()
         self._posted.clear()
         self._channels.clear()
 
-    # ------------------------------------------------------------------------------------------------- what is told
+    # -------------------------------------------------------------------------------------------- frames to other ranks
 
     def _soon(self) -> None:
-        """Send what is to be told: the first of a turn of the loop at once, and the others together in the next."""
+        """Send the first call or entry of a turn of the loop at once, and the others together in the next turn."""
         if self._fresh and (self._calls or self._entries):
             self._fresh = False
             self._flush()
@@ -164,9 +165,9 @@ class LaneLog:
             self._owner.control.wake()
 
     def turn(self, came: bool) -> None:
-        """Send what this turn of the loop has to tell. It is called in every turn, after all frames were handled.
+        """Send the calls and entries of this turn of the loop. It runs in every turn, after all frames were handled.
 
-        :param came: whether there were any.
+        :param came: whether frames came in this turn.
         """
         self._flush()
         self._fresh = True
@@ -178,7 +179,7 @@ class LaneLog:
                 self._tell_news(self._sequencer)
 
     def _flush(self) -> None:
-        """Tell the other ranks what is to be told, and launch what they are told to: the telling takes longer."""
+        """Send calls to the sequencer and entries to all ranks. Then launch the entries: a frame takes longer."""
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
         control = self._owner.control
@@ -193,7 +194,7 @@ class LaneLog:
                 self._launch(lane)
 
     def _tell_news(self, sequencer: Sequencer) -> None:
-        """Tell the ranks that wait for whom they do."""
+        """Tell each waiting rank for which ranks it waits."""
         waits: dict[int, list[tuple[int, list[int]]]] = {}
         for lane, ranks, missing in sequencer.news():
             for rank in ranks:
@@ -202,12 +203,12 @@ class LaneLog:
             for part in wire.lane_waits(told):
                 self._owner.control.send(rank, part)
 
-    # ------------------------------------------------------------------------------------------------- what is heard
+    # -------------------------------------------------------------------------------------------- frames of other ranks
 
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
         """Act on a frame about lanes.
 
-        :raises ProtocolError: it makes no sense.
+        :raises ProtocolError: the frame makes no sense.
         """
         if isinstance(frame, (wire.LaneCalls, wire.LaneGivenUp)):
             if self._sequencer is None:
@@ -221,7 +222,7 @@ class LaneLog:
     def _obey(
         self, frame: wire.LaneEntries | wire.LaneEnd | wire.LaneFault | wire.LaneWaits | wire.FormChannels
     ) -> None:
-        """Do what the sequencer says."""
+        """Act on a frame of the sequencer."""
         if isinstance(frame, wire.LaneEntries):
             for lane in frame.lanes:
                 self._launch(lane)
@@ -241,7 +242,7 @@ class LaneLog:
     def _hear(self, sequencer: Sequencer, peer: int, frame: wire.LaneCalls | wire.LaneGivenUp) -> None:
         if isinstance(frame, wire.LaneGivenUp):
             sequencer.give_up(peer, frame.lane)
-            self._flush()  # what is in the log by now comes before the end
+            self._flush()  # the entries that are in the log by now come before the end
             self._owner.control.send(peer, wire.LaneEnd(frame.lane))
             return
         for call in frame.calls:
@@ -265,13 +266,13 @@ class LaneLog:
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
         """See :meth:`Sequenced.refuse`."""
         if rank == SEQUENCER:
-            self._flush()  # what is in the log is none of it
+            self._flush()  # launches the log's entries: the refused call is none of them
             self._fail(lane, error)
         else:
             self._owner.control.send(rank, wire.LaneFault(lane, Reason.of(error, SEQUENCER)))
 
     def _launch(self, lane: int) -> None:
-        """Launch a lane's next collective, for the log names it."""
+        """Launch a lane's next collective, which the log names."""
         found = self._lanes.get(lane)
         if found is None or not found.waiting:
             raise ProtocolError(f"rank {SEQUENCER} orders a collective of a lane that was not called", peer=SEQUENCER)
@@ -281,10 +282,10 @@ class LaneLog:
         found.missing = ()
         self._channels.add(posted)
 
-    # ------------------------------------------------------------------------------------------------ what has ended
+    # ---------------------------------------------------------------------------------------------- ends of collectives
 
     def _ended(self, posted: PostedInLane) -> None:
-        """End a collective that the GPU has done. Until then, it keeps its tensors."""
+        """End a collective that the GPU has done. Until then the collective keeps its tensors."""
         found = self._lanes[posted.lane]
         found.ordered.remove(posted)
         self._forget(posted, found)
@@ -296,7 +297,7 @@ class LaneLog:
             del self._lanes[posted.lane]
 
     def _end(self, lane: int) -> None:
-        """End what the log will not name any more, in a lane that was given up."""
+        """End the waiting collectives of a lane that was given up: the log will not name them."""
         found = self._lanes.get(lane)
         while found is not None and found.waiting:
             posted = found.waiting.popleft()
@@ -305,7 +306,7 @@ class LaneLog:
             conclude(posted.work, found.error)
 
     def _fail(self, lane: int, error: CommError) -> None:
-        """Fail what was called next in a lane, and so lose the communicator."""
+        """Fail the first waiting collective of a lane, and so lose the communicator."""
         found = self._lanes.get(lane)
         if found is not None and found.waiting and found.error is None:
             conclude(found.waiting[0].work, error)

@@ -1,7 +1,8 @@
-"""The launcher of one transport: it has NCCL called for ops, and tells the loop when they are done.
+"""The interface of launchers, and the reference launcher, which calls NCCL on the loop's thread with CuPy and torch.
 
-There are two. :class:`PythonLauncher` calls NCCL on the loop's thread, with CuPy and torch: it is the reference.
-:class:`aiocomms_nccl.native.NativeLauncher` has a native thread do it. The transport does not know which it has.
+A launcher has NCCL called for the ops of one transport, and tells the loop when the ops are done. There are two:
+:class:`PythonLauncher` here, and :class:`aiocomms_nccl.native.NativeLauncher`, whose native thread calls NCCL. The
+transport does not know which one it has.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.nccl import Nccl
 
 Then = Callable[[], object]
-"""What is called on the loop's thread when an op is done. It has what the op uses: it is kept until then."""
+"""The function that the loop's thread calls when an op is done. It refers to all that the op uses, until the call."""
 
 
 class LauncherOwner(Protocol):
-    """What a launcher needs of its transport."""
+    """The interface through which a launcher uses its transport."""
 
     cuda: Cuda
     library: Nccl
@@ -38,66 +39,67 @@ class LauncherOwner(Protocol):
 
 
 class Launcher(Protocol):
-    """Has NCCL called for the ops of one transport. All is called on the loop's thread but where it says otherwise."""
+    """The interface of launchers. Its methods are called on the loop's thread unless they say otherwise."""
 
     @property
     def parked(self) -> bool:
-        """Whether what is under way takes so long that threads sleep on it."""
+        """True while the ops under way take so long that threads sleep on them."""
 
     spin: int
-    """For how many turns of the loop :meth:`poll` is worth calling; 0: it makes the descriptor readable by itself."""
+    """The turns of the loop for which :meth:`poll` is worth calling; 0 if the launcher itself wakes the loop."""
 
     def __len__(self) -> int:
-        """Return how many ops are under way."""
+        """Return the number of ops under way."""
 
     def adopt(self, cs: CommStream) -> None:
-        """Take a communicator, before its first op."""
+        """Register a communicator, before its first op."""
 
     def mark(self) -> Any:
         """Return a point at the present end of the caller's stream, for one :meth:`launch`."""
 
     def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> Any:
-        """Have a plan carried out, behind all that was launched on this communicator before.
+        """Have a plan carried out, behind all plans that were launched on this communicator before.
 
         A failure of NCCL or CUDA loses the communicator, now or when :meth:`poll` hears of it.
 
-        :param what: what is tried, for errors.
+        :param what: the name of the op, for errors.
         :param after: the point for which the communicator's stream waits.
         :returns: the op's end, for :meth:`wait_stream`; None if the communicator is lost.
         """
 
     def wait_stream(self, end: Any, stream: Any) -> None:
-        """Make a stream wait for an op's end. Waits itself until NCCL was called for the op."""
+        """Make a stream wait for an op's end. Blocks until NCCL was called for the op."""
 
     def settle(self) -> None:
-        """Wait until NCCL was called for all that was launched before: what follows is called by the caller itself."""
+        """Block until NCCL was called for all launched plans, because the caller makes the next calls itself."""
 
     def poll(self) -> bool:
         """Call the functions of the ops that are done. Returns whether there was anything to do."""
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """Have NCCL called no more: for one communicator, or for all. Any thread may call this."""
+        """Have NCCL called no more, for one communicator or for all. Any thread may call this."""
 
     def leave(self, cs: CommStream, patience: float) -> bool:
-        """Wait until nothing of a communicator is to be called, and no call is under way. Runs in a thread.
+        """Wait until a communicator has no call to make and none under way. Runs in a thread.
 
-        :returns: False if that takes longer than so many seconds.
+        :returns: False if that takes longer than ``patience`` seconds.
         """
 
     def quiet(self, cs: CommStream) -> Callable[[], None]:
-        """Return what waits for all that was launched on a communicator so far. It is called in a thread."""
+        """Return a function that waits for all ops launched on a communicator so far. It is called in a thread."""
 
     def drain(self) -> None:
         """Wait until all ops have ended, and drop them. Runs in a thread, at the end."""
 
     def close(self) -> None:
-        """Give up threads and descriptors. Runs in a thread, at the end."""
+        """Release threads and descriptors. Runs in a thread, at the end."""
 
 
 def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
     """Abort or destroy a communicator, once its launcher has left it. Blocks.
 
-    What keeps the launcher in a call of NCCL is the GPU, which only an abort stops: then it is one in any case.
+    A launcher that does not leave in time is held in a call of NCCL by the GPU, which only an abort stops. The
+    communicator is then aborted in any case.
 
     :param patience: the seconds for which the launcher may stay.
     """
@@ -110,13 +112,13 @@ def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -
 
 
 class PythonLauncher:
-    """Calls NCCL on the loop's thread at once. See :class:`Launcher`."""
+    """The launcher that calls NCCL at once, on the loop's thread. See :class:`Launcher`."""
 
     def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
         """Start with no ops.
 
         :param wake: makes the loop call :meth:`poll`; it is called on any thread.
-        :param spin: the number of polls in vain after which threads sleep on events.
+        :param spin: the number of polls without result after which threads sleep on events.
         """
         self.spin = spin
         """See :attr:`Launcher.spin`."""
@@ -145,7 +147,7 @@ class PythonLauncher:
         return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
 
     def carry_out(self, cs: CommStream, what: str, plan: CallPlan, then: Then) -> Event | None:
-        """Carry out a plan, once its stream waits for the caller's."""
+        """Carry out a plan, whose stream waits for the caller's stream already."""
         if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
             return None
         return self._completions.add(cs.stream, functools.partial(_done, then, plan.kept) if plan.kept else then)
@@ -166,7 +168,7 @@ class PythonLauncher:
         return self._completions.poll()
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """See :meth:`Launcher.cut`. The transport sees to it: its lock is held while NCCL is called."""
+        """See :meth:`Launcher.cut`. It does nothing: the transport holds its lock while it calls NCCL."""
 
     def leave(self, cs: CommStream, patience: float) -> bool:
         """See :meth:`Launcher.leave`."""
@@ -188,5 +190,5 @@ class PythonLauncher:
 
 
 def _done(then: Then, kept: object) -> None:
-    """Call ``then``; until that, what is kept is kept."""
+    """Call ``then``. A partial of this function keeps ``kept`` until that call."""
     then()

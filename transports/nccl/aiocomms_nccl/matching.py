@@ -1,4 +1,4 @@
-"""Matching: sends with receives, on the host. NCCL then carries the data.
+"""The matching of sends with receives, on the host. NCCL then carries the data.
 
 NCCL has no tags: its sends and receives match in the order of the calls, wait for ever where sizes differ, and cannot
 be withdrawn. So a sender announces a message on the control connection, the receiver matches it and tells the sender
@@ -29,7 +29,7 @@ Key = tuple[int, int, int]
 
 
 class MatcherOwner(Forming, Protocol):
-    """What the matcher needs of its transport."""
+    """The interface through which the matcher uses its transport."""
 
     control: Control
 
@@ -47,16 +47,16 @@ class Matcher:
         self._unexpected: defaultdict[Key, deque[wire.Announce]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[tuple[int, int], Posted] = {}
-        self._directions: dict[tuple[int, bool], Direction] = {}  # by the other rank, and whether this one sends
+        self._directions: dict[tuple[int, bool], Direction] = {}  # keys: the other rank, and whether this one sends
 
     def comm_streams(self) -> list[CommStream]:
         """Return the communicators of all directions that are formed. Any thread may call this."""
         return [one.comm_stream for one in list(self._directions.values()) if one.comm_stream is not None]
 
     def check_not_captured(self) -> None:
-        """Refuse messages, and what is made of them, while the current stream is being captured.
+        """Refuse messages, and ops made of messages, while the current stream is being captured.
 
-        :raises UnsupportedOperation: it is.
+        :raises UnsupportedOperation: the current stream is being captured.
         """
         if self._owner.cuda.capturing():
             raise UnsupportedOperation(
@@ -104,7 +104,7 @@ class Matcher:
         self._take(key[0], message, posted)
 
     def _probe(self, op: ops.Probe, work: Completion) -> None:
-        """Tell of the oldest message that a receive would take, or keep the probe until one comes."""
+        """Complete a probe with the oldest message that a receive would take, or keep it until a message comes."""
         key = (op.src, op.channel, op.tag)
         if (closed := self._owner.closed_by(op.src)) is not None:
             work.fail(closed)
@@ -141,9 +141,9 @@ class Matcher:
         return True
 
     def release(self, error: CommError) -> bool:
-        """Let threads go on that form directions with ranks which do not come. Any thread may call this.
+        """Release threads that form directions with ranks which do not come. Any thread may call this.
 
-        :returns: whether there are any.
+        :returns: whether there are such threads.
         """
         released = [direction.release(error) for direction in list(self._directions.values())]
         return any(released)
@@ -160,7 +160,7 @@ class Matcher:
     def close_peer(self, peer: int, progress: wire.Progress, error: CommError) -> None:
         """Fail all messages that wait for a rank, because the rank has closed.
 
-        :param progress: how far it has come in its directions with this rank.
+        :param progress: how far the closed rank has come in its directions with this rank.
         """
         if (direction := self._directions.get((peer, False))) is not None:
             direction.close_peer(progress.sent, progress.joined, error)
@@ -235,5 +235,5 @@ class Matcher:
 
 
 def _seen(probe: ops.Probe, message: wire.Announce) -> ops.Message:
-    """Return what a probe ends with that has found a message."""
+    """Return the result of a probe that has found a message."""
     return probe.message(message.nbytes, DTYPE_LIST[message.dtype])

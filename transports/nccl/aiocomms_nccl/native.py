@@ -1,4 +1,4 @@
-"""The launcher in native code: one thread of each device calls NCCL in the loop's place (``aiocomms_launcher``)."""
+"""The launcher in native code (``aiocomms_launcher``): one thread of each device calls NCCL in the loop's place."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import aiocomms_launcher as native
 
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
-"""What is told of an op, with the numbers of the native module.
+"""The outcomes of an op, with the numbers of the native module.
 
-One that was dropped was not called. :data:`ASLEEP` is of no op: threads sleep on what is under way."""
+NCCL was not called for a dropped op. :data:`ASLEEP` concerns no single op: threads sleep on the ops under way."""
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
-"""Microseconds for which the native thread looks for the next op, and at what is under way, before it sleeps."""
+"""Microseconds for which native threads look for the next op, or for the end of one, before they sleep."""
 _DIRECT_SPIN: Final = 1
 _PATIENCE: Final = 1.0
 """Seconds that closing waits for threads which CUDA or NCCL may hold."""
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def load_launcher(cuda: Cuda, library: Nccl) -> None:
-    """Load what :func:`make_launcher` needs, which then does not block. This does."""
+    """Load the native module and its functions, so that :func:`make_launcher` does not block. Blocks itself."""
     found = importlib.util.find_spec(_MODULE)
     if found is not None and found.origin is not None and _MODULE not in sys.modules:
         load_libraries([found.origin])
@@ -91,9 +91,9 @@ def _is_there() -> bool:
 
 
 def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:
-    """Return the launcher of a transport: the native one where it is there.
+    """Return the launcher of a transport: the native one if its module is there.
 
-    :param spin: the number of polls in vain after which threads sleep on what is under way.
+    :param spin: the number of polls without result after which threads sleep on the ops under way.
     """
     if _is_there():
         runtime, nccl = owner.cuda.functions(), owner.library.functions()
@@ -103,19 +103,19 @@ def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher
 
 
 _UnderWay = tuple[str, Then, CommStream]
-"""An op that was handed over, in words, and its communicator. What the op uses lives for as long as this."""
+"""An op that was handed over: its name, its function, and its communicator. It keeps all that the op uses alive."""
 
 
 class NativeLauncher:
-    """Hands ops over to the native thread of the device. See :class:`Launcher`.
+    """The launcher that hands ops over to the native thread of the device. See :class:`Launcher`.
 
-    Ops with kernels of torch are enqueued on the loop's thread, behind all that was handed over before.
+    The loop's thread enqueues ops with kernels of torch, behind all ops that were handed over before.
     """
 
     def __init__(self, owner: LauncherOwner, control: Control, functions: Mapping[str, int]) -> None:
         """Start with no ops.
 
-        :param functions: the addresses of the functions of CUDA's runtime and of NCCL that it calls.
+        :param functions: the addresses of the functions of CUDA's runtime and NCCL that the native thread calls.
         """
         self.parked = False
         """See :attr:`Launcher.parked`."""
@@ -128,7 +128,7 @@ class NativeLauncher:
         self._key, self._native = _shared.acquire(functions, owner.cuda.index)
         self._port = self._native.open()
         self._ops: dict[int, _UnderWay] = {}
-        self._lost: list[_UnderWay] = []  # those that have failed, whose memory may still be in use
+        self._lost: list[_UnderWay] = []  # ops that have failed; their memory may still be in use
         control.watch(self._port.fd)
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class NativeLauncher:
         if plan.before or plan.after:
             self._native.settle_all(self._port)
             self._native.join(cs.handle, after)
-            self._wake()  # the loop looks at it once, and then a thread sleeps on it
+            self._wake()  # the loop polls the op once, and then a thread sleeps on its event
             return self._direct.carry_out(cs, what, plan, then)
         number = self._native.launch(cs.line, after, plan.calls)
         self._ops[number] = (what, then, cs)
@@ -179,7 +179,7 @@ class NativeLauncher:
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
         what, then, _ = op
-        if kind == DONE or (kind == DROPPED and not self._lost):  # of a communicator that was cut, it ends as unmet
+        if kind == DONE or (kind == DROPPED and not self._lost):  # a dropped op of a cut communicator ends as unmet
             then()
         elif kind == NCCL_FAILED:
             self._lost.append(op)

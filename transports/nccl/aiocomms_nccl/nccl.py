@@ -1,4 +1,4 @@
-"""NCCL through CuPy: its calls, and what their errors mean. A thin layer, which can be replaced without a GPU."""
+"""The calls of NCCL through CuPy, and the meaning of their errors: a thin layer, replaceable where there is no GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FUNCTIONS: Final = tuple(
         *("AllGather", "ReduceScatter", "Send", "Recv"),
     )
 )
-"""What a native launcher calls."""
+"""The functions that a native launcher calls."""
 
 _STATUS: Final = {
     1: ("ncclUnhandledCudaError", "a CUDA call within NCCL failed; NCCL_DEBUG=INFO says which"),
@@ -85,7 +85,7 @@ class NcclComm(Protocol):
 
 
 class Nccl(Protocol):
-    """The library."""
+    """The library, as this transport calls it."""
 
     errors: tuple[type[Exception], ...]
     """The exceptions that its calls and those of its communicators raise. :func:`explain` translates them."""
@@ -106,11 +106,11 @@ class Nccl(Protocol):
         """Enqueue the group."""
 
     def functions(self) -> Mapping[str, int] | None:
-        """Return the addresses of the functions that a native launcher calls; None if they are not to be had."""
+        """Return the addresses of the functions that a native launcher calls; None if they are not found."""
 
 
 class CupyNccl:
-    """The real :class:`Nccl`."""
+    """The real :class:`Nccl`, by CuPy."""
 
     def __init__(self) -> None:
         from cupy.cuda import nccl
@@ -156,7 +156,7 @@ def no_cupy() -> str | None:
     load_libraries(path for folder in found.submodule_search_locations or () for path in _parts_of(Path(folder)))
     try:
         from cupy.cuda import driver, nccl
-    except Exception as error:  # which tells in a page what to look for, and the reason at its end
+    except Exception as error:  # CuPy's message is a page of advice with the reason at its end
         return f"CuPy cannot be loaded ({_reason(error)}): reinstall cupy-cuda13x (or -cuda12x), one of them alone"
     if torch.version.cuda is not None:
         ours, theirs = int(torch.version.cuda.partition(".")[0]), int(driver.get_build_version()) // 1000
@@ -181,7 +181,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _parts_of(cupy: Path) -> Iterator[Path]:
-    """Return the native modules that come with CuPy, but those that load CUDA's libraries, which CuPy has to find."""
+    """Return CuPy's native modules, except those that load CUDA's libraries: CuPy has to find those libraries."""
     yield from cupy.rglob("*.so")
     yield from (cupy.parent / "cupy_backends" / "cuda").glob("api/*.so")
 
@@ -210,7 +210,7 @@ def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
 
 
 def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    """Abort or destroy communicators, each in a thread: it may wait for another's kernel, other ranks, or a graph."""
+    """Abort or destroy communicators, each in a thread: a call may wait for other kernels, other ranks, or a graph."""
 
     def end(call: Callable[[], object]) -> None:
         cuda.activate()

@@ -1,10 +1,11 @@
-"""The sequencer of lanes: rank 0 hears what all ranks have called, and makes the one order in which they launch it.
+"""The sequencer of lanes: rank 0 hears the calls of all ranks, and makes the one order in which they are launched.
 
-NCCL wants one order of calls on all ranks, and lanes have none. So each rank tells rank 0 what it has called in which
-lane. What all ranks have called is appended to a log, which all ranks are told, and launch in its order. Nothing else
-is ever launched: a kernel that waits for a rank which has given its lane up could not be stopped alone.
+NCCL wants one order of calls on all ranks, and lanes have none. So each rank tells rank 0 which collectives it has
+called in which lane. The sequencer appends each collective that all ranks have called to a log. All ranks are told the
+log, and launch its collectives in its order. Nothing else is ever launched: a kernel that waits for a rank which has
+given its lane up could not be stopped alone.
 
-It is plain bookkeeping: no tensor, no connection, no NCCL.
+The module is plain bookkeeping: it has no tensor, no connection, and no NCCL.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from aiocomms.lowlevel import closed_by, disagreement
 from aiocomms_nccl.wire import LaneCall
 
 MOST_NAMED: Final = 16
-"""How many of the ranks that are missing the others are told of."""
+"""The most missing ranks that a waiting rank is told of, for one lane."""
 
 
 class Sequenced(Protocol):
-    """What the sequencer does by others."""
+    """The interface through which the sequencer announces its decisions."""
 
     def append(self, lane: int) -> None:
-        """Append a lane's next collective to the log, for all ranks have called it."""
+        """Append a lane's next collective to the log: all ranks have called it."""
 
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
-        """Tell a rank that what it has called in a lane cannot be."""
+        """Fail the next collective that a rank has called in a lane."""
 
 
 class _LaneMeetings:
-    """A lane of which some ranks have called more than is in the log."""
+    """A lane in which some ranks have called collectives that are not in the log."""
 
     __slots__ = ("ahead", "meetings")
 
     def __init__(self) -> None:
         self.meetings: deque[dict[int, LaneCall]] = deque()
-        """The collectives that are not in the log, oldest first: what each rank has called."""
+        """The collectives that are not in the log, oldest first: each as the calls of the ranks, by rank."""
         self.ahead: dict[int, int] = {}
-        """How many of them each rank has called."""
+        """The number of these collectives that each rank has called."""
 
     def next_of(self, rank: int) -> dict[int, LaneCall]:
-        """Return the first that a rank has not called."""
+        """Return the first collective that a rank has not called."""
         ahead = self.ahead.get(rank, 0)
         if ahead == len(self.meetings):
             self.meetings.append({})
@@ -52,17 +53,17 @@ class _LaneMeetings:
 
 
 class Sequencer:
-    """What has been called in lanes by some ranks, and not yet by all."""
+    """The collectives of lanes that some ranks have called, and not yet all."""
 
     def __init__(self, size: int, outcome: Sequenced) -> None:
         self._size = size
         self._outcome = outcome
         self._lanes: dict[int, _LaneMeetings] = {}
         self._left: set[int] = set()
-        self._unsaid: dict[int, None] = {}  # lanes of which it was not said for whom they wait
+        self._unsaid: dict[int, None] = {}  # lanes whose waiting ranks were not told for whom they wait
 
     def __len__(self) -> int:
-        """Return how many lanes wait for some rank."""
+        """Return the number of lanes that wait for some rank."""
         return len(self._lanes)
 
     def hear(self, rank: int, call: LaneCall) -> None:
@@ -75,7 +76,7 @@ class Sequencer:
             return  # the communicator is lost
         meeting[rank] = call
         found.ahead[rank] = found.ahead.get(rank, 0) + 1
-        if len(meeting) == self._size:  # it is the first: all have called those before it
+        if len(meeting) == self._size:  # this meeting is the oldest: every rank calls in order
             found.meetings.popleft()
             found.ahead = {other: ahead - 1 for other, ahead in found.ahead.items()}
             self._look(call.lane, found)
@@ -85,24 +86,24 @@ class Sequencer:
             self._refuse_left(call.lane, meeting)
 
     def _disagrees(self, rank: int, call: LaneCall, meeting: dict[int, LaneCall]) -> bool:
-        """Compare what a rank calls with what others have called, and tell both if it differs."""
+        """Compare a rank's call with those of others, and refuse both where they differ. Returns whether they do."""
         for other, theirs in meeting.items():
             if (wrong := disagree(rank, call, other, theirs)) is not None:
                 self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
                 self._outcome.refuse(rank, call.lane, wrong)
                 return True
             if not call.gives:
-                return False  # all others say what this one does
+                return False  # the calls of all others are equal to this one
         return False
 
     def _look(self, lane: int, found: _LaneMeetings) -> None:
-        """Forget a lane in which nobody waits."""
+        """Forget a lane if no rank waits in it."""
         if not found.meetings:
             del self._lanes[lane]
             self._unsaid.pop(lane, None)
 
     def give_up(self, rank: int, lane: int) -> None:
-        """Forget what a rank has called in a lane and is not in the log. It calls nothing more there."""
+        """Forget a rank's calls in a lane that are not in the log. The rank calls nothing more there."""
         found = self._lanes.get(lane)
         if found is None:
             return
@@ -113,7 +114,7 @@ class Sequencer:
         self._look(lane, found)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed: it calls nothing more."""
+        """Note that a rank has closed, and calls nothing more."""
         self._left.add(rank)
         for lane, found in list(self._lanes.items()):
             for meeting in list(found.meetings):
@@ -127,18 +128,18 @@ class Sequencer:
                 return
 
     def missing(self, lane: int) -> list[int]:
-        """Return the ranks that have not called what others wait for in a lane. Any thread may call this."""
+        """Return the ranks for which the others wait in a lane. Any thread may call this."""
         found = self._lanes.get(lane)
         meeting = next(iter(list(found.meetings)), {}) if found is not None else {}
         return [rank for rank in range(self._size) if rank not in meeting] if meeting else []
 
     @property
     def has_news(self) -> bool:
-        """Whether a rank waits in some lane, and does not know for whom."""
+        """True if a rank waits in some lane, and was not told for whom."""
         return bool(self._unsaid)
 
     def news(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Return lanes that wait, the ranks that wait in each, and those for which they wait; each once."""
+        """Return each waiting lane once, with the ranks that wait there, and the ranks for which they wait."""
         lanes, self._unsaid = self._unsaid, {}
         for lane in lanes:
             meeting = self._lanes[lane].meetings[0]
@@ -147,7 +148,7 @@ class Sequencer:
 
 
 def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> MismatchError | None:
-    """Return what a rank is told whose call does not fit that of another rank; None: it does."""
+    """Return the error of a rank whose call does not match that of another rank; None if it matches."""
     here, there = mine.text, theirs.text
     if here == there:
         if not mine.gives or (mine.takes[peer], mine.gives[peer]) == (theirs.gives[rank], theirs.takes[rank]):

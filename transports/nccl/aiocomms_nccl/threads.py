@@ -1,4 +1,4 @@
-"""The threads of one transport: NCCL blocks in some calls, and does not give them up."""
+"""The threads of one transport, for calls in which NCCL blocks and which it does not give up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Returned(NamedTuple):
-    """What a call in a thread has come to, for the loop's thread to act upon."""
+    """The outcome of a call in a thread, for the loop's thread to act upon."""
 
     then: Callable[[Any], object]
     value: Any
@@ -18,7 +18,7 @@ class Returned(NamedTuple):
 
 
 class Threads:
-    """Threads that are left behind where NCCL does not let them go, and what their calls have returned."""
+    """Threads, which are left behind if NCCL does not return from a call, and the outcomes of their calls."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
         """Start none.
@@ -26,12 +26,12 @@ class Threads:
         :param wake: wakes the loop, from any thread.
         """
         self.returned: deque[Returned] = deque()
-        """In the order in which the calls returned."""
+        """The outcomes, in the order in which the calls returned."""
         self._wake = wake
         self._threads: list[threading.Thread] = []
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and have the loop's thread call ``then`` with what it returns."""
+        """Run a blocking call in a thread, and have the loop's thread call ``then`` with the result."""
 
         def run() -> None:
             value: Any = None
@@ -48,11 +48,11 @@ class Threads:
         thread.start()
 
     def adopt(self, threads: Iterable[threading.Thread]) -> None:
-        """Wait for these as well, in :meth:`join`."""
+        """Have :meth:`join` wait for these threads as well."""
         self._threads += threads
 
     def join(self, patience: float) -> None:
-        """Wait for all threads, for so many seconds at most. Blocks, off the loop."""
+        """Wait for all threads, for ``patience`` seconds at most. Blocks, off the loop."""
         ends = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))

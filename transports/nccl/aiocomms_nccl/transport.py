@@ -1,4 +1,4 @@
-"""The plug-in itself: it passes ops down to NCCL, and events and the other ranks' frames back up."""
+"""The plug-in: :class:`NcclTransport` passes ops down to NCCL, and events and the other ranks' frames back up."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NONE: Final = -1
 
 
 class NcclTransport(LaneTransport):
-    """Runs collectives by NCCL on a stream of their own. Messages are matched on the host and carried by NCCL."""
+    """The NCCL transport. Collectives have a stream of their own. The host matches messages, and NCCL carries them."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
@@ -74,7 +74,7 @@ class NcclTransport(LaneTransport):
         self._agreement = NcclAgreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
-        self._ends: dict[int, Any] = {}  # of collectives that are under way, by number
+        self._ends: dict[int, Any] = {}  # the ends of collectives that are under way, by number
         self._captured_ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
         self._held: deque[tuple[CallPlan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
@@ -124,7 +124,7 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
-        """Load what CUDA and NCCL are called through, and introduce this rank. Blocks."""
+        """Load the layers of CUDA and NCCL, and return them with this rank's hello. Blocks."""
         cuda, library = cls.layers(device)
         load_launcher(cuda, library)
         return cuda, library, bringup.hello(cls.gpu(device), library)
@@ -217,7 +217,7 @@ class NcclTransport(LaneTransport):
             self._lanes.give_up(lane, error)
 
     def forget_lane(self, lane: int, rank: int) -> None:
-        """See :meth:`LaneTransport.forget_lane`. The sequencer forgets at that rank's own word, which it waits for."""
+        """See :meth:`LaneTransport.forget_lane`. It does nothing: the sequencer waits for that rank's own frame."""
 
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
@@ -257,10 +257,10 @@ class NcclTransport(LaneTransport):
             )
 
     def _capture(self, plan: CallPlan, op: ops.Op, work: Completion) -> None:
-        """Enqueue a collective from this thread, whose capture it is to be part of."""
+        """Enqueue a collective from this thread, so that it is part of the current capture."""
         comm_stream = self._comm_stream
-        self.launcher.settle()  # what was launched before is no part of it
-        after, end = self.cuda.event(), self.cuda.event()  # they belong to the graph
+        self.launcher.settle()  # collectives that were launched before are no part of it
+        after, end = self.cuda.event(), self.cuda.event()  # the two belong to the graph
         after.record(self.cuda.current_stream())
         comm_stream.stream.wait_event(after)
         if not self.call_nccl(op.name, functools.partial(comm_stream.carry_out, plan)):
@@ -311,17 +311,17 @@ class NcclTransport(LaneTransport):
         if self._capturing():
             return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
         frames = self.control.poll()
-        did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
+        did = self._poll_events() or bool(frames)  # events first: an op done before an abort is done
         try:
             return self._go_on(frames) or did
-        except RuntimeError as error:  # of a launch
+        except RuntimeError as error:  # a launch has failed
             if "CUDA" not in str(error):
                 raise
             self.lose_cuda(error)
             return True
 
     def _go_on(self, frames: Sequence[tuple[int, Frame | ProtocolError | None]]) -> bool:
-        """Act on frames and on what threads have returned. Returns whether there was any of the latter."""
+        """Act on frames and on the outcomes of threads. Returns whether a thread had an outcome."""
         did = False
         self._agreement.handle(frames, self.on_note)
         if not self.aborted:
@@ -442,7 +442,7 @@ class NcclTransport(LaneTransport):
                 self._end_all(self._comm_streams(), abort=True)
 
     def _comm_streams(self, *, busy: bool = False) -> list[CommStream]:
-        """Return all communicators, or without those for lanes that have nothing under way."""
+        """Return all communicators; if ``busy``, without those for lanes that have nothing under way."""
         return [self._comm_stream, *self._lanes.comm_streams(busy=busy), *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
@@ -453,7 +453,7 @@ class NcclTransport(LaneTransport):
         self._lanes.clear()
 
     def _end(self) -> None:
-        """Close everything, off the loop. What does not end in time is left behind, with tensors that it may use."""
+        """Close everything, off the loop. A thread that does not end in time is left behind with its tensors."""
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
@@ -464,7 +464,7 @@ class NcclTransport(LaneTransport):
             self._threads.join(_PATIENCE)
         if not isinstance(self._failure, CudaBrokenError):
             for late in self._threads.returned:
-                for comm_stream in late.value or ():  # it was formed too late to carry anything
+                for comm_stream in late.value or ():  # each was formed too late to carry anything
                     comm_stream.comm.abort()
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             self.cuda.activate()

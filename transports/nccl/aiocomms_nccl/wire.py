@@ -16,7 +16,7 @@ LONGEST: Final = 64 * 1024
 """Most bytes of a frame."""
 
 _PIECE: Final = LONGEST // 2
-"""Bytes of calls and entries of lanes in a frame, about."""
+"""The approximate limit of the bytes of calls or entries of lanes in one frame."""
 
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """The number of a lane."""
@@ -63,14 +63,14 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """How far the sender has come in its directions with the receiver."""
+    """The sender's progress in its directions with the receiver."""
 
     joined: bool
-    """Whether it forms the direction on which it sends, for which the receiver has asked."""
+    """True if the sender forms the direction on which it sends, because the receiver has asked for it."""
     sent: int
-    """How many messages it has given to NCCL there."""
+    """The number of messages that the sender has given to NCCL on that direction."""
     received: int
-    """How many it has given to NCCL on the direction on which it receives."""
+    """The number of messages that the sender has given to NCCL on the direction on which it receives."""
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
@@ -88,7 +88,7 @@ class NcclAbort(msgspec.Struct, tag=5, array_like=True):
 
 
 class NcclNote(msgspec.Struct, tag=6, array_like=True):
-    """What the core of the sender says to the receiver's."""
+    """A note from the core of the sender to the core of the receiver."""
 
     text: bytes
 
@@ -98,70 +98,70 @@ class LaneCall(msgspec.Struct, array_like=True):
 
     lane: Lane
     text: str
-    """What it is, and what all ranks must agree on."""
+    """The description of the collective, on which all ranks must agree."""
     gives: list[int]
-    """The bytes that it sends to each rank, if these may differ from rank to rank; else empty."""
+    """The bytes that the sender sends to each rank, if these may differ from rank to rank; else empty."""
     takes: list[int]
-    """The bytes that it receives from each rank, likewise."""
+    """The bytes that the sender receives from each rank, under the same condition."""
 
 
 class LaneCalls(msgspec.Struct, tag=7, array_like=True):
-    """To the sequencer: what the sender has called in lanes, in the order of the calls within each."""
+    """A frame to the sequencer: the calls of the sender in lanes, in their order within each lane."""
 
     calls: list[LaneCall]
 
 
 class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
-    """To the sequencer: the sender gives a lane up, and waits for :class:`LaneEnd`."""
+    """A frame to the sequencer: the sender gives a lane up, and waits for :class:`LaneEnd`."""
 
     lane: Lane
 
 
 class LaneEntries(msgspec.Struct, tag=9, array_like=True):
-    """From the sequencer: the next entries of the log. Each is the lane whose next collective is launched."""
+    """A frame of the sequencer: the next entries of the log. Each names the lane whose next collective is launched."""
 
     lanes: list[Lane]
 
 
 class LaneEnd(msgspec.Struct, tag=10, array_like=True):
-    """From the sequencer: nothing more of a lane that the receiver has given up comes into the log."""
+    """A frame of the sequencer: nothing more of a lane that the receiver has given up comes into the log."""
 
     lane: Lane
 
 
 class LaneFault(msgspec.Struct, tag=11, array_like=True):
-    """From the sequencer: what the receiver has called in a lane cannot be."""
+    """A frame of the sequencer: the next collective that the receiver has called in a lane fails."""
 
     lane: Lane
     reason: Reason
 
 
 class LaneWaits(msgspec.Struct, tag=12, array_like=True):
-    """From the sequencer: lanes in which the receiver waits, and for which ranks."""
+    """A frame of the sequencer: lanes in which the receiver waits, and the ranks for which it waits."""
 
     waits: list[tuple[Lane, list[int]]]
 
 
 class FormChannels(msgspec.Struct, tag=13, array_like=True):
-    """From the sequencer: form the communicators that carry lanes. All ranks do."""
+    """A frame of the sequencer: all ranks form the communicators that carry lanes."""
 
     unique_ids: list[bytes]
 
 
 LaneFrame = LaneCalls | LaneGivenUp | LaneEntries | LaneEnd | LaneFault | LaneWaits | FormChannels
-"""What ranks tell each other of lanes."""
+"""The frames about lanes."""
 Frame = Announce | TakeMessage | DirectionRequest | Calls | NcclBye | NcclAbort | NcclNote | LaneFrame
 
 _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 
 
 def dialect() -> Dialect:
-    """Return what a rank's first record begins with. The ranks compare it before they tell each other anything else."""
+    """Return the beginning of a rank's first record. The ranks compare it before they send anything else."""
     return Dialect("the nccl transport", b"aioN", VERSION)
 
 
 def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
-    """Return the frames that tell of calls in lanes: one, unless they are too many for it."""
+    """Return the frames that tell of calls in lanes: one, unless the calls are too many for it."""
     part: list[LaneCall] = []
     nbytes = 0
     for call in calls:
@@ -174,7 +174,7 @@ def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
 
 
 def lane_entries(lanes: Sequence[int]) -> Iterator[LaneEntries]:
-    """Return the frames with entries of the log: one, unless they are too many for it."""
+    """Return the frames with entries of the log: one, unless the entries are too many for it."""
     most = _PIECE // 9
     return (LaneEntries(list(lanes[at : at + most])) for at in range(0, len(lanes), most))
 
