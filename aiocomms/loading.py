@@ -5,6 +5,7 @@ What a program names first is loaded where it is named, so this needs the standa
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import importlib
 import sys
@@ -74,7 +75,7 @@ async def _in_thread(call: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(end)
 
     try:
-        threading.Thread(target=run, name="aiocomms is being loaded", daemon=True).start()
+        _thread.start_new_thread(run, ())  # a ``Thread`` would have the loop wait until it runs
     except RuntimeError:  # no thread can be started
         call()
     else:

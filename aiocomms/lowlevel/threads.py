@@ -34,6 +34,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     :raises CommError: no thread can be started, or there is no descriptor left to wait for it with.
     """
     outcome: list[Any] = [None, None]
+    refused: list[RuntimeError] = []
     try:
         waker = Waker()
     except OSError as error:
@@ -41,19 +42,22 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 
     def target() -> None:
         try:
-            outcome[0] = call()
+            if not refused:
+                outcome[0] = call()
         except BaseException as error:  # The awaiting task raises it.
             outcome[1] = error
         waker.wake()  # The call does nothing if no task waits any more, and the descriptor is closed.
 
     try:
         try:
-            thread = _start(target)
+            thread = _start(target, refused)
         except RuntimeError as error:
             return _no_thread(call, anyhow, error)
         await anyio.wait_readable(waker.fileno())
     finally:
         waker.close()  # The waker is closed on this side, for the thread may never come back.
+    if refused:
+        return _no_thread(call, anyhow, refused.pop())
     thread.join()  # The thread has nothing left to do but to end.
     result, raised = outcome
     outcome.clear()
@@ -98,15 +102,24 @@ def start_awaited(target: Callable[[], None]) -> None:
     _awaited(lambda run: _thread.start_new_thread(run, ()), target)
 
 
-def _start(target: Callable[[], None]) -> threading.Thread:
-    """Start such a thread as one that can be joined; this waits until it has run.
+def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading.Thread:
+    """Start such a thread as one that can be joined. Who waits until it has run is another thread, and not the caller.
 
+    :param refused: gets the reason if none can be started; then ``target`` is called all the same.
     :raises RuntimeError: none can be started.
     """
 
     def start(run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name="aiocomms blocking call", daemon=True)
-        thread.start()
+
+        def begin() -> None:
+            try:
+                thread.start()
+            except RuntimeError as error:
+                refused.append(error)
+                run()
+
+        _thread.start_new_thread(begin, ())
         return thread
 
     return _awaited(start, target)

@@ -25,7 +25,7 @@ BLOCKING = frozenset(
 """The audit events of calls that may wait, for a disk, a network, or another process."""
 WAITS = "a wait for another thread"
 SHORT = frozenset({"Thread.start", "run_in_thread"})
-"""Who waits for a thread to begin, or to end when it has nothing left to do."""
+"""Who waits for a thread to begin, as of the first deadline, or to end when it has nothing left to do."""
 _IN_MEMORY = ("/proc/", "/sys/", "/dev/")
 """Where files are the kernel's, which has no disk to wait for."""
 _DEPTH = 12

@@ -93,13 +93,14 @@ def test_many_at_once(run):
 
 def test_a_cancelled_wait_leaves_the_thread_behind_and_no_descriptor(run, left_behind):
     async def main():
-        release = threading.Event()
+        begun, release = threading.Event(), threading.Event()
         await run_in_thread(int)  # what the loop opens for its first reader
         before = Counter(held()[1])
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run_in_thread, release.wait)
-                await turns()
+                tasks.start_soon(run_in_thread, lambda: begun.set() or release.wait())
+                while not begun.is_set():
+                    await turns()
                 scope.cancel()
         assert scope.cancelled_caught
         (thread,) = left_behind()
