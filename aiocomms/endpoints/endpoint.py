@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from threading import get_ident
@@ -36,7 +35,7 @@ async def opened(
     host: str, lifetime: float, name: str, timeout: float,
 ) -> Endpoint:  # fmt: skip
     """Open an endpoint, as :class:`aiocomms.open_endpoint` is asked to."""
-    expires, where = time.time() + lifetime, await settled(device)
+    expires, where = expiry("lifetime", None if lifetime == inf else lifetime), await settled(device)
     plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
     here = await run_in_thread(lambda: find(host), anyhow=True)
     return Endpoint(plan, where, (host, here), expires, name, timeout)

@@ -112,12 +112,12 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
     def start(run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name="aiocomms blocking call", daemon=True)
 
-        def begin() -> None:
+        def begin() -> None:  # it may end late, and keeps nothing of the call: a thread that has run has let go of it
             try:
                 thread.start()
             except RuntimeError as error:
                 refused.append(error)
-                run()
+                thread.run()
 
         _thread.start_new_thread(begin, ())
         return thread

@@ -91,6 +91,29 @@ def test_many_at_once(run):
     run(main)
 
 
+def test_what_a_call_held_is_let_go_though_who_has_started_its_thread_is_late(run, monkeypatch):
+    class Held:
+        def method(self):
+            return 1
+
+    late, start = threading.Event(), threading.Thread.start
+
+    def start_late(thread):
+        start(thread)
+        assert late.wait(HANGS)
+
+    async def main():
+        held = Held()
+        gone = weakref.ref(held)
+        monkeypatch.setattr(threading.Thread, "start", start_late)
+        assert await run_in_thread(held.method) == 1
+        del held
+        assert gone() is None
+        late.set()
+
+    run(main)
+
+
 def test_a_cancelled_wait_leaves_the_thread_behind_and_no_descriptor(run, left_behind):
     async def main():
         begun, release = threading.Event(), threading.Event()
