@@ -59,10 +59,15 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     if refused:
         return _no_thread(call, anyhow, refused.pop())
     thread.join()  # The thread has nothing left to do but to end.
+    return _concluded(outcome)  # type: ignore[no-any-return]
+
+
+def _concluded(outcome: list[Any]) -> Any:
+    """Return what a call has returned, or raise what it has raised."""
     result, raised = outcome
     outcome.clear()
     if raised is None:
-        return result  # type: ignore[no-any-return]
+        return result
     try:
         raise raised
     finally:
