@@ -94,15 +94,15 @@ class Ranks(msgspec.Struct, frozen=True):
     """The ranks of a communicator, in their order."""
 
     peers: list[int]
-    """Each one's number in the engine."""
+    """The number of each rank in the engine."""
     hosts: list[str]
     pids: list[int]
-    """Each one's process."""
+    """The process of each rank."""
     in_place: bool
     """True if the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
 
     def some(self, ranks: Sequence[int]) -> Ranks:
-        """Return some of them."""
+        """Return the record of some of the ranks, in the given order."""
         return Ranks(
             [self.peers[rank] for rank in ranks],
             [self.hosts[rank] for rank in ranks],
@@ -231,7 +231,7 @@ class _Kept:
 async def _engine_of(
     rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
 ) -> SharedEngine | CommError:
-    """Open an engine, or find that of the endpoint; or return why there is none, which the others are told first."""
+    """Open an engine, or find that of the endpoint; else return the error, which the other ranks are told first."""
 
     async def opened(number: int) -> SharedEngine:
         rank = rendezvous.rank
@@ -266,7 +266,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
 
 
 def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
-    """Return where the others find this rank's engine, or why they do not."""
+    """Return the record by which the others find this rank's engine, or learn why there is none."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:
@@ -319,7 +319,7 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     only at that of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
-    # UCX 1.21 wants 16 MiB free, of which a rank needs 4, and crashes where others take them between its two looks.
+    # UCX 1.21 wants 16 MiB free, and needs 4. It checks twice, and crashes if other processes take the rest in between.
     options = [("POSIX_SHM_MIN_SIZE", "0")]
     if outside is None and _wants_tcp():
         if os.environ.get("UCX_NET_DEVICES", "lo") != "lo":
@@ -341,9 +341,9 @@ def _wants_tcp() -> bool:
 
 
 async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[EngineHello], bytes]:
-    """Return all ranks' hellos; and a key, new each time, that no process knows without the job's token.
+    """Return all ranks' hellos; and a key, new each time, that only processes with the job's token know.
 
-    If the job has no token, a process that reads the store can compute the key.
+    If the job has no token, any reader of the store can compute the key.
     """
     raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + HELLOS.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)

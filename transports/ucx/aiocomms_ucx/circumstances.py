@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Final
 
 _FEW: Final = 32
-"""Descriptors, of which UCX needs some tens."""
+"""The free descriptors below which they may be the reason: UCX needs some tens."""
 _PR_GET_DUMPABLE: Final = 3
 _SHM: Final = "/dev/shm"  # noqa: S108 - The folder is looked at, and never used.
 _LITTLE: Final = 64 * 2**20
-"""Bytes: UCX takes some megabytes of shared memory for each rank."""
+"""The free bytes below which they may be the reason: UCX takes some megabytes of shared memory for each rank."""
 
 
 def circumstances() -> str:
-    """Return what may be the reason on this rank, as the end of an error's text."""
+    """Return the possible reasons on this rank, as the end of an error's text."""
     found = hindrances()
     return f" ({'; '.join(found)})" if found else ""
 
 
 def hindrances() -> list[str]:
-    """Return what of this process may be the reason."""
+    """Return the possible reasons in this process."""
     found = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("UCX_")]
     if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
         found.append("PR_SET_DUMPABLE 0: no other process may open its descriptors or read its memory")
@@ -45,7 +45,7 @@ def hindrances() -> list[str]:
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the cores that this process may use, and no more of them than its cgroups give it time for (``cpu.max``).
 
-    Ranks of one container name the same ones, so that a count of them gives the container's share.
+    Ranks of one container name the same cores, so that a count of all named cores is the container's share.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = float(len(cores))

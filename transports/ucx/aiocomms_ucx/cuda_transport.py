@@ -26,7 +26,7 @@ from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 
 _GLANCES: Final = 3
-"""How often a post looks whether its caller's stream is done, before the loop does: on an idle GPU it soon is."""
+"""The times that a post polls the event of its caller's stream before the loop does: an idle GPU is soon done."""
 
 
 class _Waiting:
@@ -38,7 +38,7 @@ class _Waiting:
         self.op = op
         self.work = work
         self.behind = behind
-        """How many copies of windows the GPU must have made."""
+        """The number of copies of windows that the GPU must have made first."""
         self.fired = False
 
     def fire(self) -> None:
@@ -65,17 +65,17 @@ class CudaUcxTransport(UcxTransport):
     fast_check = None
     windows = CudaWindows
     _windows: CudaWindows
-    proves = False  # its messages would be of the GPU's memory, and wait for its streams
+    proves = False  # such messages would be of GPU memory, and wait for the GPU's streams
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
-        self._waker, self._epoll = Waker(), select.epoll()  # which may raise, before anybody knows the communicator
+        self._waker, self._epoll = Waker(), select.epoll()  # epoll may raise, so it comes first
         assert shared.cuda is not None
         self.cuda: Cuda = shared.cuda
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
         self._behind: list[_Waiting] = []
-        """What had its turn in the queue, and waits for copies."""
-        self._asked: deque[Callable[[], object]] = deque()  # from other threads
+        """The ops that had their turn in the queue, and wait for copies."""
+        self._asked: deque[Callable[[], object]] = deque()  # calls that other threads ask for
         super().__init__(shared, ranks)
         for fd in (self.engine.fileno(), self._waker.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
@@ -126,7 +126,7 @@ class CudaUcxTransport(UcxTransport):
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """See :meth:`Transport.post_at_once`. What takes no byte waits for no stream."""
+        """See :meth:`Transport.post_at_once`. A receive of no byte waits for no stream."""
         self.hand_over(op, work)
 
     def progress(self) -> bool | None:
@@ -155,7 +155,7 @@ class CudaUcxTransport(UcxTransport):
     def _post_due(self) -> bool:
         """Hand the engine all ops that are due, up to the first one that is not.
 
-        What waits for copies lets those behind it pass, but for the close of a window, whose place is among the
+        An op that waits for copies lets later ops pass, except the close of a window, whose place is among the
         collectives.
         """
         queue, did = self._queue, self._post_told()
@@ -173,10 +173,10 @@ class CudaUcxTransport(UcxTransport):
         return did
 
     def _post_told(self) -> bool:
-        """Hand the engine what has waited for copies that the GPU has made now, in the order of the calls."""
+        """Hand the engine the ops whose copies the GPU has made by now, in the order of the calls."""
         due = [waiting for waiting in self._behind if waiting.behind <= self._windows.copies.made]
         for waiting in due:
-            if waiting in self._behind:  # else what came of another one has handed it over
+            if waiting in self._behind:  # handing over another op may have handed over this one
                 self._behind.remove(waiting)
                 self._hand_over(waiting)
         return bool(due)
@@ -209,7 +209,7 @@ class CudaUcxTransport(UcxTransport):
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
         for waiting in self._queue:
-            if waiting.work is work:  # a receive or a wait: nothing of it has begun
+            if waiting.work is work:  # a receive or a wait that has not begun
                 self._queue.remove(waiting)
                 self._waker.wake()  # the ops behind it may be due
                 return True

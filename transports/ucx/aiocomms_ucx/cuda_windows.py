@@ -21,7 +21,7 @@ from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _LAST_COPIES: Final = 1.0
-"""Seconds that the end of a communicator waits for copies under way, which only a lost one has."""
+"""Seconds that the end of a communicator waits for copies under way. Only a lost communicator has such copies."""
 
 
 class CudaMember(Member, Protocol):
@@ -31,11 +31,11 @@ class CudaMember(Member, Protocol):
     completions: Completions
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Have something called on the loop's thread, unless the communicator is closed by then; any thread."""
+        """Have the loop's thread call a function, unless the communicator is closed by then; on any thread."""
 
 
 class _Copy:
-    """A copy that the GPU may not have made yet, and what it needs."""
+    """A copy that the GPU may not have made yet, and the memory that it needs."""
 
     __slots__ = ("behind", "memory", "work")
 
@@ -43,7 +43,7 @@ class _Copy:
         self.work = work
         self.memory = memory
         self.behind = behind
-        """When the caller's stream had done what was on it."""
+        """The event behind the earlier work of the caller's stream."""
 
 
 class Copies:
@@ -51,20 +51,20 @@ class Copies:
 
     def __init__(self, cuda: Cuda, completions: Completions) -> None:
         self.stream: Stream | None = None
-        """There since the first window was opened."""
+        """The stream of the copies, since the first window was opened."""
         self.made = 0
-        """How many of them the GPU has made."""
+        """The number of copies that the GPU has made."""
         self._cuda, self._completions = cuda, completions
         self._begun = 0
-        self._to: dict[int, int] = {}  # by rank: which was the last
-        self._in: dict[int, int] = {}  # by window: likewise
+        self._to: dict[int, int] = {}  # the number of the last copy, by rank
+        self._in: dict[int, int] = {}  # the number of the last copy, by window
         self._under_way: deque[_Copy] = deque()
 
     def begin(self, work: Completion, window: int, rank: int, memory: object, to: int, source: int) -> None:
-        """Enqueue one behind what the current stream was given. It ends the work, unless that has a signal to send.
+        """Enqueue a copy behind the current stream's work. Its end completes ``work``, unless a signal is to be sent.
 
-        :param memory: what the addresses are of, besides the op's own tensors.
-        :raises CommError: CUDA refuses it.
+        :param memory: the memory at the addresses, besides the op's own tensors.
+        :raises CommError: CUDA refuses the copy.
         """
         cuda, stream, op = self._cuda, self.stream, cast("ops.Put | ops.Get", work.op)
         assert stream is not None
@@ -76,16 +76,16 @@ class Copies:
             except RuntimeError as error:
                 raise CommError(f"CUDA could not begin it: {error}") from error
             self._under_way.append(_Copy(work, (op, memory), behind))
-            self._completions.add(stream, self._ended)  # what it raises loses the communicator: the GPU may copy
+            self._completions.add(stream, self._ended)  # an error here loses the communicator: the GPU may copy
         self._begun += 1
         self._to[rank] = self._in[window] = self._begun
 
     def last(self, rank: int | None) -> int:
-        """Return how many must have been made for all to a rank, or to every rank, to have been."""
+        """Return the number of the last copy to a rank; of the last one to any rank if ``rank`` is None."""
         return self._begun if rank is None else self._to.get(rank, 0)
 
     def last_in(self, window: int) -> int:
-        """Return how many must have been made for all in a window to have been."""
+        """Return the number of the last copy in a window."""
         return self._in.get(window, 0)
 
     def forget(self, window: int) -> None:
@@ -93,11 +93,11 @@ class Copies:
         self._in.pop(window, None)
 
     def tensors(self) -> list[Tensor]:
-        """Return those of the copies that are under way, on any thread."""
+        """Return the tensors of the copies that are under way. Any thread may call this."""
         return [tensor for copy in list(self._under_way) for _, tensor in copy.work.op.reads() + copy.work.op.writes()]
 
     def end(self) -> Callable[[], object] | None:
-        """Return what waits for the copies under way, and keeps their memory; None if there are none. Blocks."""
+        """Return a blocking function that waits for copies under way and keeps their memory; None if there are none."""
         if not self._under_way:
             return None
         event, memory = self._cuda.event(), list(self._under_way)
@@ -120,36 +120,36 @@ class Copies:
 
 
 class _Reached:
-    """What of one window's memory CUDA maps into this process."""
+    """The parts of one window that CUDA maps into this process."""
 
     def __init__(self) -> None:
         self.found: list[Tensor | Exception | None] = []
-        """By rank, as far as they have been tried."""
+        """The tensor or error of each rank's part, or None, as far as the parts were tried; by rank."""
         self.mapped: list[Mapped] = []
         self.tried = threading.Event()
-        """No thread is at it any more."""
+        """The event that is set once no thread maps parts any more."""
 
     def outcomes(self) -> Iterator[Tensor | None]:
-        """Return what was found, and raise what was raised."""
+        """Yield the outcome of each rank, and raise it if it is an error."""
         for one in self.found:
             if isinstance(one, Exception):
                 raise one
             yield one
 
     def release(self) -> None:
-        """Give it back. Blocks, off the loop."""
+        """Give the mapped memory back. Blocks, off the loop."""
         self.tried.wait()
         self.found.clear()
         while self.mapped:
-            with contextlib.suppress(RuntimeError):  # of a device that is broken
+            with contextlib.suppress(RuntimeError):  # the device is broken
                 self.mapped.pop().release()
 
 
 class CudaWindows(Windows):
     """Windows in GPU memory.
 
-    A put or a get of a part that CUDA maps here is a copy on a stream of ours, behind what the caller's stream has been
-    given. What comes behind puts (a signal, a flush, the close) waits until the GPU has made the copies.
+    A put or a get of a part that CUDA maps here is a copy on a stream of the communicator, behind the work of the
+    caller's stream. An op that follows puts (a signal, a flush, the close) waits until the GPU has made the copies.
     """
 
     record = 16 * 1024
@@ -169,8 +169,8 @@ class CudaWindows(Windows):
     def begin(self, op: ops.Op, work: Completion) -> bool:
         """Begin an op on the GPU at the call, if it can be a copy.
 
-        :returns: whether it was: the op ends by itself, but for a signal, which :meth:`post` sends behind it.
-        :raises CommError: it cannot be begun.
+        :returns: whether it is a copy. The op then ends by itself, but for a signal, which :meth:`post` sends later.
+        :raises CommError: the op cannot be begun.
         """
         part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
         if part is None:
@@ -186,7 +186,7 @@ class CudaWindows(Windows):
         return True
 
     def must_follow(self, op: ops.Op) -> int:
-        """Return how many copies must have been made before an op that is called now may be posted."""
+        """Return the number of copies that must have been made before an op that is called now may be posted."""
         match op:
             case ops.PutSignal() | ops.Signal() | ops.Flush():
                 return self.copies.last(op.dst)
@@ -195,7 +195,7 @@ class CudaWindows(Windows):
         return 0
 
     def post(self, op: Any, work: Completion) -> None:
-        """See :meth:`Windows.post`. Of a put with a signal that was copied the signal is left to be sent."""
+        """See :meth:`Windows.post`. If the GPU copies a put with a signal, only the signal is sent."""
         if isinstance(op, ops.PutSignal) and self._mapped(op) is not None:
             transport = self._transport
             number = op.window.handle.number
@@ -207,7 +207,7 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part that an op is about, if the GPU copies from or to it."""
+        """Return the part on which an op acts, if the GPU copies from or to it; else None."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
@@ -225,12 +225,12 @@ class CudaWindows(Windows):
         return WindowPart(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc)
 
     def _export(self, rank: int, storage: UntypedStorage) -> Shared | None:
-        """Return what a rank of this host needs to map this memory; None if CUDA does not share it with that."""
+        """Return what a rank of this host needs to map this memory; None if CUDA does not share it."""
         transport = self._transport
         return None if transport.pids[rank] == transport.pids[transport.rank] else transport.cuda.share(storage)
 
     def _enter(self, handle: WindowHandle, parts: list[WindowPart], work: Completion) -> None:
-        """See :meth:`Windows._enter`. CUDA takes milliseconds to map memory, which a thread waits for."""
+        """See :meth:`Windows._enter`. A thread maps the memory, because CUDA takes milliseconds for that."""
         transport, copies = self._transport, self.copies
         reached = self._reached[handle.number] = _Reached()
         streams: list[Stream] = []
@@ -254,7 +254,7 @@ class CudaWindows(Windows):
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None],
         streams: list[Stream], work: Completion,
     ) -> None:  # fmt: skip
-        """Go on on the loop's thread, unless the window is given up by now."""
+        """Continue on the loop's thread, unless the window was given up meanwhile."""
         if handle.number not in self._reached or work.done():
             return
         if self.copies.stream is None and streams:
@@ -267,7 +267,7 @@ class CudaWindows(Windows):
         except (CommError, RuntimeError) as error:
             return error
         if found is not None:
-            part.rkey = b""  # UCX would map it, too, and on the loop
+            part.rkey = b""  # with a key, UCX would map the part, too, and on the loop
         return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
@@ -291,7 +291,7 @@ class CudaWindows(Windows):
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _let_go(self, handle: WindowHandle) -> None:
-        """See :meth:`Windows._let_go`. In a thread, and not before the last copy: its owner may free it then."""
+        """See :meth:`Windows._let_go`. A thread does it after the last copy, for the owner may free the memory then."""
         handle.mapped.clear()
         last = self.copies.end() if self.copies.last_in(handle.number) > self.copies.made else None
         self.copies.forget(handle.number)
@@ -318,7 +318,7 @@ class CudaWindows(Windows):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Drive CUDA on a thread that is not the loop's."""
+        """Prepare this thread, which is not the loop's, for calls of CUDA."""
         cuda = self._transport.cuda
         cuda.activate()
         with cuda.harmless():
@@ -326,5 +326,5 @@ class CudaWindows(Windows):
 
 
 def _target(op: ops.Put | ops.Get) -> int:
-    """Return the rank whose part a put or a get is about."""
+    """Return the rank on whose part a put or a get acts."""
     return op.src if isinstance(op, ops.Get) else op.dst

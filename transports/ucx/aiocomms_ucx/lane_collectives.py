@@ -1,4 +1,4 @@
-"""The collectives of a communicator's lanes, which the engine carries, and the end of each."""
+"""The collectives of a communicator's lanes: the engine carries them, and this module ends their works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING: Final = ""
 
 
 class LaneCollectives:
-    """The lanes of one communicator, by their numbers. Those without a collective under way are not known."""
+    """The lanes of one communicator, by their numbers. A lane without a collective under way has no entry."""
 
     def __init__(self, transport: Member) -> None:
         self._transport = transport

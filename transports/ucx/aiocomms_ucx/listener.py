@@ -1,4 +1,4 @@
-"""A thread that waits for other ranks' notes to this one's core, for the loop may be busy when they come."""
+"""A thread that waits for notes of other ranks to this one's core, because the loop may be busy when they come."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _log = logging.getLogger("aiocomms")
 class Listener:
     """A thread that calls a method whenever an eventfd was written to.
 
-    It does not keep the method's object alive, and ends with it. It sleeps in the kernel meanwhile, and costs nothing.
+    It does not keep the method's object alive, and ends with it. Meanwhile it sleeps in the kernel, and costs nothing.
     """
 
     def __init__(self, fd: int, hear: Callable[[], object]) -> None:
         """Start the thread.
 
-        :param fd: the eventfd, of which a copy is made.
+        :param fd: the eventfd, which is duplicated.
         :param hear: a bound method.
         :raises RuntimeError: no thread can be started.
         :raises OSError: there is no descriptor left.
@@ -47,7 +47,7 @@ class Listener:
                 os.eventfd_write(self._fd, 1)
 
     def join(self) -> None:
-        """Wait for its end."""
+        """End the thread, and wait for its end."""
         self.end()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""The loading of UCX, to which the engine links: with settings that UCX reads from the environment, and only then."""
+"""The loading of UCX, to which the engine links, with settings that UCX reads from the environment only then."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NO_SIGNALS: Final = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
 _NO_HOOKS: Final = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
 """The setting with which UCX leaves libc as it is.
 
-Else it replaces the code of `mmap` and seven more functions, by which it learns that memory which it keeps registered
-with a device is freed. For each, UCX 1.22 spins for 50 ms, in case another thread is within the function.
+Otherwise UCX replaces the code of `mmap` and seven more functions. By these it learns that memory is freed which it
+keeps registered with a device. For each function, UCX 1.22 spins for 50 ms, in case another thread is within it.
 """
 _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cuda")
 """Modules of UCX; what is built into it has no devices to register memory with, either."""
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
 """Modules that cannot be loaded without the driver's library."""
 _LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
-"""What the wheel loads, in its order."""
+"""The libraries that the wheel loads, in its order."""
 _SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
 """The user's settings by which other modules may be loaded than those of the wheel."""
@@ -39,7 +39,7 @@ _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
 def load_ucx() -> None:
     """Load UCX. It handles those signals that the user's own settings name, and no other.
 
-    Neither does it change libc's functions, where it has nothing to register memory with.
+    It does not change libc's functions if it has nothing to register memory with.
     """
     settings = _NO_SIGNALS if _registers_memory() else _NO_SIGNALS | _NO_HOOKS
     ours = {name: value for name, value in settings.items() if name not in os.environ}

@@ -34,9 +34,9 @@ _SIZES: Final = (8, 128 * 1024)
 _WORD: Final = 8
 """Bytes that are written and compared at once: torch shares more elements among threads, which spin on all cores."""
 _ALL: Final = 16
-"""Ranks, up to which each pair proves itself; of more, those whose distance is a power of two."""
+"""The most ranks of which each pair proves itself. Of more, pairs whose distance is a power of two do."""
 _MOST_HERE: Final = 2048
-"""Ranks of one host: a slot of the shared memory holds a cache line for each, in all_to_all."""
+"""The most ranks of one host: in all_to_all, a slot of the shared memory holds a cache line for each."""
 _SHARE: Final = 0.5
 """Share of the remaining time for the proofs. The rest is for telling each other what has failed."""
 _PAUSE: Final = 0.0002
@@ -46,11 +46,11 @@ class MemberRecord(msgspec.Struct, array_like=True):
     """The record that each rank gives the others when a communicator opens."""
 
     number: int
-    """The number that its engine gives the communicator."""
+    """The number that the rank's engine gives the communicator."""
     segment: int
-    """Its descriptor of the shared memory, on the first rank of each host; else -1."""
+    """The descriptor of the shared memory, on the first rank of each host; else -1."""
     reads: bool
-    """True if it may read the memory of all ranks on its host."""
+    """True if the rank may read the memory of all ranks on its host."""
     trouble: str = ""
     """The fault that this rank has found; empty if there is none."""
     hindrances: list[str] = []
@@ -113,7 +113,7 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
 
 
 def _open(transport: FormingMember, members: list[MemberRecord], here: list[int], pooled: bool) -> str:
-    """Open the communicator in the engine; what fails hinders no messages, so that the proofs of others go on."""
+    """Open the communicator in the engine. A failure hinders no messages, so that the proofs of others go on."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
     readable = all(members[peer].reads for peer in here)

@@ -90,33 +90,33 @@ Entry = tuple[Finisher, Completion, int, Kept | None]
 
 
 def kept(work: Completion) -> Kept:
-    """Return the memory of an op that was handed to the engine, which stays there for as long as that is referred to.
+    """Return the memory of an op that was handed to the engine, which stays in place while the result is referred to.
 
-    A program that resizes such a storage is refused; what it has moved elsewhere stays where it was, too.
+    A program that resizes such a storage is refused. Memory that it has moved away from stays in place, too.
     """
     op = work.op
     return Kept([tensor for _, tensor in op.reads() + op.writes()])
 
 
 class SharedEngine:
-    """The engine of one rank, and the communicators that share it. What is not marked is called on the loop's thread.
+    """One rank's engine, and the communicators that share it. The loop's thread calls all methods that are not marked.
 
-    It ends with the last of them, and parts from another rank's engine with the last that both are in.
+    The engine ends with the last communicator. It parts from another rank's engine with the last one that has both.
     """
 
     def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
-        :param engine: it has been started.
+        :param engine: the engine, which has been started.
         :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
         self.cuda = cuda
         self.number: int = engine.number
         self.numbers = itertools.count(self.number + 1)
-        """The numbers of engines that come later, if it is an endpoint's."""
+        """The numbers for engines that come later, if this one is an endpoint's."""
         self.forming = 0
-        """Communicators that are about to share it."""
+        """The number of communicators that are about to share the engine."""
         self.transports: dict[int, Sharer] = {}
         """The transports, by the engine's number of their communicator."""
         self.pending: dict[int, Entry] = {}
@@ -127,12 +127,12 @@ class SharedEngine:
         self._known: dict[int, list[Any]] = {}
         """The other engines, by number: the addresses of the connections with them."""
         self._uses: Counter[int] = Counter()
-        """The number of communicators that each of them is in."""
+        """The number of communicators that each other engine is in."""
         self._silent: set[int] = set()
         """The engines whose goodbye is not waited for."""
         self._retired = self._closed = False
         self._parted = 0
-        """The number of engines from which it has parted."""
+        """The number of engines from which this one has parted."""
         cookie = secrets.randbits(64)
         engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, False)
         register(self)
@@ -147,7 +147,7 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """True while other communicators may come to share it: it is sound, and UCX is rid of those that have left."""
+        """True while new communicators may share the engine: it is sound, and UCX has freed peers that have left."""
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
@@ -156,7 +156,7 @@ class SharedEngine:
     ) -> None:  # fmt: skip
         """Let the engine know another one.
 
-        :param addresses: those of the connections with it.
+        :param addresses: the addresses of the connections with that engine.
         """
         self._known[peer] = list(addresses)
         for each in self._known[peer]:
@@ -168,7 +168,7 @@ class SharedEngine:
             raise
 
     def distrust(self, peers: Collection[int]) -> None:
-        """Wait for no goodbye of some: they are dead or silent, or have not got to know this one."""
+        """Wait for no goodbye of some peers: they are dead or silent, or do not know this engine."""
         self._silent.update(self._known.keys() & peers)
 
     def join(self, group: int, transport: Sharer) -> None:
@@ -224,7 +224,7 @@ class SharedEngine:
                 (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def hear_notes(self) -> None:
-        """Hand on what other ranks say to this one's core; on the listener's thread."""
+        """Hand on the notes of other ranks to this one's core. The listener's thread calls this."""
         for peer, raw in self.engine.take_notes():
             self._handle_frame(peer, raw)
 
@@ -251,7 +251,7 @@ class SharedEngine:
         await self.settle()
 
     async def settle(self) -> None:
-        """Part from those that are in no communicator any more. If there is none, and none forms, close the engine."""
+        """Part from peers that are in no communicator any more. Close the engine if there is none, and none forms."""
         with anyio.CancelScope(shield=True):  # This takes some seconds at most.
             await self._settle()
 
@@ -277,9 +277,9 @@ class SharedEngine:
                 self._unshared.remove(address)
 
     def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:
-        """Part from some. Blocks, off the loop.
+        """Part from some peers. Blocks, off the loop.
 
-        :returns: whether UCX keeps nothing of them until the engine is closed.
+        :returns: whether UCX has freed all that belongs to these peers.
         """
         if self.cuda is not None:
             self.cuda.activate()

@@ -21,11 +21,11 @@ from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 
 _DISTRIBUTION: Final = "aiocomms-ucx"
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
-"""No link is followed, and no call waits for the writer of a pipe."""
+"""The flags with which no link is followed, and a pipe without a writer does not block."""
 _LONGEST: Final = 4096
-"""Bytes of the file, which has some 200 when it is whole; and of what is read of ``/proc/cpuinfo``."""
+"""The most bytes that are read of the file, which has some 200, and of ``/proc/cpuinfo``."""
 _HARDLY_SLOWER: Final = 1.25
-"""A part that is read in place needs no rounds of slots, and may still be in the reader's cache: it may take longer."""
+"""The factor by which reading in place may be slower: it needs no rounds of slots, and the cache may hold the part."""
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
@@ -38,9 +38,9 @@ class Speeds(msgspec.Struct, frozen=True):
     version: str
     """The version of this package: another one may measure something else."""
     read: _Nanoseconds
-    """Nanoseconds in which the kernel reads them where they lie."""
+    """Nanoseconds in which the kernel reads the bytes where they lie."""
     copied: _Nanoseconds
-    """Nanoseconds in which they are copied into a slot of shared memory, and out of it."""
+    """Nanoseconds in which the bytes are copied into a slot of shared memory, and out of it."""
 
     @property
     def reads_in_place(self) -> bool:
@@ -62,7 +62,7 @@ def find() -> Found:
 
 
 def describe() -> dict[str, str]:
-    """Return what of them `aiocomms info` prints."""
+    """Return the lines about the speeds that `aiocomms info` prints."""
     speeds, origin = find()
     what = f"parts of {MEASURED_BYTES // 1024} KiB"
     if speeds is None:
@@ -84,7 +84,7 @@ def _find(path: Path | None, measure: Callable[[], tuple[int, int]]) -> Found:
 
 
 def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
-    """Return where this host's speeds are kept; None if the user has no folder for that.
+    """Return the path of the file with this host's speeds; None if the user has no folder for that.
 
     Hosts that share the folder and are not alike have files of their own.
     """
@@ -108,7 +108,7 @@ def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
 
 
 def _kept(path: Path) -> Speeds | None:
-    """Return what a file keeps; None unless it is this user's, whole, and of this place."""
+    """Return the speeds in a file; None unless the file is this user's, whole, and of this place."""
     try:
         # Unlike os.fdopen, open() closes the descriptor of what turns out to be a folder.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:

@@ -48,7 +48,7 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, live
 
 
 def found(op: Any, nbytes: int, dtype: int) -> ops.Message:
-    """Return what a probe ends with that has found a message."""
+    """Return the result of a probe that has found a message."""
     message: ops.Message = op.message(nbytes, _DTYPES[dtype])
     return message
 

@@ -1,4 +1,4 @@
-"""The plug-in itself: one communicator on the engine that it shares with others."""
+"""The plug-in: :class:`UcxTransport` is one communicator on an engine that it shares with others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     @classmethod
     async def _open(cls, rendezvous: Rendezvous, cuda: Cuda | None, memory: int) -> Self:
-        """Open it on an engine; see :func:`shared_engine`."""
+        """Open a communicator on an engine; see :func:`shared_engine`."""
         async with shared_engine(rendezvous, cuda, memory) as (shared, ranks):
             self = cls(shared, ranks)
         return await self._meet(rendezvous, first=True)
@@ -133,7 +133,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     @property
     def failure(self) -> CommError | None:
-        """The error by which the communicator is lost; None: it is not."""
+        """The error by which the communicator is lost; None if it is not lost."""
         return self._failure
 
     # --------------------------------------------------------------------------------------- ops and their outcomes

@@ -30,14 +30,14 @@ class WindowPart(msgspec.Struct, array_like=True):
     shared: int
     """The descriptor of its shared memory, or -1."""
     offset: int
-    """Where the part begins in the shared memory."""
+    """The offset of the part in the shared memory, in bytes."""
     shape: tuple[int, ...]
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
-    """What each rank needs to map the part, if it is GPU memory."""
+    """The handle with which each rank maps the part, if it is GPU memory."""
 
-    def __repr__(self) -> str:  # whoever has address and key can read and write the memory
+    def __repr__(self) -> str:  # address and key give access to the memory
         return f"<part of shape {self.shape}>"
 
 
@@ -74,10 +74,11 @@ class Windows:
         self._handles: dict[int, WindowHandle] = {}
         self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
-        """The collectives behind a window that closes, and waits for its one-sided operations before it can take its
-        place among the collectives; None: no window does that."""
+        """The collectives behind a window that waits to close; None if there is no such window.
+
+        The window waits for its one-sided operations before it takes its place among the collectives."""
         self.posting = False
-        """Whether they are being posted."""
+        """True while these collectives are being posted."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -210,7 +211,7 @@ class Windows:
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
         if alone or tensor.nbytes == 0:
             return -1
-        # What is shared by name, with a strategy of torch's that is not its default, is moved once more.
+        # A storage that is shared by name, which is not torch's default strategy, is moved once more.
         stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
         if not stays and (not storage.resizable() or in_use(storage)):
             return -1

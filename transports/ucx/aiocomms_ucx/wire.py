@@ -50,7 +50,7 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame")
 
 
 def dialect() -> Dialect:
-    """Return what a rank's first record begins with. The ranks compare it before they tell each other anything else."""
+    """Return the beginning of a rank's first record. The ranks compare it before they send anything else."""
     return Dialect("the ucx transport", b"aioU", VERSION)
 
 
