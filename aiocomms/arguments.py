@@ -1,4 +1,4 @@
-"""What arguments are checked by that need no torch: nothing of this may be slow to load, for a loop may run already."""
+"""The checks of arguments that need no torch: a loop may run already, so this module must load quickly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def short(value: object) -> str:
     if torch is not None and isinstance(value, torch.Tensor):
         text = describe(value)
         return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
-    if hasattr(type(value), "__dlpack__"):  # an array, whose elements nobody wants to see
+    if hasattr(type(value), "__dlpack__"):  # an array, whose elements do not fit a message
         text = f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', []))}"
         return f"{'an' if text.startswith('int') else 'a'} {text} {type(value).__module__}.{type(value).__qualname__}"
     try:
@@ -74,17 +74,17 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def as_int(value: Any) -> Any:
-    """Return the int that a value is by ``__index__``, as NumPy's are and an ``IntEnum``'s.
+    """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    A bool, a tensor or array, and what is no such number, stays as it is. It is for what is called seldom: records of
-    ops are made anew, with ints, by :func:`aiocomms.ops.arrays.checked`, where a check has failed.
+    A bool, a tensor, an array, or a value without ``__index__`` is returned as it is. This is for functions that are
+    called seldom. :func:`aiocomms.ops.arrays.checked` makes records of ops anew, with ints, where a check has failed.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
         return value
     try:
         return operator.index(value)
-    except TypeError:  # as of a work that was not awaited
+    except TypeError:  # the value may be a work that was not awaited
         return value
 
 
@@ -162,7 +162,7 @@ def silence(options: Mapping[str, Any]) -> float:
 def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a program's hints, checked.
 
-    :raises ArgumentError: they are no mapping, or one of the core's own is wrong.
+    :raises ArgumentError: the hints are no mapping, or a hint of the core's own is wrong.
     """
     if hints is not None:
         mapping("hints", hints)
@@ -174,7 +174,7 @@ def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
 def device_of(value: str | torch.device) -> torch.device:
     """Return the device that an argument names.
 
-    :raises ArgumentError: it names none.
+    :raises ArgumentError: the argument names no device.
     """
     import torch
 
@@ -207,6 +207,6 @@ def place(store: object, rank: object, size: object) -> None:
 
 
 def _is_store(value: object) -> bool:
-    """Return whether a value is a store, which there is none of before torch is loaded."""
+    """Return whether a value is a store. Before torch is loaded, there is no store."""
     store: Any = getattr(sys.modules.get("torch.distributed"), "Store", None)
     return store is not None and isinstance(value, store)

@@ -1,6 +1,7 @@
-"""Modules and libraries are loaded off the event loop: from a disk that has not been read before that takes a second.
+"""The loading of modules off the event loop: from a disk that has not been read before, it takes a second.
 
-What a program names first is loaded where it is named, so this needs the standard library alone.
+A program's first import of aiocomms loads this module where that stands, perhaps on the loop. So this module imports
+the standard library alone.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _WITH: Final = ("aiocomms.functional", "aiocomms.serving")
-"""What a program may name once it has something open, of which nothing else is made."""
+"""The modules that a program may name once it has something open, and that no other module imports."""
 _OF_ANYIO: Final = (
     *("BrokenResourceError", "CancelScope", "ClosedResourceError", "EndOfStream", "Event", "Lock", "Semaphore", "abc"),
     *("create_task_group", "current_effective_deadline", "get_cancelled_exc_class", "lowlevel", "move_on_after"),
     *("sleep", "to_thread", "wait_readable"),
 )
-"""What is used of it, each of which it loads when it is first named."""
+"""The names of anyio that this package uses. anyio loads each of them when it is first named."""
 
 _loaded: set[str] = set()
 _lock = threading.Lock()
 
 
 async def loaded(name: str) -> None:
-    """Import a module, and what will be named with it, in a thread; at once if it is there.
+    """Import a module, and the modules that will be named with it, in a thread; do nothing if they are loaded.
 
-    What goes wrong with that is raised by the import that follows.
+    The caller's own import, which follows, raises the errors.
     """
     trio: Any = sys.modules.get("trio")
     of_trio = trio is not None and trio.lowlevel.in_trio_run()
@@ -38,7 +39,7 @@ async def loaded(name: str) -> None:
         return
 
     def load() -> None:
-        with _lock:  # two threads amid each other's packages would wait for each other
+        with _lock:  # two threads that import each other's packages would wait for each other
             _load([name, *_WITH], backend)
 
     if of_trio:

@@ -25,13 +25,14 @@ from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 PROBE: Final = 0.5
-"""Seconds in which a store answers, or those who can do without it do without."""
+"""Seconds in which a store answers. Callers that can do without the store wait no longer."""
 
 
 class StoreRendezvous(Board):
-    """Ranks that share a ``torch.distributed.Store``: where transports meet, and what recovery needs to meet again.
+    """Ranks that share a ``torch.distributed.Store``: transports meet there, and ranks meet again for recovery.
 
-    The former is :class:`aiocomms.transport.Rendezvous`; the rest, with :class:`Board`, no transport uses.
+    Transports use the part that is :class:`aiocomms.transport.Rendezvous`. The rest serves recovery alone, with
+    :class:`Board`.
     """
 
     store: Store | None
@@ -45,20 +46,20 @@ class StoreRendezvous(Board):
         """
         super().__init__(store, rank, seal)
         self.root: Store | None = None
-        """The store that the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
+        """The store that the ranks' communicators share; :attr:`store` is the part of this communicator alone."""
         self.base = name
         """The name before the first reconfiguration."""
         self.epoch = 1
-        """The number of the communicator: 1, and one more with each reconfiguration."""
+        """The epoch: 1 at first, and one more with each reconfiguration."""
         self.size = size
         self.name = name
         self.device = device
         self.hosts: Sequence[str] = ()
         self.home: dict[Any, Any] | None = None
         self.timeout: float = FORMING if timeout == math.inf else timeout
-        """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
+        """The seconds to form in; once formed, the timeout in seconds of ops that are given none."""
         self._ends = time.monotonic() + self.timeout
-        # The store at the bottom, which a PrefixStore does not keep if it is in Python.
+        # The store at the bottom: a PrefixStore does not keep a store that is in Python.
         self._kept: Store | None = None
 
     def child(
@@ -82,7 +83,7 @@ class StoreRendezvous(Board):
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
         """Return the rendezvous of the next epoch.
 
-        :param key: tells it from all others; the same on all its ranks.
+        :param key: the name of that rendezvous among all others; the same on all its ranks.
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
@@ -92,7 +93,7 @@ class StoreRendezvous(Board):
         return new
 
     async def arrive(self, root: Store) -> None:
-        """Meet the ranks that are there on a store, and share nothing with those that were there before."""
+        """Meet the ranks that come to a store now, and share nothing with earlier ranks there."""
         self.root = root
         here = PrefixStore(f"aiocomms/{self.base}", root)
         if self.size == 1:  # The rank has no other to wait for.
@@ -103,9 +104,9 @@ class StoreRendezvous(Board):
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
     async def leave(self) -> None:
-        """Release the store, which another object may hold as well: no rank meets here again."""
+        """Release the store, because no ranks meet here again. Another communicator may hold it still."""
         root = self.root
-        if isinstance(root, JobStore) and root.serves:  # The last reference waits for the end of the store's thread.
+        if isinstance(root, JobStore) and root.serves:  # the last release waits for the server's thread
             del root
             with anyio.CancelScope(shield=True):
                 await run_in_thread(self._forget, anyhow=True)

@@ -1,4 +1,4 @@
-"""How a communicator comes about: ranks are found, transports are chosen, and opened."""
+"""The formation of a communicator: it finds the ranks, and chooses and opens the transports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def form(
     plan = await run_in_thread(functools.partial(choose, transport, where, size, hints), anyhow=True)
     try:
         return await _form(plan, store, rank, size, name, where, timeout, join)
-    except StoreLostError:  # another attempt finds the one that is served by then
+    except StoreLostError:  # another attempt finds the store that is served by then
         for place in [place for place, known in list(_launched.items()) if known is store]:
             del _launched[place]
         raise
@@ -55,9 +55,9 @@ async def adopt(pg: Any, device: str | torch.device, name: str, timeout: float) 
 
 
 async def settled(value: str | torch.device) -> torch.device:
-    """Return the device that an argument names; of CUDA, this thread's current one, where it names no other.
+    """Return the device that an argument names; for "cuda" without a number, this thread's current CUDA device.
 
-    :raises ArgumentError: it names none.
+    :raises ArgumentError: the argument names no device.
     """
     device = device_of(value)
     if device.type != "cuda" or device.index is not None:

@@ -49,7 +49,7 @@ class Cuda(Protocol):
         """The number of the device in this process."""
 
     def functions(self) -> Mapping[str, int] | None:
-        """Return the addresses of the runtime's functions, for native code; None if they are not to be had."""
+        """Return the addresses of the runtime's functions, for native code; None if they are not found."""
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -61,10 +61,10 @@ class Cuda(Protocol):
         """Return this thread's current stream."""
 
     def current_handle(self) -> int:
-        """Return the ``cudaStream_t`` of this thread's current stream. It is quicker than the stream itself."""
+        """Return the ``cudaStream_t`` of this thread's current stream. This is quicker than the stream itself."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy of so many bytes between two addresses of the device on a stream."""
+        """Enqueue a copy of ``nbytes`` bytes between two addresses of the device on a stream."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """Make a stream this thread's current one, within the context."""
@@ -85,12 +85,12 @@ class Cuda(Protocol):
         """
 
     def share(self, storage: torch.UntypedStorage) -> Shared | None:
-        """Return what one other process of the host needs to map this memory; None: CUDA does not share it."""
+        """Return the record with which one other process of the host maps memory; None if CUDA does not share it."""
 
     def map(self, shared: Shared) -> Mapped | None:
         """Map another process's memory. Blocks, off the loop.
 
-        :returns: None if this process does not see its GPU, or CUDA refuses.
+        :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
         """
 
     def harmless(self) -> contextlib.AbstractContextManager[None]:
@@ -190,7 +190,7 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 def _why_no_gpu() -> str:
-    """Return what torch says of it, which tells a driver that is too old from none; empty if it says nothing."""
+    """Return torch's own error, which tells a driver that is too old from none; empty if there is no error."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -201,8 +201,8 @@ def _why_no_gpu() -> str:
 def check_stream(cuda: Cuda, stream: Any) -> None:
     """Check a stream that is to wait for an op.
 
-    :raises ArgumentTypeError: it is none.
-    :raises ArgumentError: it is of another device than the op.
+    :raises ArgumentTypeError: the value is no stream.
+    :raises ArgumentError: the stream is of another device than the op.
     """
     if not hasattr(stream, "cuda_stream"):
         raise wrong_type("stream", stream, "a torch.cuda.Stream, or None for the current one")

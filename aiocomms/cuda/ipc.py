@@ -1,8 +1,9 @@
 """Memory of a GPU that other processes of the host map, by CUDA IPC.
 
-torch counts who has mapped an allocation, and keeps it until nobody has. Its calls hold the interpreter's lock for as
-long as CUDA takes, which is milliseconds where memory is mapped or given back. So the memory is mapped once more here,
-before torch does it and until torch has let go, without that lock: CUDA counts, and torch's own calls only add to that.
+torch counts the processes that have mapped an allocation, and keeps it until there is none. torch's calls hold the
+interpreter's lock for as long as CUDA takes, which is milliseconds where memory is mapped or given back. So this module
+maps the memory once more without that lock, before torch maps it and until torch has given it back. CUDA counts the
+mappings of a process, and torch's own calls only change the count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import UntypedStorage
 from aiocomms.cuda import runtime
 
 Shared = tuple[Any, ...]
-"""What one other process needs to map memory: the identifier of its GPU, and what torch says."""
+"""The record with which one other process maps memory: the identifier of its GPU, and torch's own values."""
 
 _PLAIN: Final = b"c"
 """The kind of a handle of memory that ``cudaMalloc`` gave, in torch's own words."""
@@ -30,17 +31,17 @@ class Mapped(Protocol):
     storage: UntypedStorage
 
     def release(self) -> None:
-        """Give it back. Nothing else may refer to the storage by then. Blocks, off the loop."""
+        """Give the memory back. Nothing else may refer to the storage by then. Blocks, off the loop."""
 
 
 class TorchMapped:
     """See :class:`Mapped`."""
 
     def __init__(self, storage: UntypedStorage, index: int, base: int | None) -> None:
-        """Take what was mapped.
+        """Take over mapped memory.
 
-        :param index: the number of its GPU in this process.
-        :param base: what was mapped besides, see :func:`runtime.map_handle`.
+        :param index: the number of the memory's GPU in this process.
+        :param base: the address of the additional mapping, see :func:`runtime.map_handle`; None if there is none.
         """
         self.storage = storage
         self._index, self._base = index, base
@@ -54,9 +55,9 @@ class TorchMapped:
 
 
 def share(storage: UntypedStorage) -> Shared | None:
-    """Return what one other process needs to map this memory. None: CUDA does not share it.
+    """Return the record with which one other process maps this memory; None if CUDA does not share it.
 
-    Each process needs its own: torch counts them.
+    Each process needs a record of its own, because torch counts them.
     """
     index = storage.device.index
     with aside(index):
@@ -70,14 +71,14 @@ def share(storage: UntypedStorage) -> Shared | None:
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
     """Map another process's memory. Blocks, off the loop.
 
-    :param index: the device that is to copy from and to it.
-    :returns: None if this process does not see its GPU, or CUDA refuses.
+    :param index: the device that is to copy from and to the memory.
+    :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
     """
     gpu, *exported = shared
     try:
         owner = next((at for at in range(torch.cuda.device_count()) if _identifier(at) == gpu), None)
         mapped = None if owner is None else _map(owner, exported)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # of what makes no sense, too
+    except (RuntimeError, TypeError, ValueError, IndexError):  # the record may make no sense, too
         return None
     if mapped is not None and owner is not None and owner != index:
         with torch.cuda.device(index):
@@ -99,7 +100,7 @@ def _map(owner: int, exported: list[Any]) -> TorchMapped:
 
 
 def _plain(handle: bytes) -> bytes | None:
-    """Return CUDA's handle within torch's: behind a version and a kind. None: it is of another kind."""
+    """Return CUDA's handle within torch's, behind a version and a kind; None if it is of another kind."""
     if len(handle) == runtime.HANDLE_BYTES:
         return handle
     return handle[2:] if handle[1:2] == _PLAIN and len(handle) == runtime.HANDLE_BYTES + 2 else None
@@ -107,7 +108,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Have torch use a stream that does nothing: it records an event, waits for one, and waits for the stream."""
+    """Have torch use an idle stream here: it records an event, waits for one, and waits for the stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

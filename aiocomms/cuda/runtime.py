@@ -1,4 +1,4 @@
-"""The calls of CUDA's runtime that torch does not wrap, or wraps in a way that does not serve here."""
+"""The calls of CUDA's runtime that torch does not wrap, or wraps in an unsuitable way."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FUNCTIONS: Final = (
     "cudaStreamWaitEvent",
     "cudaMemcpyAsync",
 )
-"""What native code calls that is given the runtime's addresses."""
+"""The functions whose addresses native code is given."""
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _LAZY_PEERS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES: Final = 64
-"""Of a ``cudaIpcMemHandle_t``."""
+"""The size of a ``cudaIpcMemHandle_t``."""
 
 _idle: dict[tuple[int | None, int], list[int]] = {}  # streams that have no owner any more, by device and priority
 
@@ -75,7 +75,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def map_handle(handle: bytes) -> int:
-    """Map another process's memory for the current device, or count that it is mapped once more. Releases the GIL.
+    """Map another process's memory for the current device, or count one more mapping of it. Releases the GIL.
 
     :param handle: a ``cudaIpcMemHandle_t``.
     :returns: the address, for :func:`unmap`.
@@ -89,14 +89,14 @@ def map_handle(handle: bytes) -> int:
 
 
 def unmap(address: int) -> None:
-    """Take back a :func:`map_handle`. Releases the GIL."""
+    """Undo one call of :func:`map_handle`. Releases the GIL."""
     check(library().cudaIpcCloseMemHandle(ctypes.c_void_p(address)), "giving another process's memory back")
 
 
 def reach(index: int) -> None:
-    """Let the current device use another one's memory, if it can; else CUDA copies by way of the host."""
+    """Let the current device access another device's memory, if it can; else CUDA copies by way of the host."""
     if library().cudaDeviceEnablePeerAccess(ctypes.c_int(index), ctypes.c_uint(0)):
-        library().cudaGetLastError()  # or torch would raise it
+        library().cudaGetLastError()  # otherwise torch would raise this error later
 
 
 def own_stream(device: torch.device, priority: int) -> Any:

@@ -41,11 +41,11 @@ class Completions:
 
         :param wake: makes the loop call :meth:`poll`; it is called on any thread.
         :param spin: the number of polls without result after which threads sleep on the events that are left.
-        :param transport: whose ``progress`` calls :meth:`poll`. The loop does so after each op that a communicator
-            posts; with this it does so whenever something is added, also by another communicator's progress.
+        :param transport: the transport whose ``progress`` calls :meth:`poll`. The loop calls it after each op that a
+            communicator posts; with this argument, also after each :meth:`add`, such as by another communicator.
         """
         self.parked: bool = False
-        """Whether threads sleep on the events that are left."""
+        """True while threads sleep on the events that are left."""
         self._cuda = cuda
         self._wake = wake
         self._spin = spin
@@ -68,7 +68,7 @@ class Completions:
         return event
 
     def release(self, event: Event) -> None:
-        """Take back an event that has fired; it is used again."""
+        """Take back an event that has fired, to use it again."""
         self._pool.append(event)
 
     def add(self, stream: Stream, then: Callable[[], object]) -> Event:
@@ -160,7 +160,7 @@ class _Sleeper:
         threading.Thread(target=self._run, name="aiocomms sleeps on events", daemon=True).start()
 
     def watch(self, event: Event) -> None:
-        """Wake the loop when the event has fired, or when the one of this stream has on which the thread sleeps."""
+        """Wake the loop when the event has fired, or the one of this stream on which the thread sleeps already."""
         with self._changed:
             if self.target is None:
                 self.target = event
@@ -189,7 +189,7 @@ class _Sleeper:
             return None if self._closed else self.target
 
 
-class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)``
+class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)``
     """Await all work that was enqueued on a CUDA stream so far; after ``graph.replay()``, the end of the replay.
 
     The call records an event. ``await`` returns when the event has fired, and costs no CPU meanwhile. A cancelled
@@ -249,7 +249,7 @@ class _Watch:
     def progress(self) -> bool:
         self._waker.clear()
         if self._cuda.capturing():
-            return True  # so that it is called again
+            return True  # True makes the loop call this again
         with self._cuda.harmless():
             fired = self._event.query()
         if fired:

@@ -1,4 +1,4 @@
-"""How users get an endpoint. This loads as little as :mod:`aiocomms.communicator.opening`, and for the same reason."""
+"""The opening of an endpoint. It loads as little as :mod:`aiocomms.communicator.opening`, for the same reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LOOPBACK: Final = "127.0.0.1"
 
 
-class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - it is called like a function, as new_comm is
+class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the class like a function
     """Open an endpoint, by whose address other processes connect with this one: no ranks, no store, no launcher.
 
     Await it for an :class:`Endpoint`, or use it as ``async with open_endpoint(...) as here:``, which closes it.
@@ -27,13 +27,13 @@ class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - it is called like a fu
     :param device: the device of all tensors.
     :param host: the address of this host at which others connect. By default only processes of this host do. Where
         other hosts can, the job must have a token.
-    :param lifetime: the seconds for which others may connect by its address; None: as long as it is open.
-    :param name: what it is called in errors.
-    :param timeout: the deadline in seconds for connecting, and afterwards that of ops that are given none. None: these
-        have no deadline, and connecting has 600 s.
+    :param lifetime: the seconds for which others may connect by its address; None: as long as the endpoint is open.
+    :param name: the endpoint's name in errors.
+    :param timeout: the deadline in seconds for connecting, and afterwards that of ops that are given none. None: such
+        ops have no deadline, and connecting has 600 s.
     :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
     :raises ArgumentError: an argument is wrong.
-    :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
+    :raises UnsupportedOperation: the transport is not available; the message says why, and what else there is.
     """
 
     _example = "here = await open_endpoint(...)"

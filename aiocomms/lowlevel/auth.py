@@ -1,4 +1,4 @@
-"""The job's token, which proves that a rank belongs to the job; and the limits of a job without one."""
+"""The job's token, which proves that a rank belongs to the job, and the limits of a job without a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocomms.errors import ArgumentError, AuthError, ProtocolError
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 MAX_RECORD: Final = 64 * 1024
-"""Most bytes of what a rank tells the others through the store."""
+"""Most bytes of a rank's record in the store."""
 
 RENDEZVOUS = Dialect("the rendezvous", b"aioR", 3)
 """The format in which ranks meet in a store: the records written there, and the agreement that they lead to."""
@@ -57,10 +57,10 @@ def _kept(text: str | None, path: str | None) -> bytes | None:
 
 
 def check_exposed(what: str) -> None:
-    """Check that what other hosts can reach is protected by a token, or that the operator wants it otherwise.
+    """Check that a port which other hosts can reach is protected by a token, or that the operator wants it otherwise.
 
-    :param what: what they could reach; the beginning of the error's message.
-    :raises ArgumentError: it is not.
+    :param what: what other hosts could reach; the beginning of the error's message.
+    :raises ArgumentError: the job has no token, and the operator has not allowed that.
     """
     if os.environ.get(_ALLOWED, "0") in ("", "0") and job_token() is None:
         raise ArgumentError(
@@ -71,27 +71,27 @@ def check_exposed(what: str) -> None:
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """HMAC-SHA256 over values, each with its length, so that no two lists of them look alike."""
+    """Return the HMAC-SHA256 of values, each with its length, so that no two lists of values look alike."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     message = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
     return hmac.digest(key, message, "sha256")
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Return whether they are equal, in a time that does not tell where they differ."""
+    """Return whether two values are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(a, b)
 
 
 def claimed(record: bytes) -> bytes:
-    """Return what a record of the store says, unverified, in a version that keeps this shape."""
+    """Return the value of a store's record without a check of its writer, in a version that keeps this shape."""
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
 
 
 class Seal:
-    """The seal of a rank: it signs what the rank tells the others of one communicator, and checks what they tell it.
+    """The signer of one rank's records for the others of a communicator, which also checks their records.
 
-    Without a token nothing is signed, and what :meth:`secret` gives can be computed by any process. Its key is secret:
+    Without a token nothing is signed, and any process can compute what :meth:`secret` returns. The key is confidential:
     it stands in no text and in no pickle.
     """
 
@@ -100,7 +100,7 @@ class Seal:
     def __init__(self, token: bytes | None, *scope: str | int) -> None:
         """Begin.
 
-        :param scope: what tells this communicator from all others.
+        :param scope: the values that tell this communicator from all others.
         """
         self._signs = token is not None
         self._key = mac(token or b"", "aiocomms", *scope)
@@ -113,7 +113,7 @@ class Seal:
         return child
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that a process without the token cannot know; the same on all ranks of the communicator."""
+        """Return 32 bytes that no process without the token can know; the same on all ranks of the communicator."""
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:
@@ -124,10 +124,10 @@ class Seal:
         return RENDEZVOUS.head + sign + value
 
     def verify(self, key: str, rank: int, record: bytes) -> bytes:
-        """Return what another rank's record says.
+        """Return the value of another rank's record.
 
         :raises AuthError: that rank did not sign it.
-        :raises ProtocolError: it is too long, or no record at all.
+        :raises ProtocolError: the record is too long, or no record at all.
         """
         if len(record) > HEAD_BYTES + 1 + _MAC + MAX_RECORD:
             raise ProtocolError(f"rank {rank}'s record {key!r} in the store has {len(record)} bytes", peer=rank)
@@ -162,9 +162,9 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """Return a file's beginning, if it is a file of this user's, which no other user may read or write, and no link."""
+    """Return a file's beginning, if the file is this user's, closed to all other users, and no link."""
     try:
-        # O_NONBLOCK: opening a pipe, if there is one, must not wait for its other end.
+        # O_NONBLOCK: opening a pipe in place of the file must not wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror

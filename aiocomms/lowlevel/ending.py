@@ -1,4 +1,4 @@
-"""Calls that are made at the interpreter's end, after all that the program itself does then."""
+"""The calls at the interpreter's end, after all exit handlers of the program itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 _register_first: Any = getattr(threading, "_register_atexit", None)
-"""The registry of calls that Python makes when it begins to end, before any exit handler; concurrent.futures uses it.
-"""
+"""The function that registers a call for the beginning of Python's end, before any exit handler.
+
+``concurrent.futures`` uses it, too."""
 _handlers: Any = atexit
 _calls = contextlib.ExitStack()
 
@@ -40,5 +41,5 @@ def _end(known: int) -> None:
 
 try:
     _register_first(_take_the_lead)
-except (RuntimeError, TypeError):  # the interpreter is ending already, or has no such thing
+except (RuntimeError, TypeError):  # the interpreter is ending already, or has no such function
     _take_the_lead()

@@ -23,7 +23,7 @@ from aiocomms.errors import (
 )
 
 _LONGEST: Final = 2000
-"""Characters of a reason that travels."""
+"""Most characters of a reason that is sent to other ranks."""
 _TRAVELS: Final = {
     cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
 }
@@ -79,20 +79,20 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """The reason for which a rank gives up, as it tells the others.
 
-    It is small enough for a control message, and is checked when it comes.
+    A reason is small enough for a control message, and is checked when it comes.
     """
 
     error: str
     """The name of the error's class."""
     message: str
     peer: int
-    """The rank that is to blame; of a timeout, the one whose deadline has passed."""
+    """The rank at fault; of a timeout, the rank whose deadline has passed."""
     late: tuple[int, ...] = ()
-    """The ranks that this one has waited for without success."""
+    """The ranks for which this one has waited, and which have not come."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
-        """Return what ``rank`` tells the others when it gives up with an error."""
+        """Return the reason that ``rank`` sends the others when it gives up with an error."""
         name = type(error).__name__
         late: tuple[int, ...] = ()
         peer = error.peer

@@ -44,9 +44,9 @@ class Unshared:
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
-        """Hold this for as long as there is that object, which uses the connections.
+        """Keep these addresses for as long as ``owner`` lives, which uses the connections.
 
-        A child keeps the object for ever: destroyed, it would wait for threads that only the parent has.
+        A child keeps the owner for ever: destroyed, it would wait for threads that only the parent has.
         """
         self._owner = weakref.ref(owner)
         _of[owner] = self
@@ -57,7 +57,7 @@ class Unshared:
         self._owner = lambda: None
 
     def covers(self, address: Address) -> bool:
-        """Return whether it is one of them."""
+        """Return whether an address is one of these."""
         packed = _packed(address)
         return len(packed) > 0 and any(packed in record for record in self._records)
 

@@ -2,9 +2,9 @@
 
 The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
 
-A connection that has not proved itself in time is dropped. If there are more connections than allowed, one that has
-said nothing yet is dropped. It is the oldest of the source that has most of these. However many one stranger opens, a
-rank on another host keeps its own. A connection whose first message has come is not dropped so.
+A connection that has not proved itself in time is dropped. If there are more connections than allowed, a connection is
+dropped that has said nothing yet: the oldest of the host that has most of them. So a rank on another host keeps its
+own, however many connections one stranger opens. A connection whose first message has come is not dropped for room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aiocomms.lowlevel.handshake import (
 )
 
 PATIENCE: Final = 5.0
-"""Seconds in which a process that connects must prove that it is a rank."""
+"""Seconds in which the other end of a new connection must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
 """Connections that may be unproved at a time, besides one for each rank."""
 AT_ONCE: Final = 16
@@ -57,7 +57,7 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: the address that has connected, until its first message has come; None: this rank has connected.
+        :param source: the host that has connected, until its first message has come; None if this rank has connected.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -91,14 +91,14 @@ class HalfOpen:
 
 
 class Entrance:
-    """The connections that are not proved yet: few, for a short time, and those of one source crowd out no other's."""
+    """The connections that are not proved yet: few, for a short time. One host's cannot crowd out another's."""
 
     dropped: int
 
     def __init__(self, selector: selectors.BaseSelector, most: int) -> None:
         """Begin without connections.
 
-        :param most: how many there may be.
+        :param most: the most connections at a time.
         """
         self._selector = selector
         self._most = most
@@ -191,12 +191,12 @@ class Entrance:
         self.dropped += half.peer is None
 
     def drop_all(self) -> None:
-        """Drop them all."""
+        """Drop all connections."""
         for half in list(self._half_open.values()):
             self.drop(half)
 
     def close(self) -> None:
-        """Close them all; nothing is waited for any more."""
+        """Close all connections, without waiting for any proof."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()
@@ -205,11 +205,11 @@ class Entrance:
     def _make_room(self) -> None:
         if self._silent:
             self.drop(next(iter(max(self._silent.values(), key=len).values())))
-        else:  # all have said what a rank once said; the oldest of them has had most time to prove it
+        else:  # no connection is silent; the oldest has had most time for its proof
             self.drop(next(half for half in self._half_open.values() if half.peer is None))
 
     def _heard(self, half: HalfOpen) -> None:
-        """Note that it is no longer silent."""
+        """Note that a connection is no longer silent."""
         if half.source is not None:
             others = self._silent[half.source]
             del others[half.connection]
@@ -224,7 +224,7 @@ class Entrance:
 
 
 class Gate:
-    """The gate of one rank: it opens and authenticates connections. One thread uses it, and is blocked meanwhile."""
+    """The opening and authentication of one rank's connections. One thread uses it, and is blocked meanwhile."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Start without connections.
@@ -251,7 +251,7 @@ class Gate:
         """Connect to all lower ranks, and accept connections from all higher ranks.
 
         :returns: a connection to each rank.
-        :raises CommTimeoutError: it took longer. The message names the ranks that are missing.
+        :raises CommTimeoutError: the time is over. The message names the ranks that are missing.
         :raises AuthError: the process that answers in a rank's place does not prove to be that rank.
         """
         ends = time.monotonic() + seconds
@@ -288,7 +288,7 @@ class Gate:
     def _connect_missing(self, ends: float) -> None:
         """Connect to the lower ranks to which this rank has not connected yet."""
         for peer in list(self._unconnected):
-            with contextlib.suppress(OSError):  # the peer's queue of connections is full, perhaps of strangers'
+            with contextlib.suppress(OSError):  # the peer's queue of connections is full
                 connection = self._connectors[peer]()
                 try:
                     dialogue = connector_dialogue(connection, self._key, self._rank, peer)
@@ -324,7 +324,7 @@ class Gate:
 
 
 def _source(address: object) -> str:
-    """Return who has connected, by address: of IPv6 by the network, all of whose addresses one host may have."""
+    """Return the source of a connection: the address, or of IPv6 its network, since one host may have all of that."""
     if not isinstance(address, tuple):
         return ""  # A unix socket has no address of a host: it is this user's.
     host = str(address[0]).partition("%")[0]

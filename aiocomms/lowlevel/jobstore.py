@@ -22,14 +22,14 @@ from aiocomms.lowlevel.storeserver import LENGTH, OUTAGE, SERVER, StoreServer, p
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.05
-"""Seconds between two looks for a key that is not there yet."""
+"""The longest pause in seconds between two queries for a key that is not there yet."""
 
 
 class JobStore(Store):
     """A ``torch.distributed.Store`` over the server of this process, or over a connection with another's.
 
-    torch's wrappers of it (``PrefixStore``) do not keep it: code that uses one keeps this, too. When nothing refers to
-    it any more, it releases the server or the connection.
+    torch's wrappers (``PrefixStore``) hold no reference to this object, so a user of one keeps this object, too. When
+    no reference is left, it gives up the server, or closes the connection.
     """
 
     host: str
@@ -38,8 +38,8 @@ class JobStore(Store):
     def __init__(self, host: str, port: int, made_of: StoreServer | socket.socket, timeout: float) -> None:
         """Begin.
 
-        :param made_of: the server, of which this is a user; or a connection that is proved.
-        :param timeout: how long a call waits for an answer or a key, in seconds.
+        :param made_of: the server, which gets this store as a user; or a connection that is proved.
+        :param timeout: the seconds for which a call waits for an answer or a key.
         """
         self._server = made_of if isinstance(made_of, StoreServer) else None
         self._connection = None if isinstance(made_of, StoreServer) else made_of
@@ -58,18 +58,18 @@ class JobStore(Store):
 
     @property
     def serves(self) -> bool:
-        """Whether this process serves the store."""
+        """True while this process serves the store."""
         return self._server is not None and self._server.is_there
 
     def listening(self) -> contextlib.ExitStack:
-        """Begin what :meth:`admitting` does. Returns what ends it. Both block."""
+        """Enter :meth:`admitting`. Returns the stack that exits it. Both block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.admitting())
             return stack.pop_all()
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let further ranks in meanwhile, if this process serves the store; the last such call closes the port."""
+        """Let new ranks connect within the context, if this process serves the store. Afterwards the port is closed."""
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 

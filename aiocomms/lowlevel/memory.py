@@ -1,8 +1,7 @@
-"""The ledger of memory in use: what ops and windows of this process hold, whichever communicator has them.
+"""The memory in use: the tensors that ops and windows of all communicators of this process hold.
 
-Code that is about to move a tensor's memory asks :func:`in_use` first: another communicator, on another thread, may
-have given its address to the network. Nothing is written down when an op starts; the few that ask look at all that is
-there.
+Code that is about to move a tensor's memory calls :func:`in_use` first: another communicator, on another thread, may
+have given the address to the network. Nothing is recorded when an op starts. The rare :func:`in_use` asks all holders.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from aiocomms.lowlevel.threads import copied
 
 
 class Holder(Protocol):
-    """An object that uses tensors' memory, and may have kept its address."""
+    """A user of tensors' memory, which may have kept the address of that memory."""
 
     def held(self) -> Iterable[Tensor]:
-        """Return the tensors whose memory it uses now; on any thread."""
+        """Return the tensors whose memory is in use now. Any thread may call this."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def register(holder: Holder) -> None:
-    """Have a holder asked, for as long as it lives."""
+    """Have :func:`in_use` ask a holder, for as long as the holder lives."""
     _holders.add(holder)
 
 
 def has_room(tensor: Tensor) -> bool:
-    """Return whether a contiguous tensor's storage still holds it: a program may have resized that since the call."""
+    """Return whether a contiguous tensor still fits its storage, which a program may have resized since the call."""
     end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
     return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 

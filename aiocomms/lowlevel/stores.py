@@ -1,4 +1,4 @@
-"""``torch.distributed`` stores: serve one, reach one, turn their errors into ours. All but :func:`admitting` blocks."""
+"""The opening of a job's store, and the errors of ``torch.distributed`` stores. All but :func:`admitting` block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 @contextlib.contextmanager
 def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None = None) -> Iterator[None]:
-    """Raise a :class:`StoreLostError` in place of what torch's stores raise; also a decorator.
+    """Raise a :class:`StoreLostError` in place of the errors of torch's stores. It is a decorator, too.
 
     This is the one place that knows torch's errors: all are RuntimeErrors, some with a stack trace in their text.
 
@@ -37,7 +37,7 @@ def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None
 def new_server(listener: socket.socket) -> StoreServer:
     """Serve a new store to the ranks of this job.
 
-    :param listener: is the server's from here on.
+    :param listener: the listener, which the server owns from here on.
     :raises CommError: there is no descriptor or no thread for it.
     """
     token = read_token(os.environ)
@@ -47,10 +47,10 @@ def new_server(listener: socket.socket) -> StoreServer:
 def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Use the store to whose server a connection leads.
 
-    :param connection: is the store's from here on, or closed.
-    :raises AuthError: it has another token.
-    :raises ProtocolError: it is a store of another version, or no store of a job at all.
-    :raises OSError: it does not answer.
+    :param connection: the connection, which the store owns from here on, or closes.
+    :raises AuthError: the server has another token.
+    :raises ProtocolError: the server is a store of another version, or no store of a job at all.
+    :raises OSError: the server does not answer.
     """
     return JobStore(host, port, prove(connection, _key(read_token(os.environ)), rank, timeout), timeout)
 
@@ -61,7 +61,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :param host: the address.
     :param timeout: the store's default timeout, in seconds.
     :returns: the store, which is served as long as it lives, and its port.
-    :raises OSError: it is no address of this machine.
+    :raises OSError: the host is no address of this machine.
     :raises CommError: there is no descriptor or no thread for it.
     """
     listener = listen_at(host)
@@ -70,12 +70,12 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
 
 
 def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
-    """Connect to a store that another rank serves; blocks.
+    """Connect to a store that another rank serves. Blocks.
 
     :param rank: this rank.
-    :raises StoreLostError: no process serves it there.
+    :raises StoreLostError: no process serves a store there.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server is of another version, or no store of a job at all.
+    :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     """
     try:
         return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)

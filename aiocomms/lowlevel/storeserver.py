@@ -1,8 +1,7 @@
-"""The server of a job's store, for ranks only, and open only while they form communicators.
+"""The server of a job's store, in the process at which the ranks meet: for ranks only, and only while they form.
 
-torch's ``TCPStore`` answers every process that connects, keeps every connection and every value, and listens until it
-ends. This serves one of torch's ``HashStore`` to connections that have proved to be of the job
-(:mod:`aiocomms.lowlevel.gate`).
+torch's ``TCPStore`` answers every connection, keeps every connection and every value, and listens until it ends. This
+server offers a ``HashStore`` of torch to connections that have proved to be of the job (:mod:`aiocomms.lowlevel.gate`).
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ SERVER: Final = "the store"
 LENGTH: Final = struct.Struct("!I")
 """The length that precedes each request and answer."""
 OUTAGE: Final = 120
-"""Seconds for which a rank's host may not answer. No rank is taken for dead because of this connection, which is not
-made again."""
+"""Seconds for which a rank's host may not answer. The connection is not made again, and no rank counts as dead because
+of it."""
 LONGEST: Final = 16 * MAX_RECORD
 """Bytes of a request: more than any record takes, and all that a rank may have the server keep at once."""
 
 _RANKS: Final = range(2**20)
 _PIECE: Final = 2**16
 _PAUSE: Final = 0.01
-"""Seconds before another look for connections, where there is no descriptor to accept them."""
+"""Seconds before another attempt to accept connections, where there is no free descriptor for them."""
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 1, 4
 _UID_AT: Final = 16 + 4 + 48 + 12  # nlmsghdr, then in inet_diag_msg: states, idiag_sockid, timer and queues
@@ -57,7 +56,7 @@ _servers: WeakSet[StoreServer] = WeakSet()
 
 
 def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
-    """Do what a rank asks of the store. It never waits.
+    """Carry out a rank's request to the store. It never waits.
 
     :raises ValueError: there is no such request.
     """
@@ -81,7 +80,7 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
 
 
 class _Line:
-    """The connection with a rank: what has come of its next request, and what it has not taken of its answers."""
+    """The connection with a rank: the received part of its next request, and the answers that are not sent yet."""
 
     __slots__ = ("answers", "connection", "request")
 
@@ -94,8 +93,8 @@ class _Line:
 class StoreServer:
     """The server of a store for the ranks of a job, on a thread of its own.
 
-    The port is open while ranks form a communicator over it. The thread ends when this process has released it and no
-    rank is connected any more. Another rank may need the store for longer than this one.
+    The port is open while ranks form a communicator over it. The thread ends when this process has no user left and no
+    rank is connected any more: another rank may need the store for longer than this one.
     """
 
     address: tuple[str, int]
@@ -105,13 +104,13 @@ class StoreServer:
         """Begin to serve, for one user.
 
         :param listener: is the server's from here on.
-        :param key: what only the ranks of the job know, if the job has a token.
-        :param guarded: the job has none: only processes of this user are let in, as far as the kernel says whose they
-            are.
+        :param key: the key that only the ranks of the job know, if the job has a token.
+        :param guarded: whether the job has no token. Then only processes of this user are let in, as far as the kernel
+            tells their user.
         :raises CommError: there is no descriptor or no thread for it.
         """
         self.kept: HashStore = HashStore()
-        # A get waits for so long if its key is deleted between two looks.
+        # A get waits for so long if its key is deleted between check and get.
         self.kept.set_timeout(timedelta(milliseconds=1))
         self._key, self._guarded = key, guarded
         self.address, self.family = listener.getsockname(), listener.family
@@ -139,11 +138,11 @@ class StoreServer:
         _servers.add(self)
 
     def take(self) -> bool:
-        """Serve one user more, if it still has one."""
+        """Serve one user more. Returns False if the server has ended."""
         return self._call(self._take)
 
     def let_go(self) -> None:
-        """Serve one user less; behind the last one the port is closed, and without ranks the thread ends."""
+        """Serve one user less. After the last one the port is closed; without ranks, the thread ends, too."""
         self._call(self._let_go)
         while not (self._users or self._lines) and self._thread.is_alive():
             if threading.current_thread() is self._thread:
@@ -152,7 +151,7 @@ class StoreServer:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Let ranks in meanwhile. Behind the last one that does the port is closed; ranks stay connected."""
+        """Let ranks connect within the context. The end of the last context closes the port; ranks stay connected."""
         self._call(self._begin_to_listen)
         try:
             yield
@@ -161,7 +160,7 @@ class StoreServer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it serves anybody still, in this process."""
+        """True while the server serves, in this process."""
         return not self._ended
 
     def disown(self) -> None:
@@ -169,7 +168,7 @@ class StoreServer:
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:
-        """Do something on the server's thread; return whether that still runs."""
+        """Make a call on the server's thread; return whether that thread still runs."""
         if threading.current_thread() is self._thread:
             call()
             return not self._ended
@@ -199,7 +198,7 @@ class StoreServer:
         if self._listener is None:
             try:
                 self._open(socket.create_server(self.address, family=self.family, backlog=socket.SOMAXCONN))
-            except OSError as error:  # Another process has taken the port since; ranks that are connected still meet.
+            except OSError as error:  # another process has taken the port; connected ranks still meet
                 _log.warning("the store lets in nobody else at %s: %s", self.address, error)
 
     def _end_to_listen(self) -> None:
@@ -316,7 +315,7 @@ class StoreServer:
             self._drop(line)
 
     def _answer(self, line: _Line) -> None:
-        """Answer each request that is there as a whole."""
+        """Answer each request that has come as a whole."""
         while len(line.request) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(line.request)
             if length > LONGEST:
@@ -347,7 +346,7 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user whose process has a connection's other end in this host; None: the kernel does not say."""
+    """Return the user whose process has a connection's other end in this host; None if the kernel does not say."""
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

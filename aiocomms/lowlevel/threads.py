@@ -136,7 +136,7 @@ def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], Non
     Before Python 3.14, a thread that comes back from C++ once the interpreter is ending is unwound, and C++ that cannot
     be unwound ends the process by SIGABRT. Most calls come back soon after they were given up.
 
-    :param start: starts the thread, which runs what it is given; what it returns or raises, this returns or raises.
+    :param start: starts a thread that runs the given function. Its result or error is passed on.
     """
     running = _thread.allocate_lock()
     running.acquire()
@@ -173,7 +173,7 @@ def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
 
 
 def copied(source: Iterable[_T]) -> list[_T]:
-    """Copy a container that another thread, or a finalizer that runs during the copy, may be changing."""
+    """Copy a container that another thread, or a finalizer during the copy, may be changing."""
     while True:
         try:
             return list(source)

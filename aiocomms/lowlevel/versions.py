@@ -1,7 +1,7 @@
-"""The head of everything that ranks tell each other: the format, and its version.
+"""The head of all bytes that ranks send each other: their format, and its version.
 
-It is looked at before anything else is decoded. So a rank of another version is told from nonsense, and both versions
-are named, however much the rest differs.
+The head is checked before anything else is decoded. So a rank of another version is told from nonsense, and the error
+names both versions, however much the rest differs.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class Dialect(NamedTuple):
     what: str
     """The name of the protocol that has the format, such as ``"the ucx transport"``."""
     magic: bytes
-    """Four bytes that tell it from other formats."""
+    """The four bytes that tell this format from others."""
     version: int
 
     @property
     def head(self) -> bytes:
-        """The :data:`HEAD_BYTES` bytes with which it begins."""
+        """The :data:`HEAD_BYTES` bytes with which data of this format begin."""
         return _HEAD.pack(self.magic, self.version)
 
     def other_version(self, data: bytes) -> int | None:
-        """Return the version in which bytes are of this format, if that is not this rank's."""
+        """Return the version of bytes of this format, if it is not this rank's version; else None."""
         if len(data) < HEAD_BYTES:
             return None
         magic, version = _HEAD.unpack_from(data)
         return version if magic == self.magic and version != self.version else None
 
     def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
-        """Return what follows the head.
+        """Return the bytes behind the head.
 
-        :param who: who sent it, the beginning of the error's message.
-        :raises ProtocolError: it is of another version, or of no version at all.
+        :param who: the sender, as the beginning of the error's message.
+        :raises ProtocolError: the data are of another version, or of another format.
         """
         other = self.other_version(data)
         if other is not None:
