@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 class _Inside:
     """The endpoint that a door leads to; see :class:`aiocomms.communicator.portal.door.DoorOwner`."""
 
-    rank = None
+    rank = marks = None
 
     def __init__(self, endpoint: endpoints.Endpoint) -> None:
         self._endpoint = endpoint

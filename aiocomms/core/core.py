@@ -30,6 +30,7 @@ from aiocomms.core.inquiry import Inquiry, Wait
 from aiocomms.core.lifecycle import Action, Failure, Life, Verdict, failure_of
 from aiocomms.core.posting import Posting
 from aiocomms.core.postmortem import ASKED, PostMortem
+from aiocomms.cuda import CallerMark, CallerMarks
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, capacity, peers
 from aiocomms.errors import (
@@ -79,6 +80,8 @@ class Core(Posting):
     abort_hooks: Hooks
     trace: Ring | None
     shortcuts: Shortcuts | None
+    marks: CallerMarks | None
+    """The places in threads' streams from which ops were called; None: no transport has streams."""
     worded: Callable[[CommError], CommError]
 
     def __init__(
@@ -99,7 +102,7 @@ class Core(Posting):
             self.by_family["rma"] = TwoSided(self)
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
-        self.fast_check = find_check(self.transports)
+        self.fast_check, self.marks = find_check(self.transports), CallerMarks.of(self.transports)
         self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
         self._lock = RLock()  # The lock guards every step. A signal handler may abort what it interrupts.
         self.notes: Notes = Notes(self.transports, self.size)
@@ -132,6 +135,13 @@ class Core(Posting):
                 self.notes.hear(rank, note)
             if transport.early_failure is not None:
                 self.lose(transport.early_failure)
+
+    def mark(self, op: ops.Op) -> CallerMark | None:
+        """Note from where in this thread's stream an op is called, which the loop begins later; any thread."""
+        if self.marks is None:
+            return None
+        known = op.reads() or op.writes() or isinstance(op, ops.Barrier)  # else it may return new tensors
+        return self.marks.mark() if known else self.marks.stream()
 
     @property
     def closed(self) -> bool:

@@ -160,6 +160,12 @@ class Transport(ABC):
     capabilities: Capabilities
     """The operations that it can carry; a class attribute, which an instance may narrow."""
 
+    cuda: Any = None
+    """The layer by which it calls CUDA, an ``aiocomms.cuda.Cuda``; None: its ops come after no stream of that layer.
+
+    By it another thread's ops come after that thread's current stream, as it is at the call.
+    """
+
     early_failure: CommError | None = None
     """The error that :meth:`on_failure` was given before there was a communicator, which reads it when it is made."""
 

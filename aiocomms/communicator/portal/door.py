@@ -8,6 +8,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Protocol
 
+from aiocomms.cuda import CallerMarks
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.progress.driver import LoopDriver
@@ -21,6 +22,10 @@ class DoorOwner(Protocol):
     driver: LoopDriver
     thread: int
     """The thread of its loop."""
+
+    @property
+    def marks(self) -> CallerMarks | None:
+        """The places in threads' streams from which something was called; None: there are no streams."""
 
     @property
     def rank(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -18,6 +19,7 @@ from aiocomms.communicator.portal import pending
 from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.pending import Pending
 from aiocomms.core.core import Core
+from aiocomms.cuda import CallerMark, CallerMarks
 from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
 from aiocomms.ops import Op
 from aiocomms.progress.inflight import StartedWork
@@ -32,11 +34,16 @@ class PortalCall(Pending, Generic[_T]):
 
     refused: bool
 
-    __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values", "refused")
+    __slots__ = ("_call", "_cancelled", "_context", "_error", "_mark", "_scope", "_values", "refused")
 
-    def __init__(self, door: Door, call: Callable[[], Awaitable[_T]]) -> None:
+    def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
+        """Note what is called.
+
+        :param marks: those of the communicator, of which what is called comes after this thread's stream.
+        """
         super().__init__(door)
         self._call = call
+        self._mark = None if marks is None else marks.mark()
         self._context = copy_context()
         self._scope: anyio.CancelScope | None = None
         self._cancelled = False
@@ -70,6 +77,8 @@ class PortalCall(Pending, Generic[_T]):
         if self._door.closed:
             self._fail(self._door.refusal())
         elif not self._over:  # A call that is over was given up before.
+            if self._mark is not None:
+                self._mark.hold_up()
             self._door.core.driver.spawn(self._main, self._context)
 
     async def _main(self) -> None:
@@ -117,7 +126,8 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
     :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
     """
     door.elsewhere(what)
-    return PortalCall(door, call).run(None if timeout is None else arguments.seconds("timeout", timeout))
+    patience = None if timeout is None else arguments.seconds("timeout", timeout)
+    return PortalCall(door, call, door.core.marks).run(patience)
 
 
 class BlockingWork(Pending, Generic[T_co]):
@@ -127,8 +137,8 @@ class BlockingWork(Pending, Generic[T_co]):
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_comm", "_core", "_error", "_given", "_posted_as", "_seconds", "_stream", "_unseen",
-        "_until", "_where", "_work", "op",
+        "__weakref__", "_asked", "_comm", "_core", "_error", "_given", "_mark", "_posted_as", "_seconds", "_stream",
+        "_unseen", "_until", "_where", "_work", "op",
     )  # fmt: skip
 
     def __init__(
@@ -150,7 +160,9 @@ class BlockingWork(Pending, Generic[T_co]):
         self._until = monotonic() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
         # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
-        self._stream = torch.cuda.current_stream(comm.device) if comm.device.type == "cuda" else None
+        self._mark: CallerMark | None = self._core.mark(op)
+        torch_has_it = self._mark is None and comm.device.type == "cuda"
+        self._stream: Any = torch.cuda.current_stream(comm.device) if torch_has_it else None
         self._work: StartedWork[Any] | None = None
         self._posted_as: tuple[Any, StartedWork[Any], Callable[[int], object], int] | None = None
         self._error: BaseException | None = None
@@ -191,7 +203,34 @@ class BlockingWork(Pending, Generic[T_co]):
         if self._error is not None:
             raise self._error.about() if isinstance(self._error, CommError) else self._error
         assert self._work is not None
+        if self._mark is not None:
+            self._mark.join()
         return self._work.result() if self._given is None else self._given.result()  # type: ignore[no-any-return]
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Make a CUDA stream wait for the op; this thread waits until the op was launched, and not for the GPU.
+
+        :param stream: a ``torch.cuda.Stream``; None: the current one of this thread.
+        :raises ArgumentError: it is no stream, or of another device than the communicator.
+        :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
+        :raises CommError: the op has failed by now, or could not be started.
+        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        """
+        marks, error = self._core.marks, self._outcome()
+        captured = isinstance(error, CapturedWorkError)
+        if self._over and not captured:
+            self.wait()
+            return
+        self._door.elsewhere("wait_stream")
+        on = stream if stream is not None or marks is None else marks.cuda.current_stream()
+
+        async def order() -> None:
+            if self._work is not None:
+                self._work.wait_stream(on)
+
+        PortalCall(self._door, order).run(None)
+        if self._over and not isinstance(self._outcome(), CapturedWorkError):
+            self.wait()
 
     def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.
@@ -265,7 +304,7 @@ class BlockingWork(Pending, Generic[T_co]):
             return
         hints, timeout, context = asked
         try:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with self._behind_its_caller():
                 work = self._work = context.run(self._comm._issue, self.op, hints, timeout)
         except BaseException as error:
             self._fail(error)
@@ -278,6 +317,11 @@ class BlockingWork(Pending, Generic[T_co]):
             self._until = monotonic() + self._seconds
             work.forget()  # The program asks this object for errors, and never that work.
             work._waiting().waiting.append(_Listener(self))
+
+    def _behind_its_caller(self) -> AbstractContextManager[object]:
+        if self._mark is not None:
+            return self._mark.begin()
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _ended(self) -> None:
         """Let the waiting threads go on, after the hooks: the op has ended."""

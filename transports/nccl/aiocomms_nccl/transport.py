@@ -65,7 +65,7 @@ class NcclTransport(LaneTransport):
     def __init__(
         self, cuda: Cuda, library: Nccl, control: Control, hellos: Sequence[NcclHello], cs: CommStream
     ) -> None:
-        self.cuda = cuda
+        self.cuda: Cuda = cuda
         self.library = library
         self.control = control
         self._comm_stream = cs
