@@ -19,7 +19,7 @@ from aiocomms import blocking
 from aiocomms.arguments import COMM_TIMEOUT
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.integrations.torch_backend import sparse
-from aiocomms.integrations.torch_backend.any_source import Receives
+from aiocomms.integrations.torch_backend.any_source import Receives, source_of
 from aiocomms.integrations.torch_backend.calls import operation
 from aiocomms.integrations.torch_backend.completer import Completer
 from aiocomms.integrations.torch_backend.forms import UNSET, How
@@ -304,10 +304,10 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("recvAnySource")
     def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
-        """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
+        """See :func:`torch.distributed.irecv` without a source."""
         its = CallTensors()
         receive = self._receives.from_any(its.written(tensor), tag)
-        return self._work([receive], [tensor], its, lambda: -1 if receive.source is None else receive.source)
+        return self._work([receive], [tensor], its, functools.partial(source_of, receive))
 
     # ------------------------------------------------------------------------------------------------- together
 
