@@ -140,7 +140,7 @@ class Core(Posting):
         """Note from where in this thread's stream an op is called, which the loop begins later; any thread."""
         if self.marks is None:
             return None
-        known = op.reads() or op.writes() or isinstance(op, ops.Barrier)  # else it may return new tensors
+        known = op.reads() or op.writes() or isinstance(op, ops.Barrier)  # Any other op may return new tensors.
         return self.marks.mark() if known else self.marks.stream()
 
     @property

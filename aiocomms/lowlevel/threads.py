@@ -117,7 +117,8 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
     def start(run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name="aiocomms blocking call", daemon=True)
 
-        def begin() -> None:  # it may end late, and keeps nothing of the call: a thread that has run has let go of it
+        # The starter may end late. It keeps nothing of the call, because a thread that has run holds it no more.
+        def begin() -> None:
             try:
                 thread.start()
             except RuntimeError as error:

@@ -24,12 +24,12 @@ class Receives:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._waiting: dict[int, int] = {}
-        """How many stand in the queue of a tag."""
-        self._lock = threading.RLock()  # what has ended by then is counted within the call
+        """The number of receives in the queue of each tag."""
+        self._lock = threading.RLock()  # A receive that has ended by then is counted within the call.
 
     def from_one(self, tensor: Tensor, source: int, tag: int) -> BlockingWork[Tensor] | BlockingWork[int]:
         """Start a receive from a rank; its tensor is one-dimensional and contiguous."""
-        with self._lock:  # also while it is posted, or one behind it might be first
+        with self._lock:  # The lock holds while a receive is posted: a later one might be first.
             if tag in self._waiting:
                 return self._queued(tensor, [source], tag)
             return self._comm.recv(tensor, source, tag)
