@@ -164,10 +164,9 @@ class StoreRendezvous(Board):
         """Append this rank's value to the list of all, count it, and read the list when all are counted.
 
         A stranger that can write to the store can raise the counter, so the list says which ranks are there. Before it
-        is complete only a rank whose time is nearly up reads it. If all ranks did, they would move the square of what
-        they do.
+        is complete, only a rank whose time is nearly up reads the list: if all did, the bytes would grow as the square.
 
-        :param got: gets the values by rank.
+        :param got: the dictionary that gets the values by rank.
         :returns: the seconds to wait before each further step.
         :raises ProtocolError: a record makes no sense; AuthError is one.
         :raises RuntimeError: as torch's stores raise it.

@@ -1,4 +1,4 @@
-"""Descriptors that a library below opens without close-on-exec, as Python opens none (PEP 446)."""
+"""The setting of close-on-exec on descriptors that a library opens without it, as Python never does (PEP 446)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _KINDS: Final = ("socket:", "pipe:", "anon_inode:")
 
 @contextlib.contextmanager
 def closed_on_exec() -> Iterator[None]:
-    """Set close-on-exec on the sockets, pipes and epolls that are opened within, once they are.
+    """Set close-on-exec on the sockets, pipes and epolls that are opened within the context, at its end.
 
-    It cannot be told which thread has opened a descriptor. What another one opens meanwhile, to be inherited by number,
-    is taken for the library's; Python gives descriptors to its children in the child, after this.
+    The kernel does not tell which thread has opened a descriptor. So a descriptor that another thread opens meanwhile,
+    to be inherited by number, is taken for the library's. Python gives descriptors to its children in the child, later.
     """
     before = _inheritable()
     try:

@@ -1,8 +1,8 @@
-"""Control words: the one encoding of everything that ranks tell each other beside tensors.
+"""The encoding of control words, in which ranks tell each other all but tensors.
 
 A control word is a msgspec record, or one of a union of records. It travels as msgpack, behind the head of its format
-where the ranks have not compared versions before. What comes from another rank is bounded, and checked when it is
-decoded: what is wrong with it is a :class:`ProtocolError`, and nothing else.
+where the ranks have not compared versions before. The bytes of another rank are bounded, and checked when they are
+decoded. The only error about them is :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LENGTH_BYTES: Final = 2
 LIMIT: Final = 1 << 20
-"""Bytes of a control word, unless its format has a limit of its own."""
+"""Most bytes of a control word, unless its format has a limit of its own."""
 
 
 class ControlCodec(Generic[_T]):
@@ -29,7 +29,7 @@ class ControlCodec(Generic[_T]):
         """Describe the format.
 
         :param kind: the type of its words, or a union of types.
-        :param what: what a word is, the beginning of the text of errors.
+        :param what: the name of a word, as the beginning of the text of errors.
         :param dialect: the version with which each word begins; None where the ranks have compared versions before.
         :param limit: the most bytes of a word, without the head.
         """
@@ -45,10 +45,10 @@ class ControlCodec(Generic[_T]):
         return body if self._dialect is None else self._dialect.head + body
 
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
-        """Return what :meth:`encode` was given.
+        """Return the word that :meth:`encode` was given.
 
-        :param peer: the rank that has sent it, for the error.
-        :raises ProtocolError: it is no such word, is too long, or is of another version.
+        :param peer: the rank that has sent the word, for the error.
+        :raises ProtocolError: the data are no such word, are too long, or are of another version.
         """
         body = self._body(data, peer)
         if len(body) > self._limit:
@@ -60,13 +60,13 @@ class ControlCodec(Generic[_T]):
         return word
 
     def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a word as so many bytes, for a message whose receiver has to know the size."""
+        """Return a word as ``size`` bytes, for a message whose receiver has to know the size."""
         body = self._encoder.encode(word)
         head = b"" if self._dialect is None else self._dialect.head
         return (head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
 
     def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
-        """Return what :meth:`encode_padded` was given; see :meth:`decode`."""
+        """Return the word that :meth:`encode_padded` was given; see :meth:`decode`."""
         body = self._body(data, peer)
         end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         try:

@@ -1,4 +1,4 @@
-"""A message from one tensor of this process to another one, with what every receive promises."""
+"""The copy of a message between two tensors of this process, with the promises of every receive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aiocomms.ops.writing import write, writing
 
 
 def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
-    """Copy what a rank has sent, a tensor of this process, into the buffer of the receive that it has matched.
+    """Copy a message, which is a tensor of this process, into the buffer of the receive that it has matched.
 
     :param given: the sender's tensor.
     :param wanted: the receiver's; it need not be of the same shape.
     :param src: the sender.
-    :returns: what the receive fails with, see :func:`misfit`; None: it has the message.
+    :returns: the error of the receive, see :func:`misfit`; None if the receive has the message.
     """
     if given.requires_grad:  # an autograd graph does not reach from one rank to another
         given = given.detach()

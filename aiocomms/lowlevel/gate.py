@@ -108,15 +108,15 @@ class Entrance:
         self.dropped = 0
         """The number of strangers' connections that were dropped."""
         self.versions: set[int] = set()
-        """Other versions in which some of them spoke."""
+        """The other versions of the handshake that strangers spoke."""
 
     def __len__(self) -> int:
         return len(self._half_open)
 
     def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
-        """Accept some of the waiting connections. Not all at once, so that the accepted ones make progress.
+        """Accept some of the waiting connections. It leaves the others, so that the accepted ones make progress.
 
-        :returns: those that are proved already.
+        :returns: the connections that are proved already.
         """
         proved = []
         for _ in range(AT_ONCE):
@@ -154,7 +154,7 @@ class Entrance:
         return half
 
     def read(self, half: HalfOpen) -> Proved | None:
-        """Go on with a dialogue; what fails is dropped."""
+        """Continue a dialogue, and drop the connection if that fails."""
         if half.connection not in self._half_open:
             return None
         try:
@@ -172,7 +172,7 @@ class Entrance:
         return peer, half.connection
 
     def expired(self) -> list[HalfOpen]:
-        """Drop those whose time is up, and return them."""
+        """Drop the connections whose time is up, and return them."""
         now = time.monotonic()
         late = [half for half in self._half_open.values() if now >= half.ends]
         for half in late:
@@ -180,7 +180,7 @@ class Entrance:
         return late
 
     def next_end(self) -> float:
-        """Return when the next one's time is up."""
+        """Return the time at which the next connection expires; infinity if there is none."""
         return min((half.ends for half in self._half_open.values()), default=math.inf)
 
     def drop(self, half: HalfOpen) -> None:

@@ -1,4 +1,4 @@
-"""The base class of handles on what belongs to one process, such as a communicator: neither copied nor pickled."""
+"""The base class of handles on objects of one process, such as a communicator: neither copied nor pickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def uncompiled(function: _F) -> _F:
     """Have ``torch.compile`` call a function as it is, between two graphs.
 
-    ``torch.compiler.disable`` does so by a function around it, which costs every call something. This only marks it.
+    ``torch.compiler.disable`` wraps the function, which costs every call some time. This only marks the function.
     """
     if isinstance(function, FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -23,8 +23,8 @@ def uncompiled(function: _F) -> _F:
 
 
 def _skip(function: FunctionType) -> None:
-    """Have no frame looked at, of the function or of what it calls, for something to compile."""
-    # An older torch looks at each, and leaves those alone that it cannot compile.
+    """Have torch compile no frame of the function or of the functions that it calls."""
+    # An older torch looks at each frame, and leaves those alone that it cannot compile.
     with contextlib.suppress(ImportError):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 

@@ -37,12 +37,12 @@ Dialogue = Generator[int, bytes, int]
 
 
 class RefusedError(Exception):
-    """Raised within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
+    """The error within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
 
     def __init__(self, version: int | None = None) -> None:
         """Begin.
 
-        :param version: in which it speaks, if that is not this rank's.
+        :param version: the version that the other side speaks, if that is not this rank's.
         """
         super().__init__()
         self.version = version
@@ -51,10 +51,10 @@ class RefusedError(Exception):
 def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: int | str) -> Dialogue:
     """Authenticate as the side that connects.
 
-    :param key: what only ranks of this communicator know.
-    :param peer: who accepts.
-    :raises AuthError: it does not prove to be that.
-    :raises ProtocolError: it speaks another version, or what is no version at all.
+    :param key: the key that only ranks of this communicator know.
+    :param peer: the rank that accepts, or the name of a server.
+    :raises AuthError: the other side does not prove to be that one.
+    :raises ProtocolError: the other side speaks another version, or no version at all.
     """
     who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)
     nonce = secrets.token_bytes(_NONCE)
@@ -73,8 +73,8 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
 def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, peers: Container[int]) -> Dialogue:
     """Authenticate as the side that accepts.
 
-    :param rank: who this is.
-    :param peers: which ranks may connect.
+    :param rank: this rank, or the name of this server.
+    :param peers: the ranks that may connect.
     """
     head = yield HEAD_BYTES
     if head != HANDSHAKE.head:
@@ -91,7 +91,7 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
     pair = (peer, rank, peer_nonce, nonce)
     connection.sendall(HANDSHAKE.head + nonce + mac(key, "acceptor", *pair))
     if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
-        raise RefusedError  # A rank with another key sees so by the answer.
+        raise RefusedError  # A rank with another key learns that from the answer.
     if not same((yield PROOF_BYTES), mac(key, "connector", *pair)):
         raise RefusedError
     connection.sendall(_ACCEPTED)

@@ -1,4 +1,4 @@
-"""The hosts of ranks: which ranks share one, and the address at which the others reach it."""
+"""The hosts of ranks: the identifier of a host, and the address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def host_id(*namespaces: str) -> str:
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address of this host at which ranks on other hosts reach it; never a wildcard.
 
-    That of ``AIOCOMMS_IFACE``, else that on the way to the store, to ``MASTER_ADDR``, or to another rank's host.
+    This is the address of ``AIOCOMMS_IFACE``, or else the one on the way to the store, ``MASTER_ADDR``,
+    or another rank's host.
 
     :param names: the names or addresses of hosts on which there are other ranks.
-    :param store: where the ranks met, whose host they all can reach.
-    :raises ArgumentError: it cannot be told; or the job has no token, so that nothing may be opened to other hosts.
+    :param store: the store at which the ranks met, whose host they all can reach.
+    :raises ArgumentError: no such address is found; or the job has no token, so that no port may be open to other
+        hosts.
     """
     check_exposed("the ranks are on several hosts")
     interface = os.environ.get("AIOCOMMS_IFACE")
@@ -60,7 +62,7 @@ def _host_of(store: Store | None) -> str | None:
 
 
 def _towards(host: str | None) -> str | None:
-    """Return this host's address on the way to another, or None. Send nothing."""
+    """Return this host's address on the way to another host, or None. It sends nothing."""
     if not host:
         return None
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A rank's view of the job's store: direct in the process that serves it, over a proved connection elsewhere."""
+"""The client of a job's store: direct in the process that serves the store, over a proved connection in the others."""
 
 from __future__ import annotations
 

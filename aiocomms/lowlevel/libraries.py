@@ -1,4 +1,4 @@
-"""Shared libraries, loaded while the event loop goes on."""
+"""The loading of shared libraries while the event loop goes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Load those of some shared libraries that can be loaded, without the interpreter's lock. For a thread.
 
-    An import, and ``ctypes.CDLL``, holds that lock until a library is read from the disk and linked, and with it the
-    event loop. Behind this it finds the library loaded. What cannot be loaded is for the import to explain.
+    An import, and ``ctypes.CDLL``, holds that lock until a library is read from the disk and linked, and so holds
+    the event loop. After this call, the import finds the library loaded, or raises the error.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Connections between two ranks: where one listens for them, and their settings."""
+"""The sockets between two ranks: their listener, and their settings."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a daemon thread of its own.
 
     A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
-    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them. The outcome of such
-    a thread is dropped.
+    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them. The
+    result or error of such a thread is dropped.
 
-    :param call: takes nothing; what it returns or raises, this returns or raises.
-    :param anyhow: where no thread can be started, run it here: it releases something.
+    :param call: a function without arguments. Its result is returned, and its error raised.
+    :param anyhow: whether to run the call here where no thread can be started, because it releases something.
     :raises CommError: no thread can be started, or there is no descriptor left to wait for it with.
     """
     outcome: list[Any] = [None, None]

@@ -12,7 +12,7 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    What there is to do travels beside it (a ``deque`` is enough); the descriptor only says "look". Calls between two
+    The tasks themselves are kept elsewhere (a ``deque`` is enough); the descriptor only says "look". Calls between two
     :meth:`clear` write once, so a burst of completions costs one system call.
     """
 
@@ -36,7 +36,7 @@ class Waker:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Make the descriptor unreadable. Call it before looking for what there is to do, never after."""
+        """Make the descriptor unreadable. Call this before looking for tasks, never after."""
         if self._set:
             with self._lock:
                 if self._set and self._fd >= 0:

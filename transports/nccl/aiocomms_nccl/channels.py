@@ -22,7 +22,7 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.direction import AT_ONCE, Forming
 
 CHANNELS: Final = 4
-"""The number of lanes that may have a kernel on the GPU at once. Each costs the GPU memory of a NCCL communicator."""
+"""The number of channels, and so of lanes with a kernel at once. Each costs the GPU memory of a NCCL communicator."""
 
 
 class PostedInLane:

@@ -179,7 +179,7 @@ class LaneLog:
                 self._tell_news(self._sequencer)
 
     def _flush(self) -> None:
-        """Send calls to the sequencer and entries to all ranks. Then launch the entries: a frame takes longer."""
+        """Send calls to the sequencer and entries to all ranks. Then launch the entries, for frames take longer."""
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
         control = self._owner.control

@@ -46,7 +46,7 @@ class Launcher(Protocol):
         """True while the ops under way take so long that threads sleep on them."""
 
     spin: int
-    """The turns of the loop for which :meth:`poll` is worth calling; 0 if the launcher itself wakes the loop."""
+    """The turns of the loop for which :meth:`poll` is worth calling; 0 if it needs no polls to wake the loop."""
 
     def __len__(self) -> int:
         """Return the number of ops under way."""

@@ -117,7 +117,7 @@ async def shared_engine(
 ) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
     """Connect to the other ranks, with an engine of their own, or with that of an endpoint. Collective.
 
-    The caller adds a communicator to the engine before it leaves the context.
+    The caller adds a communicator to the engine within this context.
 
     :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
     :param memory: UCX's type of that GPU's memory.

@@ -1,4 +1,4 @@
-"""The collectives: the call of the engine for each kind."""
+"""The collectives: the call of the UCX engine for each kind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], F
 
 
 def describe(op: Any) -> str:
-    """Describe what a rank calls, for ranks that call something else."""
+    """Describe a rank's call, for ranks that call another collective."""
     name, *rest = op.signature()
     if isinstance(op, ops.AllToAllSingle):
         rest.append(tuple(op.input.shape))

@@ -57,12 +57,12 @@ class LaneCollectives:
         self._transport.shared.pending[id(work)] = (self, work, lane, kept(work))
 
     def _follow(self, work: Completion, lane: int) -> None:
-        """Keep a collective that was handed to the engine, and look what has happened meanwhile."""
+        """Keep a collective that was handed to the engine, and handle failures and outcomes since then."""
         self._keep(work, lane)
         self.look_after(lane)
 
     def look_after(self, lane: int) -> None:
-        """Look what has become of a collective that was handed to the engine, once it is kept."""
+        """Handle failures and outcomes since a collective was handed to the engine, once the collective is kept."""
         transport = self._transport
         if transport.failure is not None:
             transport.on_failure(transport.failure)
@@ -132,7 +132,7 @@ class LaneCollectives:
         self._reconsider(lane)
 
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
-        """Note what a rank calls in a lane, and answer."""
+        """Note a rank's call in a lane, and answer."""
         self._said[said.lane, rank] = said.text
         # The rank may ask because it has seen a call that this rank has made since.
         self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)

@@ -1,4 +1,4 @@
-"""The side channel: knowledge of the ranks of a lost communicator, which still send each other notes."""
+"""The side channel: the state of the ranks of a lost communicator, which still send each other notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire format of the Python sides of two ranks, in the store and over control connections."""
+"""The wire format: the records and frames of the ranks' Python sides, in the store and over control connections."""
 
 from __future__ import annotations
 
