@@ -110,7 +110,7 @@ def test_failure_may_be_chance(text: str) -> None:
 
 def test_tests_of_a_module_and_of_a_world_stay_together() -> None:
     assert schedule.group_of("tests/unit/test_x.py::test_y[asyncio]") == "tests/unit/test_x.py"
-    suite = "aiocomms/testing/conformance/test_collectives.py::test_large"
+    suite = "aiocomms/testing/conformance/test_collectives.py::test_collectives_of_large_tensors_are_right"
     assert schedule.group_of(f"{suite}[ucx@processes-asyncio-2-broadcast]") == "ucx@processes-asyncio-2"
     assert schedule.group_of(f"{suite}[ucx-trio-3]") == "ucx-trio-3"
 

@@ -206,7 +206,9 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
 @pytest.mark.core
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("name", GOOD)
-async def test_wrong_arguments(comm: Communicator, case: Case, name: str) -> None:
+async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_sent(
+    comm: Communicator, case: Case, name: str
+) -> None:
     """One rank only makes the wrong calls: if they sent anything, the other ranks would notice."""
     if carried(comm, name) and comm.rank == comm.size - 1:
         for wrong, parameter, error in wrong_calls(comm, name):
@@ -265,7 +267,9 @@ def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Case) -> None:
+async def test_arguments_that_contradict_each_other_are_refused_before_anything_is_sent(
+    comm: Communicator, case: Case
+) -> None:
     if comm.rank == comm.size - 1:
         for name, wrong, text in misfits(comm):
             if carried(comm, name):
@@ -275,7 +279,7 @@ async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Ca
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_what_only_the_root_needs(comm: Communicator, case: Case) -> None:
+async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communicator, case: Case) -> None:
     """The root's arguments are not looked at on other ranks, whatever they are; the results are None there, as ever."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
@@ -290,7 +294,9 @@ async def test_what_only_the_root_needs(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_reductions_that_mean_nothing(comm: Communicator, case: Case) -> None:
+async def test_operator_undefined_for_the_dtype_is_refused_before_anything_is_sent(
+    comm: Communicator, case: Case
+) -> None:
     """Every reducing operation refuses them before anything is sent."""
     undefined = [
         (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
@@ -313,7 +319,7 @@ def _as(value: object, dtype: torch.dtype) -> object:
 
 
 @ranks(2, more=(1,))
-async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
+async def test_input_that_requires_grad_is_accepted(comm: Communicator, case: Case) -> None:
     """A tensor that an operation only reads may require grad, or be a parameter."""
     for mine in (tensor(comm).requires_grad_(), torch.nn.Parameter(tensor(comm)), torch.inference_mode()(tensor)(comm)):
         outputs = tensors(comm)
@@ -322,7 +328,7 @@ async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_strides_of_which_nothing_depends(comm: Communicator, case: Case) -> None:
+async def test_strides_of_a_tensor_of_at_most_one_element_are_accepted(comm: Communicator, case: Case) -> None:
     """A tensor of one element, or of none, is contiguous whatever its strides are: a slice has those of the whole."""
     many = torch.arange(16.0, device=comm.device) + comm.rank
     odd = [many[1::2][:1], many.view(4, 4)[:1, ::4], torch.empty_strided((0, 3), (0, 0), device=comm.device)]
@@ -344,7 +350,9 @@ async def test_strides_of_which_nothing_depends(comm: Communicator, case: Case) 
 @pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("state", ["closed", "aborted"])
-async def test_every_operation_of_a_lost_communicator(comm: Communicator, case: Case, state: str) -> None:
+async def test_every_operation_of_a_closed_or_aborted_communicator_raises(
+    comm: Communicator, case: Case, state: str
+) -> None:
     other = await case.open("other")
     await other.barrier()
     if state == "closed":

@@ -138,7 +138,9 @@ def _listed(value: Any) -> list[Any]:
 @ranks(2, more=(1, 3))
 @kinds
 @pytest.mark.parametrize("name", COLLECTIVES)
-async def test_collectives(comm: Communicator, case: Case, kind: ArrayLibrary, name: str) -> None:
+async def test_collectives_of_arrays_match_those_of_tensors(
+    comm: Communicator, case: Case, kind: ArrayLibrary, name: str
+) -> None:
     kind.need(comm)
     for where in (comm, comm.lane("arrays")):
         call = ArrayCall(comm, name, kind)
@@ -148,7 +150,7 @@ async def test_collectives(comm: Communicator, case: Case, kind: ArrayLibrary, n
 
 @ranks(2)
 @synchronous
-def test_on_other_threads(comm: Portal, case: Case) -> None:
+def test_portal_accepts_arrays(comm: Portal, case: Case) -> None:
     for kind in KINDS:
         if kind.fits(comm):
             for name in COLLECTIVES:
@@ -167,7 +169,7 @@ def test_on_other_threads(comm: Portal, case: Case) -> None:
 
 @ranks(2)
 @kinds
-async def test_messages(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
+async def test_send_recv_and_batch_of_arrays_write_in_place(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     case.need("p2p")
     other = 1 - comm.rank
@@ -189,7 +191,7 @@ async def test_messages(comm: Communicator, case: Case, kind: ArrayLibrary) -> N
 
 
 @ranks(2)
-async def test_every_dtype_of_numpy(comm: Communicator, case: Case) -> None:
+async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator, case: Case) -> None:
     """Arrays without elements, without a dimension and with several are among them."""
     KINDS[0].need(comm)
     for dtype in (bool, "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"):
@@ -201,7 +203,7 @@ async def test_every_dtype_of_numpy(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None:
+async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
     """Arrays may be read-only where it is known that they are only read."""
     KINDS[0].need(comm)
     case.need("p2p")
@@ -225,7 +227,9 @@ async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None
 
 @ranks(2)
 @kinds
-async def test_windows(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
+async def test_put_get_and_put_signal_work_on_a_window_of_an_array(
+    comm: Communicator, case: Case, kind: ArrayLibrary
+) -> None:
     kind.need(comm)
     _, win = await window(comm, case, torch.float32, 1)  # This call skips the check where there are no windows.
     await win.aclose()
@@ -248,7 +252,7 @@ async def test_windows(comm: Communicator, case: Case, kind: ArrayLibrary) -> No
 @pytest.mark.network
 @ranks(2)
 @kinds
-async def test_regions(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
+async def test_put_and_get_work_on_a_region_of_an_array(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:
@@ -272,8 +276,7 @@ async def test_regions(comm: Communicator, case: Case, kind: ArrayLibrary) -> No
 
 @ranks(2)
 @kinds
-async def test_streams(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """A received item is a new tensor, whatever was sent."""
+async def test_stream_of_arrays_delivers_new_tensors(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     kind.need(comm)
     case.need("p2p")
     async with await comm.open_stream(1 - comm.rank) as stream:
@@ -284,7 +287,9 @@ async def test_streams(comm: Communicator, case: Case, kind: ArrayLibrary) -> No
 
 @ranks(2)
 @kinds
-async def test_functional_forms(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
+async def test_functional_forms_return_the_library_of_their_input(
+    comm: Communicator, case: Case, kind: ArrayLibrary
+) -> None:
     """The results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
     kind.need(comm)
     content = torch.arange(4.0, device=comm.device) + comm.rank
@@ -302,7 +307,7 @@ async def test_functional_forms(comm: Communicator, case: Case, kind: ArrayLibra
 
 @ranks(2)
 @kinds
-async def test_an_array_lives_as_long_as_its_operation(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
+async def test_array_is_kept_alive_until_its_operation_ends(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
     """The same holds of an op that is withdrawn, which leaves the array as it was."""
     kind.need(comm)
     case.need("p2p")

@@ -45,7 +45,9 @@ def others(comm: Communicator) -> list[int]:
 @pytest.mark.memory
 @ranks(2, 3, more=(4, 7))
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_messages_of_unknown_ranks_and_sizes(comm: Communicator, case: Case, early: str) -> None:
+async def test_recv_message_takes_each_message_once_in_the_order_of_its_source(
+    comm: Communicator, case: Case, early: str
+) -> None:
     """Each comes once, unchanged, and those of one rank come in the order in which they were sent."""
     case.need_arrivals()
     if comm.rank:
@@ -69,7 +71,7 @@ async def test_messages_of_unknown_ranks_and_sizes(comm: Communicator, case: Cas
 
 
 @ranks(2, 3)
-async def test_into_memory_of_ones_own(comm: Communicator, case: Case) -> None:
+async def test_recv_any_writes_its_buffer_and_returns_the_source(comm: Communicator, case: Case) -> None:
     """The result of the receive is the rank that has sent; only its buffer is written."""
     case.need_arrivals()
     if comm.rank:
@@ -87,7 +89,7 @@ async def test_into_memory_of_ones_own(comm: Communicator, case: Case) -> None:
 
 
 @ranks(3, more=(4, 7))
-async def test_from_some_ranks(comm: Communicator, case: Case) -> None:
+async def test_recv_any_from_named_ranks_leaves_messages_of_others(comm: Communicator, case: Case) -> None:
     """The messages of ranks that are not named are left for others."""
     case.need_arrivals()
     if comm.rank:
@@ -108,7 +110,7 @@ async def test_from_some_ranks(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "probe"])
-async def test_a_probe_tells_and_takes_nothing(comm: Communicator, case: Case, early: str) -> None:
+async def test_probe_describes_a_message_and_leaves_it(comm: Communicator, case: Case, early: str) -> None:
     case.need_arrivals()
     for size in SIZES:
         for dtype in (torch.uint8, torch.bfloat16):
@@ -137,7 +139,7 @@ async def test_a_probe_tells_and_takes_nothing(comm: Communicator, case: Case, e
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_function_chooses_where_a_message_goes(comm: Communicator, case: Case) -> None:
+async def test_recv_message_asks_into_once_for_each_message(comm: Communicator, case: Case) -> None:
     """The function is asked once for each message, when its source and its size are known."""
     case.need_arrivals()
     contents = [case.bits(torch.int64, (size,)) for size in SIZES]
@@ -160,7 +162,7 @@ async def test_a_function_chooses_where_a_message_goes(comm: Communicator, case:
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_function_that_fails_leaves_the_message(comm: Communicator, case: Case) -> None:
+async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
     content = case.bits(torch.int32, SHAPE)
     if comm.rank:
@@ -185,7 +187,7 @@ async def test_a_function_that_fails_leaves_the_message(comm: Communicator, case
 
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
-async def test_a_receive_that_names_its_source_comes_first(comm: Communicator, case: Case, first: str) -> None:
+async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case: Case, first: str) -> None:
     """The named receive takes the message of its rank, whichever was called first; the other one takes the next."""
     case.need_arrivals()
     if comm.rank == 2:
@@ -208,7 +210,7 @@ async def test_a_receive_that_names_its_source_comes_first(comm: Communicator, c
 
 
 @ranks(2)
-async def test_they_come_in_the_order_of_the_calls(comm: Communicator, case: Case) -> None:
+async def test_recv_any_and_probe_match_in_call_order(comm: Communicator, case: Case) -> None:
     """A probe sees what none of the receives before it takes."""
     case.need_arrivals()
     if comm.rank:
@@ -228,7 +230,7 @@ async def test_they_come_in_the_order_of_the_calls(comm: Communicator, case: Cas
 
 
 @ranks(3, more=(7,))
-async def test_no_rank_is_passed_over(comm: Communicator, case: Case) -> None:
+async def test_recv_any_takes_messages_of_all_ranks_in_turn(comm: Communicator, case: Case) -> None:
     """Messages of each other rank are taken in turn while one rank has many there."""
     case.need_arrivals()
     count = 2 * comm.size
@@ -251,7 +253,9 @@ async def test_no_rank_is_passed_over(comm: Communicator, case: Case) -> None:
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (0, 5), (40_009, 9)], ids=str)
-async def test_a_message_of_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
+async def test_recv_any_of_another_size_fails_and_the_next_message_arrives(
+    comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
+) -> None:
     """The receive fails as one that names its source does, and the next message is right."""
     case.need_arrivals()
     sent, room = sizes
@@ -276,7 +280,7 @@ async def test_a_message_of_another_size(comm: Communicator, case: Case, early: 
 
 
 @ranks(2)
-async def test_messages_of_lanes_and_objects_are_others(comm: Communicator, case: Case) -> None:
+async def test_recv_any_matches_no_object_and_no_message_of_another_lane(comm: Communicator, case: Case) -> None:
     """A receive from any rank takes those of its own lane, and no object."""
     case.need_arrivals()
     views: list[Any] = [comm, comm.lane("a"), comm.lane(7)]
@@ -298,7 +302,7 @@ async def test_messages_of_lanes_and_objects_are_others(comm: Communicator, case
 
 @pytest.mark.core
 @ranks(1, 2)
-async def test_from_oneself(comm: Communicator, case: Case) -> None:
+async def test_recv_any_and_probe_match_messages_of_this_rank(comm: Communicator, case: Case) -> None:
     """This rank is one of the sources of a receive that names none, where tensors are on the CPU."""
     case.need_arrivals()
     if comm.device.type != "cpu":
@@ -319,7 +323,7 @@ async def test_from_oneself(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(3)
-async def test_what_is_wrong_with_an_argument(comm: Communicator, case: Case) -> None:
+async def test_wrong_src_or_tag_is_refused_before_anything_is_sent(comm: Communicator, case: Case) -> None:
     """The error names the argument, and says what was given and what was wanted; nothing was sent."""
     case.need_arrivals()
     tensor = torch.zeros(2, device=comm.device)
@@ -350,7 +354,7 @@ async def test_what_is_wrong_with_an_argument(comm: Communicator, case: Case) ->
 
 @pytest.mark.core
 @ranks(2)
-async def test_on_another_thread_and_into_an_array(comm: Communicator, case: Case) -> None:
+async def test_recv_any_on_a_thread_writes_into_an_array(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
     numpy = pytest.importorskip("numpy")
     if comm.device.type != "cpu":

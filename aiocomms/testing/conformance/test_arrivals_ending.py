@@ -55,7 +55,7 @@ async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> 
 @pytest.mark.loops
 @ranks(2, 3)
 @pytest.mark.parametrize("how", ["cancel", "await"])
-async def test_withdrawn_before_a_message(comm: Communicator, case: Case, how: str) -> None:
+async def test_recv_any_cancelled_before_a_message_is_withdrawn(comm: Communicator, case: Case, how: str) -> None:
     case.need_arrivals()
     if comm.rank:
         await send_when_told(comm, case)
@@ -72,7 +72,9 @@ async def test_withdrawn_before_a_message(comm: Communicator, case: Case, how: s
 
 
 @ranks(2)
-async def test_the_middle_one_of_three_is_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelling_the_second_of_three_recv_any_leaves_the_order_of_the_others(
+    comm: Communicator, case: Case
+) -> None:
     """The other two get the messages, in order."""
     case.need_arrivals()
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
@@ -94,7 +96,9 @@ async def test_the_middle_one_of_three_is_withdrawn(comm: Communicator, case: Ca
 @pytest.mark.memory
 @ranks(3, more=(2, 7))
 @pytest.mark.parametrize("count", [3, 40_009])
-async def test_cancel_races_with_messages(comm: Communicator, case: Case, count: int) -> None:
+async def test_cancel_of_recv_any_that_races_with_messages_loses_none(
+    comm: Communicator, case: Case, count: int
+) -> None:
     """A withdrawn receive has taken nothing: each message is received once, whole, and in order."""
     case.need_arrivals()
     turns = 20
@@ -117,7 +121,7 @@ async def test_cancel_races_with_messages(comm: Communicator, case: Case, count:
 
 
 @ranks(3)
-async def test_receives_of_both_kinds_race_for_messages(comm: Communicator, case: Case) -> None:
+async def test_recv_and_recv_any_that_race_get_one_message_each(comm: Communicator, case: Case) -> None:
     """Each message goes to one of them, and each of them gets one."""
     case.need_arrivals()
     turns = 20
@@ -147,7 +151,7 @@ async def test_receives_of_both_kinds_race_for_messages(comm: Communicator, case
 
 @pytest.mark.clock
 @ranks(3)
-async def test_a_deadline_ends_it_alone(comm: Communicator, case: Case) -> None:
+async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
     if comm.rank:
         await send_when_told(comm, case)
@@ -167,7 +171,7 @@ async def test_a_deadline_ends_it_alone(comm: Communicator, case: Case) -> None:
 
 
 @ranks(3)
-async def test_a_rank_that_has_closed_is_waited_for_no_more(comm: Communicator, case: Case) -> None:
+async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
     """An op that waits for other ranks goes on. One that waits for no rank that is left fails, as do later calls."""
     case.need_arrivals()
     other = await case.open("other")
@@ -199,7 +203,7 @@ async def test_a_rank_that_has_closed_is_waited_for_no_more(comm: Communicator, 
 
 
 @ranks(2)
-async def test_what_a_rank_has_sent_before_it_closes(comm: Communicator, case: Case) -> None:
+async def test_recv_any_gets_a_message_sent_before_the_source_closed(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()
@@ -215,7 +219,7 @@ async def test_what_a_rank_has_sent_before_it_closes(comm: Communicator, case: C
 
 @ranks(2, 3)
 @pytest.mark.parametrize("end", ["close", "abort"])
-async def test_the_end_of_the_communicator(comm: Communicator, case: Case, end: str) -> None:
+async def test_recv_any_fails_when_its_communicator_closes_or_aborts(comm: Communicator, case: Case, end: str) -> None:
     case.need_arrivals()
     other = await case.open("other")
     works = waiting(other)
@@ -237,7 +241,7 @@ async def test_the_end_of_the_communicator(comm: Communicator, case: Case, end: 
 
 
 @ranks(2)
-async def test_the_end_of_a_lane(comm: Communicator, case: Case) -> None:
+async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Communicator, case: Case) -> None:
     """Receives and probes of the lane end with it, on both ranks; those of other lanes and of the communicator stay."""
     case.need_arrivals()
     lane, beside = comm.lane("given up"), comm.lane("goes on")
@@ -262,7 +266,7 @@ async def test_the_end_of_a_lane(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_another_dtype_loses_the_communicator(comm: Communicator, case: Case) -> None:
+async def test_recv_any_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case) -> None:
     """The error is the same where a receive names its source."""
     case.need_arrivals()
     other = await case.open("other")
@@ -282,7 +286,7 @@ async def test_another_dtype_loses_the_communicator(comm: Communicator, case: Ca
 @pytest.mark.loops
 @pytest.mark.clock
 @ranks(2, more=(3,))
-async def test_waiting_wakes_nobody(comm: Communicator, case: Case) -> None:
+async def test_pending_recv_any_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     case.need_arrivals()
     works = waiting(comm)
     await expect_silence(case, "with receives from any rank")

@@ -46,7 +46,7 @@ async def expect_in_next(comm: Communicator, case: Case, withdrawn: Slot, tag: i
 
 @pytest.mark.fault(37, 43)
 @ranks(2)
-async def test_withdrawn_receive_did_not_happen(comm: Communicator, case: Case) -> None:
+async def test_cancelled_recv_leaves_its_message_for_the_next(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case, tag=-5)
@@ -63,7 +63,7 @@ async def test_withdrawn_receive_did_not_happen(comm: Communicator, case: Case) 
 @pytest.mark.fault(37)
 @pytest.mark.loops
 @ranks(2)
-async def test_cancelling_the_only_await_withdraws_a_receive(comm: Communicator, case: Case) -> None:
+async def test_cancelling_the_only_awaiter_withdraws_a_recv(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case)
@@ -78,7 +78,7 @@ async def test_cancelling_the_only_await_withdraws_a_receive(comm: Communicator,
 @pytest.mark.loops
 @ranks(2)
 @pytest.mark.parametrize("seconds", [0, pytest.param(0.01, marks=pytest.mark.clock)])
-async def test_time_that_runs_out_withdraws_a_receive(comm: Communicator, case: Case, seconds: float) -> None:
+async def test_expired_cancel_scope_withdraws_a_recv(comm: Communicator, case: Case, seconds: float) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case)
@@ -94,7 +94,7 @@ async def test_time_that_runs_out_withdraws_a_receive(comm: Communicator, case: 
 @pytest.mark.loops
 @pytest.mark.clock
 @ranks(2)
-async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Case) -> None:
+async def test_asyncio_timeout_withdraws_a_recv(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if case.place.loop == "trio":
         raise unittest.SkipTest("asyncio's own timeout")
@@ -112,8 +112,7 @@ async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Cas
 @pytest.mark.fault(43)
 @pytest.mark.loops
 @ranks(2)
-async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) -> None:
-    """The other awaiter is not affected."""
+async def test_cancelling_one_awaiter_leaves_the_others_waiting(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case)
@@ -133,7 +132,9 @@ async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) ->
 
 
 @ranks(2)
-async def test_the_middle_one_of_three_receives_is_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelling_the_second_of_three_recvs_leaves_the_order_of_the_others(
+    comm: Communicator, case: Case
+) -> None:
     """The other two receives get the messages, in order."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
@@ -153,7 +154,7 @@ async def test_the_middle_one_of_three_receives_is_withdrawn(comm: Communicator,
 
 
 @ranks(2)
-async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancel_of_a_completed_recv_returns_false(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         case.tell("cancelled")
@@ -170,7 +171,9 @@ async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, ca
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
-async def test_cancel_races_with_the_message(comm: Communicator, case: Case, count: int) -> None:
+async def test_cancel_of_recv_that_races_with_its_message_loses_none(
+    comm: Communicator, case: Case, count: int
+) -> None:
     """The message goes to the next receive if cancel returns True, and to this one if it returns False."""
     case.need("p2p")
     draw = random.Random(f"{case.seed}")
@@ -200,7 +203,7 @@ async def test_cancel_races_with_the_message(comm: Communicator, case: Case, cou
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Case) -> None:
+async def test_awaiter_cancelled_as_the_recv_completes_loses_no_message(comm: Communicator, case: Case) -> None:
     """The awaiter is cancelled after the end of the op and before it resumes: the message is not lost."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
@@ -230,7 +233,7 @@ async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Cas
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
-async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: int) -> None:
+async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, case: Case, count: int) -> None:
     """The await of a send is cancelled and its tensor dropped; the whole message arrives all the same."""
     case.need("p2p")
     contents = [case.bits(torch.int32, (count,), i) for i in range(3)]
@@ -257,7 +260,7 @@ async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: in
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
-async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelled_collective_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
     """One rank's await is cancelled before the others call: the collective completes everywhere, as does the next."""
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
@@ -277,7 +280,7 @@ async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> 
 
 
 @ranks(2, more=(3,))
-async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case: Case) -> None:
+async def test_cancel_of_a_collective_waits_for_its_completion(comm: Communicator, case: Case) -> None:
     content = case.bits(torch.int32, SHAPE)
     slot = case.empty(torch.int32, SHAPE) if comm.rank == 0 else case.full(content)
     if comm.rank:
@@ -295,7 +298,7 @@ async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: Case) -> None:
+async def test_failing_sibling_task_withdraws_a_recv(comm: Communicator, case: Case) -> None:
     """The task group ends at once with the error of the sibling task, and the communicator stays usable."""
     case.need("p2p")
     if comm.rank == 0:
@@ -316,7 +319,7 @@ async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: 
 
 
 @ranks(2)
-async def test_a_batch_completes_on_its_own(comm: Communicator, case: Case) -> None:
+async def test_batch_whose_awaiter_is_cancelled_completes(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     peer = 1 - comm.rank
     slot = case.empty(torch.int32, SHAPE)
@@ -338,7 +341,7 @@ async def test_a_batch_completes_on_its_own(comm: Communicator, case: Case) -> N
 @pytest.mark.fault(41)
 @pytest.mark.loops
 @ranks(2)
-async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None:
+async def test_cancelling_200_recvs_leaves_the_next_message_intact(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 1:
         slots = [incoming(comm, case) for _ in range(200)]
@@ -359,7 +362,7 @@ async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_cancelled_at_random_on_all_ranks(comm: Communicator, case: Case) -> None:
+async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator, case: Case) -> None:
     """Awaits are cancelled at any point of a collective and an exchange: nothing is lost, and the next one is right."""
     case.need_any_order()
     draw = random.Random(f"{case.seed} {comm.rank}")

@@ -46,7 +46,7 @@ def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tenso
 
 @pytest.mark.fault(55)
 @ranks(1, 2, more=(3, 7))
-async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> None:
+async def test_closed_communicator_refuses_operations(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     assert not other.closed
     await other.barrier()
@@ -67,7 +67,7 @@ async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> 
 @pytest.mark.fault(55)
 @pytest.mark.loops
 @ranks(2)
-async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
+async def test_concurrent_aclose_calls_all_return(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     async with anyio.create_task_group() as tasks:
         for _ in range(5):
@@ -79,7 +79,7 @@ async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) -> None:
+async def test_close_waits_for_a_pending_collective(comm: Communicator, case: Case) -> None:
     """Rank 0 closes before the others call the collective, which ends all the same on all ranks."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE, comm.rank))
@@ -104,7 +104,7 @@ async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) 
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
-async def test_close_lets_messages_arrive(comm: Communicator, case: Case, count: int) -> None:
+async def test_close_delivers_sends_that_are_under_way(comm: Communicator, case: Case, count: int) -> None:
     case.need("p2p")
     other = await case.open("other")
     contents = [case.bits(torch.int32, (count,), i) for i in range(5)]
@@ -145,7 +145,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("what", ["recv", "collective"])
-async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Case, what: str) -> None:
+async def test_op_that_needs_a_closed_rank_fails(comm: Communicator, case: Case, what: str) -> None:
     """A rank that calls before or after another's close does not wait for ever."""
     if what == "recv":
         case.need("p2p")
@@ -165,7 +165,7 @@ async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Ca
 
 
 @ranks(2, more=(3,))
-async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: Case) -> None:
+async def test_collective_called_after_a_peer_closed_fails(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     if comm.rank == 0:
         await other.aclose()
@@ -180,7 +180,7 @@ async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: C
 @pytest.mark.fault(43)
 @pytest.mark.loops
 @ranks(2)
-async def test_a_cancelled_close_releases_everything(comm: Communicator, case: Case) -> None:
+async def test_cancelled_close_releases_everything(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     if comm.rank == 0:
         work = other.all_reduce(ones(comm))
@@ -199,7 +199,7 @@ async def test_a_cancelled_close_releases_everything(comm: Communicator, case: C
 @pytest.mark.loops
 @pytest.mark.clock
 @ranks(2)
-async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
+async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
     """Every await in the scope is cancelled, also those of the close; it releases everything without waiting."""
 
     async def cycle(number: int) -> None:
@@ -225,7 +225,7 @@ async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicat
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
-async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) -> None:
+async def test_abort_fails_pending_works_on_all_ranks_with_the_first_reason(comm: Communicator, case: Case) -> None:
     """Pending works of all ranks fail with the first reason, hooks are called once, and later calls fail at once."""
     heard: list[CommError] = []
     comm.register_abort_hook(heard.append)
@@ -251,7 +251,7 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None:
+async def test_abort_from_another_thread_fails_pending_works(comm: Communicator, case: Case) -> None:
     works = pend(comm, 1 - comm.rank, 100)
     await case.meet("pending")
     if comm.rank == 0:
@@ -267,8 +267,7 @@ async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> None:
-    """A peer that waits for nothing is told of the abort, too."""
+async def test_abort_with_nothing_pending_reaches_the_peers(comm: Communicator, case: Case) -> None:
     heard, told = list[CommError](), anyio.Event()
     comm.register_abort_hook(heard.append)
     comm.register_abort_hook(lambda error: told.set())
@@ -284,7 +283,7 @@ async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> Non
 @pytest.mark.fault(55)
 @pytest.mark.loops
 @ranks(2)
-async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) -> None:
+async def test_exception_in_the_context_aborts_the_communicator(comm: Communicator, case: Case) -> None:
     """The peers may be waiting for operations that this rank will never call."""
     other = await case.open("other")
     if comm.rank == 0:
@@ -304,7 +303,7 @@ async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) ->
 
 @pytest.mark.fault(47)
 @ranks(2)
-async def test_a_buffer_is_left_alone_after_an_abort(comm: Communicator, case: Case) -> None:
+async def test_buffer_is_not_written_after_an_abort(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     slot = case.empty(torch.int32, (40_009,))
     work = comm.recv(slot.tensor, 1 - comm.rank)
@@ -319,7 +318,7 @@ async def test_a_buffer_is_left_alone_after_an_abort(comm: Communicator, case: C
 
 
 @ranks(2)
-async def test_another_communicator_notices_nothing(comm: Communicator, case: Case) -> None:
+async def test_abort_leaves_other_communicators_usable(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     pending = other.all_reduce(ones(comm)) if comm.rank == 0 else None
     await comm.barrier()
@@ -336,7 +335,7 @@ async def test_another_communicator_notices_nothing(comm: Communicator, case: Ca
 
 @pytest.mark.core
 @ranks(2)
-async def test_hooks(comm: Communicator, case: Case) -> None:
+async def test_hooks_run_around_each_op_and_a_raising_pre_hook_stops_it(comm: Communicator, case: Case) -> None:
     """A hook that raises before an op stops the op: nothing was sent."""
     seen: list[tuple[str, int]] = []
     watching = comm.register_pre_hook(lambda op, seq: seen.append((op.name, seq)))
@@ -366,7 +365,7 @@ async def test_hooks(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2, more=(1,))
-async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case) -> None:
+async def test_repeated_open_and_close_leaks_no_thread_or_descriptor(comm: Communicator, case: Case) -> None:
     """The numbers of threads and descriptors are no higher than before."""
 
     async def cycle(number: int) -> None:

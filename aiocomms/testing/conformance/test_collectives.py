@@ -57,7 +57,7 @@ def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Settin
 @pytest.mark.memory
 @ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", MOVING)
-async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str) -> None:
+async def test_collectives_deliver_every_dtype_bit_for_bit(comm: Communicator, case: Case, name: str) -> None:
     for dtype in data.ALL_DTYPES:
         settings = [Setting(dtype, s, i % comm.size, ReduceOp.SUM, i) for i, s in enumerate(data.SHAPES)]
         await check_all(name, comm, case, share(settings, dtype, comm.size))
@@ -67,7 +67,7 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str)
 @pytest.mark.memory
 @ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", REDUCING)
-async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, name: str) -> None:
+async def test_reductions_are_right_for_every_operator_and_dtype(comm: Communicator, case: Case, name: str) -> None:
     """The shapes rotate over the operators and dtypes, so that each dtype is tried with each shape."""
     for i, dtype in enumerate(data.REDUCED_DTYPES):
         defined = [op for op in reductions() if op.supports(dtype)]
@@ -78,7 +78,7 @@ async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, nam
 
 @pytest.mark.fault(140)
 @ranks(2)
-async def test_the_ends_of_unsigned_integers(comm: Communicator, case: Case) -> None:
+async def test_reductions_of_unsigned_integers_wrap_around_and_compare_unsigned(comm: Communicator, case: Case) -> None:
     """Sums and products wrap around, and what is more than a signed integer holds is more than what is less."""
     for dtype in data.UNSIGNED:
         most = 256**dtype.itemsize - 1
@@ -97,7 +97,7 @@ async def test_the_ends_of_unsigned_integers(comm: Communicator, case: Case) -> 
 @pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "product"])
-async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) -> None:
+async def test_reductions_accept_an_operator_by_name(comm: Communicator, case: Case, op: str) -> None:
     """Each reducing collective takes the name of an operator in place of the operator."""
     contents = [[case.numbers(torch.float64, (5,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
     mine, root = contents[comm.rank], comm.size - 1
@@ -116,13 +116,13 @@ async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) 
 @pytest.mark.memory
 @ranks(2, 3, 7, more=(1, 4))
 @pytest.mark.parametrize("name", EVERY)
-async def test_large(comm: Communicator, case: Case, name: str) -> None:
+async def test_collectives_of_large_tensors_are_right(comm: Communicator, case: Case, name: str) -> None:
     setting = Setting(torch.float32, data.LARGE, comm.size - 1, ReduceOp.SUM, "large")
     await check_all(name, comm, case, [setting])
 
 
 @ranks(1, 2, 3, 4, 7)
-async def test_every_root(comm: Communicator, case: Case) -> None:
+async def test_rooted_collectives_accept_every_root(comm: Communicator, case: Case) -> None:
     for name in ("broadcast", "reduce", "gather", "gather_single", "scatter"):
         settings = [Setting(torch.int32, (5,), root, ReduceOp.SUM, name) for root in range(comm.size)]
         await check_all(name, comm, case, settings)
@@ -143,7 +143,7 @@ async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, cas
 
 
 @ranks(2, 3, 7)
-async def test_half_precision_is_accumulated_in_single(comm: Communicator, case: Case) -> None:
+async def test_half_precision_is_accumulated_in_float32(comm: Communicator, case: Case) -> None:
     """A small number added to a large one would be lost in rounding in half precision."""
     for dtype, much in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         if case.rounds_each_step(dtype):
@@ -157,7 +157,7 @@ async def test_half_precision_is_accumulated_in_single(comm: Communicator, case:
 
 
 @ranks(1, 2, 3, 4, 7)
-async def test_in_place(comm: Communicator, case: Case) -> None:
+async def test_collectives_in_place_are_right(comm: Communicator, case: Case) -> None:
     """An input may be this rank's part of the output, or the output a part of the input."""
     everyone, root = range(comm.size), comm.size - 1
     contents = [case.bits(torch.int32, (13,), r) for r in everyone]
@@ -181,7 +181,7 @@ async def test_in_place(comm: Communicator, case: Case) -> None:
 
 
 @ranks(1, 2, 3, 4, 7)
-async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
+async def test_reduce_scatter_in_place_writes_only_its_output(comm: Communicator, case: Case) -> None:
     contents = [[case.numbers(torch.int64, (13,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
     want = data.reduced(ReduceOp.SUM, [given[comm.rank] for given in contents]).value
     for scatter in (comm.reduce_scatter, comm.reduce_scatter_v):
@@ -200,7 +200,9 @@ async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
 
 @ranks(3, more=(2, 7))
 @pytest.mark.parametrize("name", EVERY)
-async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
+async def test_concurrent_calls_of_one_collective_match_in_call_order(
+    comm: Communicator, case: Case, name: str
+) -> None:
     """The order of the calls is the same on all ranks; the order of the awaits is not."""
     settings = [Setting(torch.int32, (n,), n % comm.size, ReduceOp.BXOR, n) for n in range(10)]
     started = [(setting, EVERY[name](comm, case, setting)) for setting in settings]
@@ -212,7 +214,7 @@ async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
 
 @pytest.mark.memory
 @ranks(2, 3, 7)
-async def test_different_ones_at_once(comm: Communicator, case: Case) -> None:
+async def test_concurrent_collectives_even_different_ones_match_in_call_order(comm: Communicator, case: Case) -> None:
     draw = random.Random(f"{case.seed} {case.name}")
     started: list[tuple[str, Setting, Trial]] = []
     for i in range(60):
@@ -252,7 +254,9 @@ def _nothing(comm: Communicator) -> torch.Tensor:
 @pytest.mark.memory
 @ranks(2, 3, 7, more=(4,))
 @pytest.mark.parametrize("name", SYNCHRONISING)
-async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case: Case, name: str) -> None:
+async def test_synchronising_collective_completes_after_every_rank_has_called(
+    comm: Communicator, case: Case, name: str
+) -> None:
     """Each rank in turn calls last, after all others have called. Empty tensors synchronise the ranks, too."""
     for late in range(comm.size):
         if comm.rank == late:
@@ -266,7 +270,7 @@ async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case:
 
 @pytest.mark.memory
 @ranks(2, 3, 7)
-async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> None:
+async def test_broadcast_completes_on_the_root_before_others_call(comm: Communicator, case: Case) -> None:
     """The root's broadcast does not depend on ranks that call late; these get the data when they call."""
     contents = [case.bits(torch.int16, (6,), root) for root in range(comm.size)]
     for root, content in enumerate(contents):
@@ -282,7 +286,7 @@ async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> Non
 @pytest.mark.fault(50)
 @pytest.mark.loops
 @ranks(2, more=(3,))
-async def test_a_work_that_nobody_awaits_completes(comm: Communicator, case: Case) -> None:
+async def test_work_that_is_never_awaited_completes(comm: Communicator, case: Case) -> None:
     slots = [case.full(case.numbers(torch.int32, (3,), i, comm.rank)) for i in range(5)]
     done: list[object] = []
     all_done = anyio.Event()

@@ -68,7 +68,7 @@ async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_messages(comm: Communicator, case: Case) -> None:
+async def test_peers_exchange_tensors_objects_and_streams(comm: Communicator, case: Case) -> None:
     """Tensors, objects and streams, in both directions; both ends know the other one's address."""
     async with connected(comm, case) as (here, peer):
         other = 1 - comm.rank
@@ -92,7 +92,7 @@ async def test_messages(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(2)
-async def test_put_get_signal(comm: Communicator, case: Case) -> None:
+async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator, case: Case) -> None:
     """Every dtype is put; a signal comes behind what was put."""
     async with connected(comm, case) as (here, peer):
         for dtype in data.ALL_DTYPES:
@@ -119,7 +119,7 @@ async def test_put_get_signal(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(2)
-async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Case) -> None:
+async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicator, case: Case) -> None:
     """Each opens several of the other one's, in its own order, and closes them in another."""
     async with connected(comm, case) as (here, peer):
         slots = [case.full(torch.zeros(4, dtype=torch.int64)) for _ in range(5)]
@@ -149,7 +149,7 @@ async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Ca
 @pytest.mark.fault(108)
 @pytest.mark.memory
 @ranks(2)
-async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
+async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: Communicator, case: Case) -> None:
     """An op under way ends, and none starts any more: at the other end at once, and by the descriptor never again."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(PART))
@@ -181,7 +181,7 @@ async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_close_and_attach_again(comm: Communicator, case: Case) -> None:
+async def test_region_can_be_attached_again_after_close(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:
             slot = case.full(torch.zeros(1))
@@ -202,7 +202,7 @@ async def test_close_and_attach_again(comm: Communicator, case: Case) -> None:
 @pytest.mark.fault(109)
 @pytest.mark.core
 @ranks(2)
-async def test_rights_and_bounds(comm: Communicator, case: Case) -> None:
+async def test_region_refuses_access_beyond_its_rights_and_bounds(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.arange(8.0))
         if comm.rank == 1:
@@ -237,7 +237,7 @@ async def test_rights_and_bounds(comm: Communicator, case: Case) -> None:
 @pytest.mark.fault(110)
 @pytest.mark.memory
 @ranks(2)
-async def test_descriptors_that_give_nothing(comm: Communicator, case: Case) -> None:
+async def test_forged_foreign_or_expired_descriptor_raises_region_error(comm: Communicator, case: Case) -> None:
     """Forged, foreign and expired ones, and what is none at all."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(8))
@@ -262,7 +262,7 @@ async def test_descriptors_that_give_nothing(comm: Communicator, case: Case) -> 
 
 
 @ranks(2)
-async def test_addresses_that_lead_nowhere(comm: Communicator, case: Case) -> None:
+async def test_wrong_expired_or_dead_address_is_refused_by_connect(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, _):
         with pytest.raises(ArgumentError, match="this endpoint's own"):
             await here.connect(here.address)
@@ -286,7 +286,7 @@ async def test_addresses_that_lead_nowhere(comm: Communicator, case: Case) -> No
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_calls_that_cross(comm: Communicator, case: Case) -> None:
+async def test_simultaneous_connects_form_one_connection(comm: Communicator, case: Case) -> None:
     """Both connect at once, each several times, and have one connection."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device

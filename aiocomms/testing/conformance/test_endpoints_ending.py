@@ -25,7 +25,7 @@ pytestmark: pytest.MarkDecorator = pytest.mark.network
 @pytest.mark.fault(125)
 @pytest.mark.memory
 @ranks(2)
-async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
+async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, case: Case) -> None:
     """A message that was sent before is still received."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(4))
@@ -55,7 +55,7 @@ async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> 
 
 
 @ranks(2)
-async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None:
+async def test_connections_that_are_never_accepted_release_their_resources(comm: Communicator, case: Case) -> None:
     """Few of the connections that are never accepted are kept; the resources of the others are given back."""
     async with connected(comm, case) as (here, peer):
         for _ in range(25):
@@ -70,7 +70,7 @@ async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None
 @pytest.mark.fault(125)
 @pytest.mark.memory
 @ranks(2)
-async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
+async def test_abort_of_a_peer_ends_only_its_connection(comm: Communicator, case: Case) -> None:
     """The hooks of the connection are called, and its ops fail on both sides; another one goes on."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
@@ -102,7 +102,7 @@ async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> N
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
+async def test_idle_endpoint_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, peer):
         await expect_silence(case, "with an endpoint that is connected")
         if comm.rank == 1:
@@ -116,7 +116,7 @@ async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_a_rank_that_does_not_answer(comm: Communicator, case: Case) -> None:
+async def test_attach_to_an_unresponsive_peer_times_out_alone(comm: Communicator, case: Case) -> None:
     """Attaching is late and fails alone; the connection stays usable."""
     case.need_processes()
     async with connected(comm, case) as (here, peer):

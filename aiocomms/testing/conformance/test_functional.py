@@ -34,7 +34,7 @@ def awkward(content: Tensor, comm: Communicator) -> Tensor:
 
 
 @ranks(2, 3, more=(1, 4, 7))
-async def test_moving(comm: Communicator, case: Case) -> None:
+async def test_data_movement_forms_return_new_tensors(comm: Communicator, case: Case) -> None:
     everyone, n = range(comm.size), comm.size
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
         for shape in ((n, 3), (2 * n, 0), (3 * n,)):
@@ -58,7 +58,7 @@ async def test_moving(comm: Communicator, case: Case) -> None:
 
 @ranks(3, more=(1, 2, 4, 7))
 @pytest.mark.parametrize("op", NAMES)
-async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
+async def test_reduction_forms_return_new_tensors(comm: Communicator, case: Case, op: str) -> None:
     given = [case.numbers(torch.float64, (comm.size, 5), r) for r in range(comm.size)]
     mine = awkward(given[comm.rank], comm)
     before = mine.detach().clone()
@@ -78,7 +78,7 @@ async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_messages(comm: Communicator, case: Case) -> None:
+async def test_send_and_recv_forms_return_what_was_sent(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     content = case.bits(torch.int16, (4, 6), comm.rank)
@@ -89,7 +89,7 @@ async def test_messages(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_groups_by_name(comm: Communicator, case: Case) -> None:
+async def test_group_is_found_by_its_name_until_it_closes(comm: Communicator, case: Case) -> None:
     other = await case.open("another name")
     for group in (None, "", comm.name, comm, "another name", other):
         total = await functional.all_reduce(torch.ones(2, device=comm.device), group=group)
@@ -103,7 +103,7 @@ async def test_groups_by_name(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
+async def test_wrong_arguments_of_functional_forms_are_refused(comm: Communicator, case: Case) -> None:
     tensor = torch.ones(3, device=comm.device)
     anything: Any = None
     calls: list[Callable[[], object]] = [

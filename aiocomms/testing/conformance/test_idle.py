@@ -48,7 +48,7 @@ async def expect_silence(case: Case, note: str) -> None:
 
 
 @ranks(1, 2, more=(3,))
-async def test_nothing_pending(comm: Communicator, case: Case) -> None:
+async def test_communicator_without_pending_ops_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     await expect_silence(case, "when just opened")
     await comm.barrier()
     await comm.all_reduce(torch.ones(4, device=comm.device))
@@ -56,7 +56,7 @@ async def test_nothing_pending(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_a_receive_that_waits(comm: Communicator, case: Case) -> None:
+async def test_pending_recv_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     tensor = torch.zeros(3, device=comm.device)
     if comm.rank == 0:
@@ -71,14 +71,14 @@ async def test_a_receive_that_waits(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_a_collective_that_waits(comm: Communicator, case: Case) -> None:
+async def test_pending_collective_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     work = comm.barrier() if comm.rank == 0 else None
     await expect_silence(case, "with a collective that waits")
     await (work or comm.barrier())
 
 
 @ranks(2)
-async def test_a_stream_that_waits(comm: Communicator, case: Case) -> None:
+async def test_pending_stream_receive_never_wakes_the_loop(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     stream = await comm.open_stream(1 - comm.rank)
     await expect_silence(case, "with an open stream")

@@ -64,7 +64,7 @@ def shuffled(case: Case, things: Any, *key: object) -> list[Any]:
 
 @pytest.mark.memory
 @ranks(2, 3, more=(1, 4, 7))
-async def test_every_collective_in_another_order_on_each_rank(comm: Communicator, case: Case) -> None:
+async def test_lanes_match_collectives_called_in_another_order_on_each_rank(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     started = []
     for i, name in shuffled(case, enumerate(EVERY)):
@@ -82,7 +82,7 @@ async def test_every_collective_in_another_order_on_each_rank(comm: Communicator
 
 @pytest.mark.core
 @ranks(3, more=(2, 7))
-async def test_each_rank_awaits_another_lane_first(comm: Communicator, case: Case) -> None:
+async def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(comm: Communicator, case: Case) -> None:
     """An order that one rank publishes would deadlock here: each rank awaits the lanes one after the other."""
     case.need_any_order()
 
@@ -102,7 +102,7 @@ def hash_of(key: object) -> int:
 
 @pytest.mark.core
 @ranks(2, more=(1, 3))
-async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: Case) -> None:
+async def test_keys_of_different_types_are_different_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     keys = KEYS[::-1] if comm.rank % 2 else KEYS  # In these orders two keys meet each other if they are of one lane.
     works = {key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in keys}
@@ -113,7 +113,7 @@ async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: C
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_views_of_one_key_are_one_lane(comm: Communicator, case: Case) -> None:
+async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
     """The lane is one also where one rank makes a new view for each call, and another one keeps its first."""
     case.need_any_order()
     kept = comm.lane("one")
@@ -122,7 +122,7 @@ async def test_views_of_one_key_are_one_lane(comm: Communicator, case: Case) -> 
 
 
 @ranks(2, 3)
-async def test_one_lane_keeps_the_order(comm: Communicator, case: Case) -> None:
+async def test_collectives_of_one_lane_match_in_call_order(comm: Communicator, case: Case) -> None:
     """Small and large collectives of one lane, all called at once."""
     case.need_any_order()
     lane = comm.lane("ordered")
@@ -133,7 +133,7 @@ async def test_one_lane_keeps_the_order(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> None:
+async def test_thousands_of_concurrent_lanes_stay_apart(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     works = {key: comm.lane(key).all_reduce(number(comm, key + comm.rank)) for key in shuffled(case, range(1500))}
     for key, work in works.items():
@@ -141,7 +141,7 @@ async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> Non
 
 
 @ranks(2, more=(3,))
-async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Case) -> None:
+async def test_collectives_of_the_communicator_keep_their_order_beside_lanes(comm: Communicator, case: Case) -> None:
     """The communicator's own collectives keep their order, wherever those of lanes come between them."""
     case.need_any_order()
     lanes = [comm.lane(i) for i in shuffled(case, range(6))]
@@ -158,7 +158,7 @@ async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Ca
 
 @pytest.mark.loops
 @ranks(2, more=(3,))
-async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Communicator, case: Case) -> None:
+async def test_cancelled_awaiter_leaves_the_lanes_order_intact(comm: Communicator, case: Case) -> None:
     """A cancelled await stops nothing: the lane's next collective is the next one on all ranks."""
     case.need_any_order()
     lane = comm.lane("late")
@@ -181,7 +181,7 @@ async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Com
 
 @pytest.mark.clock
 @ranks(2)
-async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> None:
+async def test_recv_in_a_lane_is_withdrawn_alone(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("messages")
     if comm.rank == 1:
@@ -204,7 +204,7 @@ async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> N
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_batches_and_objects(comm: Communicator, case: Case) -> None:
+async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
@@ -227,7 +227,7 @@ async def test_batches_and_objects(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None:
+async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
     """Layers that know of no lane: requests interleave in another way on each rank, and their results stay apart."""
     case.need_any_order()
     other = await case.open("other")
@@ -258,7 +258,7 @@ async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None
 
 @pytest.mark.core
 @ranks(2)
-async def test_what_is_matched_by_calls_stays_so(comm: Communicator, case: Case) -> None:
+async def test_split_window_and_stream_opened_within_a_lane_match_by_call_order(comm: Communicator, case: Case) -> None:
     """A split, a window and a stream that are opened while a lane is the current one."""
     case.need_any_order()
     with comm.lane("request"):
@@ -282,7 +282,7 @@ async def test_what_is_matched_by_calls_stays_so(comm: Communicator, case: Case)
 
 @pytest.mark.core
 @ranks(2)
-async def test_blocks_that_end_in_another_order(comm: Communicator, case: Case) -> None:
+async def test_lane_blocks_left_in_another_order_raise_runtime_error(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     first, second = comm.lane(1), comm.lane(2)
     with pytest.raises(RuntimeError, match="not the current lane"):
@@ -294,7 +294,7 @@ async def test_blocks_that_end_in_another_order(comm: Communicator, case: Case) 
 
 @pytest.mark.core
 @ranks(2)
-async def test_wrong_arguments_leave_everything_usable(comm: Communicator, case: Case) -> None:
+async def test_wrong_arguments_leave_lane_and_communicator_usable(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     wrong: tuple[Any, ...] = (None, 1.5, True, ["a"], ("a", 1))
     for key in wrong:
@@ -320,7 +320,7 @@ async def test_wrong_arguments_leave_everything_usable(comm: Communicator, case:
 
 
 @ranks(3)
-async def test_requests_that_overtake_each_other(comm: Communicator, case: Case) -> None:
+async def test_overtaking_requests_with_cancellations_get_right_results(comm: Communicator, case: Case) -> None:
     """Tasks with several collectives each, some of which give up waiting; every result is right."""
     case.need_any_order()
     mix = random.Random(f"{case.seed} {comm.rank}")

@@ -34,7 +34,7 @@ async def refused(comm: Communicator, key: Any, why: str) -> None:
 
 
 @ranks(2, 3, more=(4,))
-async def test_what_waits_on_the_other_ranks_ends(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_fails_pending_ops_on_other_ranks(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("req 7")
     if comm.rank == 0:
@@ -56,7 +56,7 @@ async def test_what_waits_on_the_other_ranks_ends(comm: Communicator, case: Case
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case) -> None:
+async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
     case.need_any_order()
 
     async def handle() -> None:
@@ -75,7 +75,7 @@ async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: Case) -> None:
+async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
     """The other ranks' part of a request ends, too, as when a client goes away."""
     case.need_any_order()
     others = range(1, comm.size)
@@ -97,7 +97,7 @@ async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: C
 
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communicator, case: Case) -> None:
     """A large message waits for its receiver, which will not come any more, unless the transport has buffered it."""
     case.need_any_order()
     lane, last = comm.lane("large"), comm.size - 1
@@ -121,7 +121,7 @@ async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) ->
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_reaches_a_rank_that_has_used_no_lane(comm: Communicator, case: Case) -> None:
     """The rank learns of it when it uses its first lane."""
     case.need_any_order()
     if comm.rank == 0:
@@ -132,7 +132,7 @@ async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) 
 
 
 @ranks(3, more=(2,))
-async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> None:
+async def test_simultaneous_lane_aborts_leave_the_communicator_usable(comm: Communicator, case: Case) -> None:
     """A rank that calls late hears of it there. A collective that all ranks had begun may have its result on some.
 
     No rank waits.
@@ -152,7 +152,7 @@ async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> N
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_a_reason_that_is_long_and_no_utf_8(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_carries_a_long_reason_that_is_not_utf_8(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     if comm.rank == 0:
         comm.lane("odd").abort(ValueError("\ud800 is no character" + "\ud801\U0001f600" * 500))
@@ -162,7 +162,7 @@ async def test_a_reason_that_is_long_and_no_utf_8(comm: Communicator, case: Case
 
 
 @ranks(2, more=(3,))
-async def test_on_another_thread(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_from_another_thread_ends_the_lane(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("thread")
     if comm.rank == 0:
@@ -173,7 +173,7 @@ async def test_on_another_thread(comm: Communicator, case: Case) -> None:
 
 
 @ranks(3, more=(2,))
-async def test_requests_that_fail_among_others(comm: Communicator, case: Case) -> None:
+async def test_failing_requests_leave_other_lanes_right(comm: Communicator, case: Case) -> None:
     """Every fifth request fails on one rank, before one of its collectives; all others are right."""
     case.need_any_order()
     same = random.Random(case.seed)

@@ -22,7 +22,7 @@ from aiocomms.testing.conformance.test_lanes import SHORT, number, reduced, shuf
 
 @pytest.mark.core
 @ranks(2)
-async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
+async def test_closing_a_lane_withdraws_recvs_and_waits_for_collectives(comm: Communicator, case: Case) -> None:
     """The close withdraws receives, waits for collectives, and leaves other lanes and views alone."""
     case.need_any_order()
     lane, other = comm.lane("closing"), comm.lane("other")
@@ -46,7 +46,7 @@ async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
 @pytest.mark.core
 @pytest.mark.clock
 @ranks(2, more=(3,))
-async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Communicator, case: Case) -> None:
+async def test_late_collective_names_its_lane_and_missing_ranks(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     if comm.rank:
         work = comm.recv(number(comm, 0), 0)
@@ -68,7 +68,7 @@ async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Com
 
 
 @ranks(3, more=(2,))
-async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
+async def test_collective_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     # The call itself raises, too, if the others have met.
     with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):
@@ -82,7 +82,9 @@ async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case:
 @pytest.mark.clock
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("what", ["operation", "root", "reduction"])
-async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, what: str) -> None:
+async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
+    comm: Communicator, case: Case, what: str
+) -> None:
     """Calls of the same size would mix silently: no rank gets a result, and a message, or the deadline, says why."""
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
@@ -102,7 +104,7 @@ async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, 
 
 
 @ranks(2, more=(3,))
-async def test_an_abort_ends_what_all_lanes_have_pending(comm: Communicator, case: Case) -> None:
+async def test_communicator_abort_fails_pending_ops_of_all_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     works: list[Work[Any]] = []
     if comm.rank == 0:
@@ -125,7 +127,7 @@ async def test_an_abort_ends_what_all_lanes_have_pending(comm: Communicator, cas
 
 
 @ranks(2, more=(3,))
-async def test_closing_the_communicator_waits_for_lanes(comm: Communicator, case: Case) -> None:
+async def test_closing_the_communicator_waits_for_pending_ops_of_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     other = await case.open("closed")
     works = [other.lane(key).all_reduce(number(comm, key)) for key in shuffled(case, range(20))]

@@ -17,7 +17,7 @@ ALIKE = (18868, 23721, 50482, 61701)
 
 
 @ranks(2)
-async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Case) -> None:
+async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, case: Case) -> None:
     """A transport that cuts tags would mix them."""
     case.need_any_order()
     numbers = [number_of(key) for key in ALIKE]
@@ -35,7 +35,7 @@ async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Cas
 
 
 @ranks(2)
-async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -> None:
+async def test_messages_of_a_lane_match_only_that_lane(comm: Communicator, case: Case) -> None:
     """Messages of a lane match neither the communicator's nor another lane's."""
     case.need_any_order()
     tags = (0, 1, -1, 2**31 - 1, -(2**31))

@@ -27,7 +27,7 @@ def neighbours(comm: Communicator) -> tuple[int, int]:
 
 @pytest.mark.memory
 @ranks(2, 3, more=(4, 7))
-async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
+async def test_messages_of_all_sizes_arrive_bit_for_bit(comm: Communicator, case: Case) -> None:
     """Messages of all sizes go around a ring at once."""
     case.need_any_order()
     right, left = neighbours(comm)
@@ -50,7 +50,7 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(2)
-async def test_huge_ones_both_ways_at_once(comm: Communicator, case: Case) -> None:
+async def test_huge_messages_in_both_directions_complete_concurrently(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     peer = 1 - comm.rank
     for dtype in (torch.uint8, torch.float32):
@@ -67,7 +67,9 @@ async def test_huge_ones_both_ways_at_once(comm: Communicator, case: Case) -> No
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("shape", [(0,), (5,), (40_009,)], ids=str)
-async def test_either_side_may_be_first(comm: Communicator, case: Case, early: str, shape: tuple[int, ...]) -> None:
+async def test_send_and_recv_match_whichever_is_posted_first(
+    comm: Communicator, case: Case, early: str, shape: tuple[int, ...]
+) -> None:
     case.need("p2p")
     content = case.bits(torch.int32, shape)
     if (comm.rank == 0) != (early == "send"):
@@ -82,8 +84,7 @@ async def test_either_side_may_be_first(comm: Communicator, case: Case, early: s
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_one_tag_keeps_the_order(comm: Communicator, case: Case, early: str) -> None:
-    """Large and small messages do not overtake each other."""
+async def test_messages_of_one_tag_arrive_in_order(comm: Communicator, case: Case, early: str) -> None:
     case.need("p2p")
     contents = [case.bits(torch.int16, ((3, 40_009, 0, 2048)[i % 4],), i) for i in range(40)]
     if (comm.rank == 0) != (early == "send"):
@@ -99,7 +100,7 @@ async def test_one_tag_keeps_the_order(comm: Communicator, case: Case, early: st
 
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_tags_choose_the_message(comm: Communicator, case: Case, early: str) -> None:
+async def test_recv_matches_by_tag_in_any_posting_order(comm: Communicator, case: Case, early: str) -> None:
     """Receives match messages by tag, in whatever order sends and receives are posted."""
     case.need_any_order()
     tags = list(TAGS)
@@ -119,7 +120,7 @@ async def test_tags_choose_the_message(comm: Communicator, case: Case, early: st
 
 
 @ranks(3, more=(4, 7))
-async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
+async def test_recv_matches_by_source_rank(comm: Communicator, case: Case) -> None:
     """Many senders use one tag: each receive takes the message of the rank that it names."""
     case.need_any_order()
     if comm.rank:
@@ -136,7 +137,7 @@ async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [1, 100, 2049, 40_009])
-async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, count: int) -> None:
+async def test_tensor_may_be_overwritten_once_its_send_is_done(comm: Communicator, case: Case, count: int) -> None:
     """A tensor may be changed once its send is done, also if that is before the receive is posted."""
     case.need("p2p")
     content = case.bits(torch.int32, (count,))
@@ -160,7 +161,9 @@ async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, coun
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (40_009, 9), (9, 40_009)], ids=str)
-async def test_a_message_of_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
+async def test_recv_of_another_size_fails_and_the_next_message_arrives(
+    comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
+) -> None:
     """The receive fails, and its buffer holds what fits; the send does not fail, and the next message is right."""
     case.need("p2p")
     sent, room = sizes
@@ -189,7 +192,7 @@ async def test_a_message_of_another_size(comm: Communicator, case: Case, early: 
 
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
+async def test_hundreds_of_concurrent_messages_arrive(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     right, left = neighbours(comm)
     slots = [case.empty(torch.int32, (i % 50,)) for i in range(300)]
@@ -205,7 +208,7 @@ async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.loops
 @ranks(2, more=(3,))
-async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> None:
+async def test_concurrent_tasks_with_their_own_tags_stay_apart(comm: Communicator, case: Case) -> None:
     """Each task exchanges messages with its counterpart on the next rank."""
     case.need_any_order()
     right, left = neighbours(comm)
@@ -224,7 +227,7 @@ async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> N
 
 
 @ranks(2, 3)
-async def test_messages_among_collectives(comm: Communicator, case: Case) -> None:
+async def test_messages_never_match_collectives_or_objects(comm: Communicator, case: Case) -> None:
     """Messages of tensors, of collectives and of objects are never taken for each other, whatever the tag."""
     case.need_any_order()
     right, left = neighbours(comm)
@@ -245,7 +248,7 @@ async def test_messages_among_collectives(comm: Communicator, case: Case) -> Non
 
 
 @ranks(2, 3, more=(7,))
-async def test_batch(comm: Communicator, case: Case) -> None:
+async def test_batch_exchanges_tensors_with_every_rank(comm: Communicator, case: Case) -> None:
     """Every rank exchanges tensors with every other; the result is the list of tensors in the order added."""
     case.need("p2p")
     others = [r for r in range(comm.size) if r != comm.rank]
@@ -262,7 +265,7 @@ async def test_batch(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_batch_refuses_what_it_cannot_do(comm: Communicator, case: Case) -> None:
+async def test_batch_that_is_empty_or_overlaps_is_refused(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     peer = 1 - comm.rank
     tensor = torch.zeros(4, device=comm.device)
@@ -279,7 +282,7 @@ async def test_batch_refuses_what_it_cannot_do(comm: Communicator, case: Case) -
 
 
 @ranks(2)
-async def test_a_batch_meets_single_messages(comm: Communicator, case: Case) -> None:
+async def test_batch_matches_single_sends_and_recvs(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     contents = [case.bits(torch.int32, (3,), i) for i in range(2)]
     slots = [case.empty(torch.int32, (3,)) for _ in contents]

@@ -48,7 +48,7 @@ def can(comm: Communicator, case: Case) -> bool:
 
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_either_may_be_first(comm: Communicator, case: Case, early: str) -> None:
+async def test_self_send_and_recv_match_whichever_is_posted_first(comm: Communicator, case: Case, early: str) -> None:
     """A tensor that was sent may be changed once its send is done, and only the buffer of the receive is written."""
     if not can(comm, case):
         return
@@ -71,7 +71,7 @@ async def test_either_may_be_first(comm: Communicator, case: Case, early: str) -
 
 
 @ranks(2, more=(1,))
-async def test_tags_choose_the_message_and_one_tag_keeps_the_order(comm: Communicator, case: Case) -> None:
+async def test_self_recv_matches_by_tag_in_order(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
     sent = [(tag, case.bits(torch.int16, (3,), tag, turn)) for turn in range(3) for tag in TAGS]
@@ -87,7 +87,7 @@ async def test_tags_choose_the_message_and_one_tag_keeps_the_order(comm: Communi
 
 
 @ranks(1, 3, more=(2,))
-async def test_it_is_no_message_of_another_rank(comm: Communicator, case: Case) -> None:
+async def test_self_send_matches_no_recv_from_another_rank_or_lane(comm: Communicator, case: Case) -> None:
     """Messages from this rank, from others, of lanes and of objects have one tag, and none is taken for another."""
     if not can(comm, case):
         return
@@ -112,7 +112,7 @@ async def test_it_is_no_message_of_another_rank(comm: Communicator, case: Case) 
 
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_objects(comm: Communicator, case: Case, early: str) -> None:
+async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: Case, early: str) -> None:
     """The received object is another one, with memory of its own."""
     if not can(comm, case):
         return
@@ -132,7 +132,7 @@ async def test_objects(comm: Communicator, case: Case, early: str) -> None:
 
 
 @ranks(3, more=(1, 2))
-async def test_a_batch_to_all_ranks(comm: Communicator, case: Case) -> None:
+async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: Case) -> None:
     """An exchange of all with all needs no special case for oneself."""
     if not can(comm, case):
         return
@@ -148,7 +148,9 @@ async def test_a_batch_to_all_ranks(comm: Communicator, case: Case) -> None:
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (LARGE, 9)], ids=str)
-async def test_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
+async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
+    comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
+) -> None:
     """The receive fails, and its buffer holds what fits; the send does not fail, and the next message is right."""
     if not can(comm, case):
         return
@@ -173,7 +175,7 @@ async def test_another_size(comm: Communicator, case: Case, early: str, sizes: t
 
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
-async def test_another_dtype(comm: Communicator, case: Case, early: str) -> None:
+async def test_self_recv_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case, early: str) -> None:
     """The communicator is lost, as by any receive whose message has another dtype."""
     if not can(comm, case):
         return
@@ -195,7 +197,7 @@ async def test_another_dtype(comm: Communicator, case: Case, early: str) -> None
 
 @pytest.mark.clock
 @ranks(2, more=(1,))
-async def test_a_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_self_recv_is_withdrawn_by_cancel_task_or_deadline(comm: Communicator, case: Case) -> None:
     """The receive is withdrawn by ``cancel``, with its task, or at its deadline: then it never takes a message."""
     if not can(comm, case):
         return
@@ -222,7 +224,7 @@ async def test_a_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1,))
-async def test_whoever_waits_is_cancelled_and_the_message_goes_on(comm: Communicator, case: Case) -> None:
+async def test_cancelled_awaiter_leaves_self_send_and_batch_pending(comm: Communicator, case: Case) -> None:
     """A send is not withdrawn, nor is a batch."""
     if not can(comm, case):
         return
@@ -242,7 +244,7 @@ async def test_whoever_waits_is_cancelled_and_the_message_goes_on(comm: Communic
 
 @pytest.mark.clock
 @ranks(2, more=(1,))
-async def test_the_deadline_of_a_send(comm: Communicator, case: Case) -> None:
+async def test_self_send_past_its_deadline_loses_the_communicator(comm: Communicator, case: Case) -> None:
     """The late send loses the communicator, and the error says for which rank it has waited."""
     if not can(comm, case):
         return
@@ -255,7 +257,7 @@ async def test_the_deadline_of_a_send(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1,))
-async def test_an_abort(comm: Communicator, case: Case) -> None:
+async def test_abort_fails_pending_self_messages(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
     works: list[Work[Any]] = [comm.send(torch.ones(LARGE), comm.rank), comm.recv(torch.ones(3), comm.rank, 1)]
@@ -269,7 +271,7 @@ async def test_an_abort(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1,))
-async def test_a_close(comm: Communicator, case: Case) -> None:
+async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, case: Case) -> None:
     """An op that nothing has matched ends at once: no rank is left that could match it."""
     if not can(comm, case):
         return
@@ -286,7 +288,7 @@ async def test_a_close(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1, 3))
-async def test_a_lane_that_is_given_up(comm: Communicator, case: Case) -> None:
+async def test_lane_abort_ends_pending_self_messages(comm: Communicator, case: Case) -> None:
     """The pending ops of the lane end, and nothing of it stays behind."""
     if not can(comm, case):
         return
@@ -308,7 +310,7 @@ async def test_a_lane_that_is_given_up(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1,))
-async def test_on_another_thread(comm: Communicator, case: Case) -> None:
+async def test_portal_exchanges_messages_with_self(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
     content, slot = case.bits(torch.int32, SHAPE), case.empty(torch.int32, SHAPE)
@@ -324,7 +326,7 @@ async def test_on_another_thread(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(1,))
-async def test_a_stream_has_another_rank_at_its_other_end(comm: Communicator, case: Case) -> None:
+async def test_open_stream_to_self_is_refused(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     with pytest.raises(ArgumentError, match=f"peer is {comm.rank}, this rank itself"):
         await comm.open_stream(comm.rank)

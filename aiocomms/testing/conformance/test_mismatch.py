@@ -68,7 +68,9 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
 @pytest.mark.fault(23, 24, 25, 26, 29)
 @ranks(2, 3)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-async def test_the_last_rank_does_something_else(comm: Communicator, case: Case, what: str) -> None:
+async def test_collective_that_disagrees_on_the_last_rank_raises_mismatch_error(
+    comm: Communicator, case: Case, what: str
+) -> None:
     usual, other = DISAGREEMENTS[what]
     need_comparison(case)
     work = call(comm, other if comm.rank == comm.size - 1 else usual)
@@ -86,7 +88,7 @@ async def test_the_last_rank_does_something_else(comm: Communicator, case: Case,
 @pytest.mark.fault(27)
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_swapped_order(comm: Communicator, case: Case) -> None:
+async def test_collectives_called_in_swapped_order_raise_mismatch_error(comm: Communicator, case: Case) -> None:
     """Two collectives are called in different orders on the two ranks."""
     need_comparison(case)
     calls: list[Call] = [lambda c: c.all_reduce(some(c, 4)), lambda c: c.all_reduce(some(c, 5))]
@@ -120,7 +122,9 @@ def call(comm: Communicator, start: Call) -> Work[object] | None:
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("count", [4, 40_009])
-async def test_a_message_of_another_dtype(comm: Communicator, case: Case, early: str, count: int) -> None:
+async def test_recv_of_another_dtype_raises_mismatch_error(
+    comm: Communicator, case: Case, early: str, count: int
+) -> None:
     """A message of another dtype is an error even if it has the same size in bytes, as float32 and int32 have."""
     case.need("p2p")
     if (comm.rank == 0) != (early == "send"):

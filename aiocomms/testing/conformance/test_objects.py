@@ -46,7 +46,7 @@ def tensors(case: Case) -> list[Any]:
 
 @pytest.mark.core
 @ranks(2)
-async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> None:
+async def test_objects_arrive_equal(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     values = [*VALUES, *tensors(case)]
     if comm.rank == 0:
@@ -58,7 +58,7 @@ async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> No
 
 
 @ranks(2)
-async def test_tags_and_order(comm: Communicator, case: Case) -> None:
+async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> None:
     """Short and long objects do not overtake each other, and are matched by tag."""
     case.need_any_order()
     values = [(tag, f"{tag} {i}" * (1 + 400 * (i % 2))) for i in range(10) for tag in (0, 7, -7)]
@@ -72,7 +72,9 @@ async def test_tags_and_order(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case: Case) -> None:
+async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_is_done(
+    comm: Communicator, case: Case
+) -> None:
     """The object's tensors belong to the operation until it is done, as those of `send`; the rest is free at once."""
     case.need("p2p")
     if comm.rank == 0:
@@ -118,7 +120,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.memory
 @ranks(3, more=(2,))
-async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> None:
+async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(comm: Communicator, case: Case) -> None:
     """Large values arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
     case.need("p2p")
     everyone = [large(case, r) for r in range(comm.size)]
@@ -142,7 +144,9 @@ async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> 
 
 @pytest.mark.core
 @ranks(2)
-async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: Case) -> None:
+async def test_recv_object_with_pickle_refuses_a_plain_object_and_takes_its_messages(
+    comm: Communicator, case: Case
+) -> None:
     """The object's messages are taken all the same, so that the sender's work ends."""
     case.need("p2p")
     if comm.rank == 0:
@@ -156,7 +160,7 @@ async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: 
 
 @pytest.mark.core
 @ranks(2, 3, more=(1, 4, 7))
-async def test_collectives(comm: Communicator, case: Case) -> None:
+async def test_object_collectives_deliver_from_every_root(comm: Communicator, case: Case) -> None:
     """Collectives with every root: with short objects, with long ones, and with both."""
     case.need("p2p")
     everyone = list(range(comm.size))
@@ -173,7 +177,7 @@ async def test_collectives(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
+async def test_concurrent_object_collectives_stay_apart(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     gathering = [comm.all_gather_object((i, comm.rank, "w" * 100 * i)) for i in range(8)]
     broadcasting = [comm.broadcast_object((i, "w" * 100 * i), i % comm.size) for i in range(8)]
@@ -184,7 +188,7 @@ async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_pickles(comm: Communicator, case: Case) -> None:
+async def test_pickle_carries_any_object_when_every_rank_allows_it(comm: Communicator, case: Case) -> None:
     """Any object that pickles can be sent if every rank concerned asks for pickle."""
     case.need("p2p")
     value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
@@ -201,7 +205,7 @@ async def test_pickles(comm: Communicator, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("sent", [True, False])
-async def test_who_did_not_ask_for_a_pickle_unpickles_nothing(comm: Communicator, case: Case, sent: bool) -> None:
+async def test_rank_without_pickle_unpickles_nothing(comm: Communicator, case: Case, sent: bool) -> None:
     case.need("p2p")
     for length in (1, 1000):
         if comm.rank == 0:
@@ -215,7 +219,7 @@ async def test_who_did_not_ask_for_a_pickle_unpickles_nothing(comm: Communicator
 
 @pytest.mark.core
 @ranks(2)
-async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
+async def test_unsupported_object_is_refused(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     deep: list[Any] = []
     for _ in range(200):
@@ -238,7 +242,7 @@ async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.loops
 @ranks(2)
-async def test_a_cancelled_object_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelled_recv_object_is_withdrawn(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     for text in ("short", "long" * 1000):
         if comm.rank == 0:

@@ -70,7 +70,7 @@ def ones(comm: Portal, *shape: int) -> torch.Tensor:
 @pytest.mark.loops
 @ranks(2, more=(3,))
 @synchronous
-def test_every_collective(comm: Portal, case: Case) -> None:
+def test_portal_matches_every_collective_in_call_order(comm: Portal, case: Case) -> None:
     """All are called before the first is waited for, and are matched in that order."""
     whole: Any = comm
     trials = []
@@ -85,7 +85,7 @@ def test_every_collective(comm: Portal, case: Case) -> None:
 
 @ranks(2)
 @synchronous
-def test_calls_of_one_thread_start_in_their_order(comm: Portal, case: Case) -> None:
+def test_portal_calls_of_one_thread_start_in_order(comm: Portal, case: Case) -> None:
     case.need("p2p")
     peer, count = 1 - comm.rank, 200
     got = [torch.full((1,), -1, device=comm.device) for _ in range(count)]
@@ -100,7 +100,7 @@ def test_calls_of_one_thread_start_in_their_order(comm: Portal, case: Case) -> N
 @pytest.mark.memory
 @ranks(2)
 @synchronous
-def test_threads_share_a_communicator(comm: Portal, case: Case) -> None:
+def test_threads_of_one_portal_use_their_own_tags(comm: Portal, case: Case) -> None:
     """Each thread has its own tag, and waits for its own works."""
     case.need_any_order()
     peer = 1 - comm.rank
@@ -127,7 +127,7 @@ def test_threads_share_a_communicator(comm: Portal, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_objects_and_batches(comm: Portal, case: Case) -> None:
+def test_portal_exchanges_objects_and_batches(comm: Portal, case: Case) -> None:
     case.need("p2p")
     peer = 1 - comm.rank
     mine = {"rank": comm.rank}
@@ -149,7 +149,7 @@ def send_all(stream: blocking.BlockingStream[torch.Tensor], comm: Portal) -> Non
 @pytest.mark.loops
 @ranks(2)
 @synchronous
-def test_windows_and_streams(comm: Portal, case: Case) -> None:
+def test_portal_opens_windows_and_streams(comm: Portal, case: Case) -> None:
     case.need("p2p")
     peer = 1 - comm.rank
     with comm.new_window(torch.zeros(4, device=comm.device)) as window:
@@ -176,7 +176,7 @@ class StreamStep:
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_a_stream_of_items(comm: Portal, case: Case) -> None:
+def test_portal_stream_carries_structured_items(comm: Portal, case: Case) -> None:
     case.need("p2p")
     with comm.open_stream(1 - comm.rank, items=StreamStep, capacity_bytes=1 << 20) as stream:
         stream.send(StreamStep(comm.rank, torch.ones(comm.rank + 1)), timeout=case.place.deadline)
@@ -188,7 +188,7 @@ def test_a_stream_of_items(comm: Portal, case: Case) -> None:
 @pytest.mark.core
 @ranks(2, more=(3,))
 @synchronous
-def test_lanes_of_threads(comm: Portal, case: Case) -> None:
+def test_portal_lanes_of_threads_overtake_each_other(comm: Portal, case: Case) -> None:
     """Each thread has its own, and they overtake each other; the last rank's begin in the reverse order."""
     case.need_any_order()
     failed: list[BaseException] = []
@@ -227,7 +227,7 @@ def test_lanes_of_threads(comm: Portal, case: Case) -> None:
 @pytest.mark.clock
 @ranks(2)
 @synchronous
-def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
+def test_portal_lane_names_itself_in_repr_and_errors(comm: Portal, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("req-17")
     assert lane.rank == comm.rank and lane.size == comm.size and lane.timeout == comm.timeout
@@ -248,7 +248,7 @@ def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_a_split(comm: Portal, case: Case) -> None:
+def test_portal_split_forms_a_portal(comm: Portal, case: Case) -> None:
     half = comm.split([comm.rank], "alone")
     assert half is not None and half.size == 1 and type(half) is type(comm)
     assert half.all_reduce(ones(half)).wait().tolist() == [1.0] * 4
@@ -260,7 +260,7 @@ def test_a_split(comm: Portal, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
+def test_portal_call_raises_for_a_wrong_argument(comm: Portal, case: Case) -> None:
     with pytest.raises(ArgumentError, match="tensor is None"):
         comm.all_reduce(None)  # type: ignore[type-var]
     with pytest.raises(ArgumentError, match="root is 2"):
@@ -271,7 +271,7 @@ def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_an_op_that_fails(comm: Portal, case: Case) -> None:
+def test_portal_op_that_fails_raises_and_the_communicator_goes_on(comm: Portal, case: Case) -> None:
     """The op has its own error, and the communicator goes on."""
     case.need("p2p")
     if comm.rank == 0:
@@ -285,7 +285,7 @@ def test_an_op_that_fails(comm: Portal, case: Case) -> None:
 @pytest.mark.loops
 @ranks(2)
 @synchronous
-def test_patience_and_cancelling(comm: Portal, case: Case) -> None:
+def test_portal_wait_timeout_leaves_the_op_and_cancel_withdraws_it(comm: Portal, case: Case) -> None:
     case.need_any_order()
     if comm.rank == 1:
         comm.recv_object(0).wait()
@@ -306,7 +306,7 @@ def test_patience_and_cancelling(comm: Portal, case: Case) -> None:
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("form", FORMS)
-async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: Case, form: str) -> None:
+async def test_portal_wait_raises_on_abort(comm: Communicator, case: Case, form: str) -> None:
     case.need("p2p")
 
     def body(own: Portal, case: Case) -> None:
@@ -329,7 +329,7 @@ async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: C
 
 @ranks(2)
 @pytest.mark.parametrize("form", FORMS)
-async def test_a_thread_that_waits_hears_that_a_lane_is_given_up(comm: Communicator, case: Case, form: str) -> None:
+async def test_portal_wait_raises_on_a_lane_abort(comm: Communicator, case: Case, form: str) -> None:
     case.need("p2p")
     case.need_any_order()
 
@@ -353,7 +353,9 @@ async def test_a_thread_that_waits_hears_that_a_lane_is_given_up(comm: Communica
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("form", FORMS)
-async def test_closed_amid_a_wait(comm: Communicator, case: Case, form: str) -> None:
+async def test_portal_closed_during_a_wait_raises_in_the_waiting_thread(
+    comm: Communicator, case: Case, form: str
+) -> None:
     """The thread that waits is told, and so is every later call."""
     case.need("p2p")
 

@@ -22,7 +22,7 @@ async def works(comm: Communicator) -> None:
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3, more=(1,))
-async def test_again_and_again(comm: Communicator, case: Case) -> None:
+async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Communicator, case: Case) -> None:
     """The predecessor is closed, as by hand: what is under way ends, and what nothing has matched fails."""
     first = await case.open("first")
     summing = first.all_reduce(torch.ones(SHAPE, device=comm.device))
@@ -47,7 +47,7 @@ async def test_again_and_again(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(3, more=(4,))
-async def test_fewer(comm: Communicator, case: Case) -> None:
+async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicator, case: Case) -> None:
     """A rank that is left out hears that the others have closed it, and may not take their place."""
     old = await case.open("old")
     left = [rank for rank in range(comm.size) if rank != 1]
@@ -69,7 +69,7 @@ async def test_fewer(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.clock
 @ranks(2, more=(3,))
-async def test_one_that_does_not_come(comm: Communicator, case: Case) -> None:
+async def test_reconfigure_without_a_rank_times_out_and_keeps_the_communicator(comm: Communicator, case: Case) -> None:
     """The communicator stays as it was, and another time all of them come."""
     old = await case.open("old")
     if comm.rank:

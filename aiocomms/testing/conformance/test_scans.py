@@ -27,7 +27,7 @@ def number(comm: Communicator | Portal, value: float) -> Tensor:
 
 @pytest.mark.core
 @ranks(1, 2, 3, 4, 7)
-async def test_each_rank_gets_what_comes_before_it(comm: Communicator, case: Case) -> None:
+async def test_scan_and_exscan_reduce_the_preceding_ranks(comm: Communicator, case: Case) -> None:
     """The scans find the ranks' places in one array: rank ``r`` has ``r + 1`` rows."""
     before = sum(range(comm.rank + 1))
     assert (await comm.exscan(number(comm, comm.rank + 1))).tolist() == [before]
@@ -50,7 +50,7 @@ OF_NONE: dict[torch.dtype, dict[str, float]] = {
 
 
 @ranks(1, 2)
-async def test_rank_0_gets_the_reduction_of_no_tensors(comm: Communicator, case: Case) -> None:
+async def test_exscan_gives_rank_0_the_neutral_element(comm: Communicator, case: Case) -> None:
     """The reduction of no tensors is neutral: rank 0 gets the neutral element, and rank 1 gets rank 0's tensor."""
     for dtype, wanted in OF_NONE.items():
         content = case.numbers(dtype, (5,), 0)
@@ -61,7 +61,7 @@ async def test_rank_0_gets_the_reduction_of_no_tensors(comm: Communicator, case:
 
 
 @ranks(3, more=(2, 7))
-async def test_in_lanes(comm: Communicator, case: Case) -> None:
+async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None:
     """The ranks begin in different orders; within a lane a scan, an exscan and another operator are told apart."""
     keys = [(i + comm.rank) % 5 for i in range(5)]
     works = {
@@ -77,7 +77,7 @@ async def test_in_lanes(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2, 3)
-async def test_one_is_not_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelled_scan_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
     """The last rank's await is cancelled before the first calls: the operation goes on to its end."""
     contents = [case.numbers(torch.int64, (9,), r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
@@ -98,7 +98,7 @@ async def test_one_is_not_withdrawn(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["scan", "exscan"])
-async def test_a_late_one_ends_the_communicator(comm: Communicator, case: Case, name: str) -> None:
+async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator, case: Case, name: str) -> None:
     if comm.rank == comm.size - 1:
         error = await expect_timeout(comm.timeout, lambda: getattr(comm, name)(number(comm, 1), timeout=SHORT))
         assert (error.op, error.rank) == (name, comm.rank)
@@ -110,7 +110,9 @@ async def test_a_late_one_ends_the_communicator(comm: Communicator, case: Case, 
 
 @ranks(2)
 @pytest.mark.parametrize("what", ["size", "dtype", "operation"])
-async def test_ranks_that_disagree(comm: Communicator, case: Case, what: str) -> None:
+async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
+    comm: Communicator, case: Case, what: str
+) -> None:
     """The last rank calls something else. Those before it need nothing of it, and hear of it all the same."""
     if what == "operation" and not case.native(ops.Scan):
         raise unittest.SkipTest("collectives made of messages compare sizes and dtypes alone")
@@ -130,6 +132,6 @@ async def test_ranks_that_disagree(comm: Communicator, case: Case, what: str) ->
 @pytest.mark.core
 @ranks(2)
 @synchronous
-def test_of_threads(comm: Portal, case: Case) -> None:
+def test_portal_scan_and_exscan_return_the_prefix(comm: Portal, case: Case) -> None:
     assert comm.scan(number(comm, 3)).wait().tolist() == [3 * (comm.rank + 1)]
     assert comm.exscan(number(comm, 3), "product").wait().tolist() == [3 if comm.rank else 1]

@@ -14,7 +14,7 @@ from aiocomms.testing.conformance.case import Case, ranks, window
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 40_009])
-async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Case, count: int) -> None:
+async def test_wait_signal_returns_after_the_put_data_is_visible(comm: Communicator, case: Case, count: int) -> None:
     slot, win = await window(comm, case, torch.int32, count)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(3):
@@ -31,7 +31,7 @@ async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Ca
 @pytest.mark.memory
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 400_009])
-async def test_put_signal_is_a_put_and_a_signal(comm: Communicator, case: Case, count: int) -> None:
+async def test_put_signal_arrives_behind_its_data_and_counts_once(comm: Communicator, case: Case, count: int) -> None:
     """The signal comes behind this put and those before it, and is one among the signals of the window."""
     slot, win = await window(comm, case, torch.int32, count + 2)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -58,7 +58,7 @@ async def test_put_signal_is_a_put_and_a_signal(comm: Communicator, case: Case, 
 
 @pytest.mark.memory
 @ranks(1, 3, more=(2,))
-async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
+async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator, case: Case) -> None:
     """Signals come before or after the waits; each wait takes one signal of the rank that it names."""
     _, win = await window(comm, case, torch.int32, 1)
     everyone = range(comm.size)
@@ -84,7 +84,7 @@ async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
+async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, case: Case) -> None:
     """A cancel, the cancellation of its awaiter, or its deadline withdraws it; the next wait gets the signal."""
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:
@@ -106,7 +106,7 @@ async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_an_abort_ends_waits(comm: Communicator, case: Case) -> None:
+async def test_abort_fails_pending_wait_signal(comm: Communicator, case: Case) -> None:
     _, win = await window(comm, case, torch.int32, 1)
     work = win.wait_signal(1 - comm.rank)
     await case.meet("waiting")

@@ -33,7 +33,7 @@ async def check_sum(comm: Communicator, members: list[int]) -> None:
 
 
 @ranks(1, 2, 3, more=(4, 7))
-async def test_all(comm: Communicator, case: Case) -> None:
+async def test_split_with_all_ranks_forms_an_equal_communicator(comm: Communicator, case: Case) -> None:
     child = await split(comm, case, list(range(comm.size)))
     assert (child.rank, child.size, child.transports) == (comm.rank, comm.size, comm.transports)
     assert child.name != comm.name
@@ -44,7 +44,7 @@ async def test_all(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) -> None:
+async def test_split_takes_timeout_and_hints_of_its_own_or_the_parents(comm: Communicator, case: Case) -> None:
     """The parent's are the default, whatever it has been told since; a wrong one is refused before all else."""
     formed, members = comm.timeout, [0, 1]
     comm.set_timeout(77)
@@ -73,8 +73,7 @@ async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) ->
 
 
 @ranks(3, more=(2, 7))
-async def test_reversed(comm: Communicator, case: Case) -> None:
-    """The order given is the new order of the ranks."""
+async def test_split_orders_its_ranks_as_given(comm: Communicator, case: Case) -> None:
     members = list(range(comm.size))[::-1]
     child = await split(comm, case, members, "backwards")
     assert child.name == "backwards" and child.rank == comm.size - 1 - comm.rank
@@ -86,7 +85,7 @@ async def test_reversed(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.fault(136)
 @ranks(3, more=(2, 7))
-async def test_a_group_that_its_members_form_alone(comm: Communicator, case: Case) -> None:
+async def test_split_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
     """The other ranks take no part; one of the same name again is another one."""
     members = [comm.size - 1, 0]
     for _ in range(2) if comm.rank in members else ():
@@ -107,7 +106,7 @@ async def test_a_group_that_its_members_form_alone(comm: Communicator, case: Cas
 
 @pytest.mark.memory
 @ranks(3, more=(2, 4, 7))
-async def test_pairs(comm: Communicator, case: Case) -> None:
+async def test_several_splits_form_concurrently(comm: Communicator, case: Case) -> None:
     """Several children form at once, independently of each other; one rank may be in none."""
     first = comm.rank - comm.rank % 2
     members = [r for r in (first, first + 1) if r < comm.size]
@@ -125,7 +124,7 @@ async def test_pairs(comm: Communicator, case: Case) -> None:
 
 
 @ranks(3, more=(2, 7))
-async def test_some_stay_out(comm: Communicator, case: Case) -> None:
+async def test_split_returns_none_on_ranks_that_stay_out(comm: Communicator, case: Case) -> None:
     members = list(range(1, comm.size))
     if comm.rank == 0:
         assert await comm.split([]) is None
@@ -137,7 +136,7 @@ async def test_some_stay_out(comm: Communicator, case: Case) -> None:
 
 
 @ranks(3, more=(4,))
-async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> None:
+async def test_collectives_of_a_child_in_reversed_order_are_right(comm: Communicator, case: Case) -> None:
     """The first rank becomes the last."""
     child = await split(comm, case, [*range(1, comm.size), 0])
     for name in EVERY:
@@ -147,7 +146,7 @@ async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> No
 
 
 @ranks(3, more=(2,))
-async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) -> None:
+async def test_ops_of_parent_and_children_stay_apart(comm: Communicator, case: Case) -> None:
     """Three communicators use the same tags and the same collectives at once."""
     case.need_any_order()
     everyone = list(range(comm.size))
@@ -171,7 +170,7 @@ async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) ->
 
 
 @ranks(3, more=(4,))
-async def test_children_of_children(comm: Communicator, case: Case) -> None:
+async def test_split_of_a_child_forms_a_grandchild(comm: Communicator, case: Case) -> None:
     first = await split(comm, case, list(range(comm.size)))
     members = [0, comm.size - 1]
     if comm.rank in members:
@@ -184,7 +183,7 @@ async def test_children_of_children(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_a_lost_child_leaves_its_parent_alone(comm: Communicator, case: Case) -> None:
+async def test_aborted_child_leaves_its_parent_usable(comm: Communicator, case: Case) -> None:
     child = await split(comm, case, [0, 1])
     if comm.rank == 0:
         child.abort("the child only")
@@ -195,7 +194,7 @@ async def test_a_lost_child_leaves_its_parent_alone(comm: Communicator, case: Ca
 
 
 @ranks(2)
-async def test_a_child_outlives_its_parent(comm: Communicator, case: Case) -> None:
+async def test_child_outlives_its_closed_parent(comm: Communicator, case: Case) -> None:
     parent = await case.open("parent")
     child = await split(parent, case, [1, 0])
     await parent.aclose()
@@ -205,7 +204,7 @@ async def test_a_child_outlives_its_parent(comm: Communicator, case: Case) -> No
 
 @pytest.mark.core
 @ranks(2)
-async def test_wrong_ranks(comm: Communicator, case: Case) -> None:
+async def test_wrong_ranks_of_split_are_refused(comm: Communicator, case: Case) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
         (None, ArgumentTypeError, "ranks is None"),
         ("01", ArgumentTypeError, "ranks is '01'"),
@@ -225,7 +224,7 @@ async def test_wrong_ranks(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_leaving_oneself_out(comm: Communicator, case: Case) -> None:
+async def test_split_that_leaves_out_this_rank_is_refused(comm: Communicator, case: Case) -> None:
     with pytest.raises(ArgumentError, match="leaves out this rank"):
         await comm.split([(comm.rank + 1) % comm.size])
     await comm.barrier()
@@ -233,7 +232,7 @@ async def test_leaving_oneself_out(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_groups_that_overlap_and_differ(comm: Communicator, case: Case) -> None:
+async def test_split_with_ranks_that_disagree_aborts_the_communicator(comm: Communicator, case: Case) -> None:
     everyone = list(range(comm.size))
     with pytest.raises((MismatchError, CommAbortedError), match="ranks is"):
         await comm.split(everyone if comm.rank else everyone[::-1])

@@ -22,7 +22,7 @@ def ones(comm: Communicator, count: int = 4) -> torch.Tensor:
 
 
 @ranks(2, more=(1, 3))
-async def test_what_has_ended_is_done(comm: Communicator, case: Case) -> None:
+async def test_statistics_count_completed_ops_as_done(comm: Communicator, case: Case) -> None:
     before = comm.statistics()
     assert before.transports == comm.transports
     for _ in range(5):
@@ -39,7 +39,7 @@ async def test_what_has_ended_is_done(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_what_is_pending_is_seen_from_any_thread(comm: Communicator, case: Case) -> None:
+async def test_statistics_show_pending_ops_on_any_thread(comm: Communicator, case: Case) -> None:
     """Rank 1's ops wait for rank 0, which calls them only when rank 1 has looked."""
     if comm.rank > 1:
         case.need("p2p")
@@ -67,7 +67,7 @@ async def test_what_is_pending_is_seen_from_any_thread(comm: Communicator, case:
 
 
 @ranks(2)
-async def test_what_was_withdrawn_is_neither_done_nor_failed(comm: Communicator, case: Case) -> None:
+async def test_statistics_count_withdrawn_ops_neither_as_done_nor_as_failed(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     if comm.rank == 0:
         before = comm.statistics()
@@ -82,7 +82,7 @@ async def test_what_was_withdrawn_is_neither_done_nor_failed(comm: Communicator,
 
 
 @ranks(2, more=(3,))
-async def test_a_hook_that_refuses_is_counted(comm: Communicator, case: Case) -> None:
+async def test_statistics_count_ops_that_a_hook_refused(comm: Communicator, case: Case) -> None:
     before = comm.statistics()
 
     def refuse(op: object, seq: int) -> None:
@@ -99,7 +99,7 @@ async def test_a_hook_that_refuses_is_counted(comm: Communicator, case: Case) ->
 
 
 @ranks(2, more=(3,))
-async def test_what_fails_is_counted_by_its_reason(comm: Communicator, case: Case) -> None:
+async def test_statistics_count_failed_ops_by_reason(comm: Communicator, case: Case) -> None:
     """The communicator is aborted by rank 0 while the others' ops are pending; that can be asked afterwards, too."""
     own = await case.open("to be aborted")
     if comm.rank == 0:

@@ -34,7 +34,7 @@ def number(comm: Communicator, value: int) -> torch.Tensor:
 
 @pytest.mark.memory
 @ranks(2)
-async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> None:
+async def test_stream_carries_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case)
     shapes = [*data.SHAPES, (40_009,)]
 
@@ -57,7 +57,7 @@ async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> 
 @pytest.mark.loops
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
-async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity: int) -> None:
+async def test_stream_send_waits_until_the_receiver_has_room(comm: Communicator, case: Case, capacity: int) -> None:
     """A sender sends as many tensors as the other end holds, and one more for each that is taken there."""
     stream = await opened(comm, case, capacity)
     sent: list[int] = []
@@ -92,7 +92,7 @@ async def talk(comm: Communicator) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_the_end(comm: Communicator, case: Case) -> None:
+async def test_send_eof_ends_one_direction_after_all_items(comm: Communicator, case: Case) -> None:
     """One direction ends and the other stays open; tensors sent before the end still arrive."""
     stream = await opened(comm, case)
     if comm.rank == 0:
@@ -115,7 +115,7 @@ async def test_the_end(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_closed_end(comm: Communicator, case: Case) -> None:
+async def test_closed_stream_raises_here_and_breaks_at_the_other_end(comm: Communicator, case: Case) -> None:
     """Every call raises on the end that was closed; sends and receives break after a while on the other.
 
     An end by `send_eof` is an end; a close without it is none.
@@ -166,7 +166,7 @@ def same(got: Page, want: Page) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_structured_items_both_ways(comm: Communicator, case: Case) -> None:
+async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communicator, case: Case) -> None:
     """Mappings and dataclasses of small and large tensors, whatever their memory looks like."""
     case.need("p2p")
     pages: ItemStream[Page] = await comm.open_stream(1 - comm.rank, 2, "pages", items=Page)
@@ -196,7 +196,7 @@ async def test_structured_items_both_ways(comm: Communicator, case: Case) -> Non
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
+async def test_stream_send_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
     """An item larger than all the room comes alone."""
     case.need("p2p")
     stream = await comm.open_stream(1 - comm.rank, 100, "bytes", capacity_bytes=1000)
@@ -226,7 +226,7 @@ async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) 
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_a_close_wakes_who_waits_here(comm: Communicator, case: Case) -> None:
+async def test_stream_close_wakes_pending_sends_and_receives(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case, 1)
     ended: list[type[BaseException]] = []
 
@@ -247,7 +247,7 @@ async def test_a_close_wakes_who_waits_here(comm: Communicator, case: Case) -> N
 
 @pytest.mark.loops
 @ranks(2)
-async def test_a_cancelled_receive_loses_nothing(comm: Communicator, case: Case) -> None:
+async def test_cancelled_stream_receive_loses_no_item(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case)
     if comm.rank == 0:
         await case.told("cancelled", 1)
@@ -266,7 +266,7 @@ async def test_a_cancelled_receive_loses_nothing(comm: Communicator, case: Case)
 
 @pytest.mark.loops
 @ranks(2)
-async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, case: Case) -> None:
+async def test_cancelled_stream_send_delivers_a_whole_item_or_none(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case, 1)
     if comm.rank == 0:
         await stream.send(number(comm, 0))
@@ -282,7 +282,7 @@ async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, 
 
 @pytest.mark.core
 @ranks(2)
-async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
+async def test_streams_match_by_name_and_order_of_opening(comm: Communicator, case: Case) -> None:
     """Streams are matched by name; streams of one name are paired in the order opened."""
     streams = [await opened(comm, case, 4, name) for name in ("a", "b", "a", "")]
     for turn in range(3):
@@ -299,7 +299,7 @@ async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(3, more=(4,))
-async def test_between_all_ranks(comm: Communicator, case: Case) -> None:
+async def test_streams_between_all_ranks_open_concurrently(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     peers = [r for r in range(comm.size) if r != comm.rank]
     streams: dict[int, TensorStream] = {}
@@ -320,7 +320,7 @@ async def test_between_all_ranks(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_an_abort_ends_both_directions(comm: Communicator, case: Case) -> None:
+async def test_abort_ends_both_directions_of_a_stream(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case, 1)
     await stream.send(number(comm, 1))
     await case.meet("opened")
@@ -336,7 +336,7 @@ async def test_an_abort_ends_both_directions(comm: Communicator, case: Case) -> 
 
 @pytest.mark.core
 @ranks(2)
-async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
+async def test_wrong_arguments_of_a_stream_are_refused(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     peer = 1 - comm.rank
     for arguments, text in (

@@ -50,7 +50,7 @@ async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]
 @pytest.mark.clock
 @ranks(2)
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["float", "timedelta"])
-async def test_a_receive_that_nothing_matched_fails_alone(
+async def test_unmatched_recv_past_its_deadline_fails_alone(
     comm: Communicator, case: Case, timeout: float | timedelta
 ) -> None:
     """The next receive gets the message, and the communicator stays usable."""
@@ -74,7 +74,7 @@ async def test_a_receive_that_nothing_matched_fails_alone(
 @pytest.mark.core
 @pytest.mark.clock
 @ranks(2)
-async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> None:
+async def test_recv_object_past_its_deadline_fails_alone(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await case.told("late", 1)
@@ -91,7 +91,7 @@ async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> 
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2, 3, more=(7,))
-async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
+async def test_late_collective_aborts_the_communicator_on_all_ranks(comm: Communicator, case: Case) -> None:
     """Every rank that waited gets a timeout, and who was late; the first reason stays, and later operations fail."""
     if comm.rank == 0:
         await case.told("waiting")
@@ -117,7 +117,7 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
 @pytest.mark.clock
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
-async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
+async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case: Case, first: str) -> None:
     """Works and later calls agree on the reason, whether a deadline or an abort comes first, or both at once."""
     if comm.rank == 1:
         await case.told("lost", 0)
@@ -146,7 +146,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
 @pytest.mark.fault(16, 124)
 @pytest.mark.memory
 @ranks(3, more=(2,))
-async def test_who_is_missing(comm: Communicator, case: Case) -> None:
+async def test_late_collective_names_the_missing_rank(comm: Communicator, case: Case) -> None:
     """All ranks but the last call it; the error names the rank that did not, if the transport knows it."""
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
@@ -190,7 +190,7 @@ def need_notes(case: Case) -> None:
 @pytest.mark.clock
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("what", ["a collective", "nothing"])
-async def test_a_late_receive_says_what_the_other_rank_is_doing(comm: Communicator, case: Case, what: str) -> None:
+async def test_late_recv_says_what_the_source_is_doing(comm: Communicator, case: Case, what: str) -> None:
     need_notes(case)
     if comm.rank > 0:
         barrier = comm.barrier() if what == "a collective" else None
@@ -208,7 +208,7 @@ async def test_a_late_receive_says_what_the_other_rank_is_doing(comm: Communicat
 
 @pytest.mark.clock
 @ranks(3)
-async def test_a_late_receive_says_that_ranks_wait_in_a_circle(comm: Communicator, case: Case) -> None:
+async def test_late_recv_names_the_circle_of_waiting_ranks(comm: Communicator, case: Case) -> None:
     """The other ranks' receives have no deadline."""
     need_notes(case)
     slot = case.empty(torch.float32, (4,))
@@ -233,7 +233,7 @@ async def test_a_late_receive_says_that_ranks_wait_in_a_circle(comm: Communicato
 @pytest.mark.core
 @pytest.mark.clock
 @ranks(2)
-async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> None:
+async def test_communicator_timeout_is_the_default_of_its_ops(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     before = comm.timeout
     comm.set_timeout(timedelta(seconds=SHORT))
@@ -248,7 +248,7 @@ async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> 
 @pytest.mark.clock
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
-async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case, said: str) -> None:
+async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Communicator, case: Case, said: str) -> None:
     """Rank 0 comes after the deadline of an operation that the others have called later than what they wait with."""
     case.need("p2p")
     content, timeout = case.bits(torch.int32, SHAPE).to(comm.device), comm.timeout
@@ -280,7 +280,7 @@ async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case
 
 @pytest.mark.loops
 @ranks(2, more=(3,))
-async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicator, case: Case) -> None:
+async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Communicator, case: Case) -> None:
     """A rank that waits for work hears of an abort, and so does a rank that waits for nothing but the loss."""
     if comm.rank == 0:
         await case.told("waiting")
@@ -298,7 +298,7 @@ async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicat
 
 @pytest.mark.loops
 @ranks(2)
-async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> None:
+async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator, case: Case) -> None:
     """A task that stops awaiting a collective does not affect the collective."""
     slot = case.full(case.numbers(torch.int32, SHAPE, comm.rank))
     if comm.rank == 0:
@@ -318,7 +318,7 @@ async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> Non
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case: Case) -> None:
+async def test_deadline_passes_while_the_loop_is_busy(comm: Communicator, case: Case) -> None:
     """The peers are told while the loop of the late rank is busy: until a peer has heard, or a store's wait ends."""
     case.need_processes()
     if comm.rank == 0:
@@ -335,7 +335,7 @@ async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case
 
 @pytest.mark.core
 @ranks(1)
-async def test_a_deadline_that_is_not_reached_costs_nothing(comm: Communicator, case: Case) -> None:
+async def test_deadline_that_is_not_reached_leaves_the_communicator_usable(comm: Communicator, case: Case) -> None:
     for timeout in (0.5, 5, 3600.0, timedelta(days=1)):
         await comm.all_reduce(ones(comm), timeout=timeout)
     assert not comm.aborted

@@ -25,7 +25,7 @@ def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.fault(117)
 @ranks(1, 2)
-async def test_each_operation_that_writes(comm: Communicator, case: Case) -> None:
+async def test_operations_raise_the_autograd_version_of_written_tensors_only(comm: Communicator, case: Case) -> None:
     """The version of what is written rises, and that of what is only read does not."""
     for name, good in GOOD.items():
         if not carried(comm, name) or name.endswith("object"):
@@ -49,7 +49,7 @@ async def test_each_operation_that_writes(comm: Communicator, case: Case) -> Non
 @pytest.mark.fault(117)
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
-async def test_a_gradient_that_needs_what_was_there_before(comm: Communicator, case: Case, count: int) -> None:
+async def test_backward_through_an_overwritten_tensor_raises(comm: Communicator, case: Case, count: int) -> None:
     weight = torch.ones(count, device=comm.device, requires_grad=True)
     for name in ("all_reduce", "broadcast", "all_gather_single"):
         saved = torch.full((2 * count,), 2.0, device=comm.device)

@@ -29,7 +29,7 @@ PART = 11
 
 @pytest.mark.memory
 @ranks(1, 2, 3, more=(4, 7))
-async def test_put_everywhere(comm: Communicator, case: Case) -> None:
+async def test_every_rank_puts_every_dtype_to_every_rank(comm: Communicator, case: Case) -> None:
     """Every rank writes its part of every rank's window, for every dtype."""
     for dtype in data.ALL_DTYPES:
         slot, win = await window(comm, case, dtype, PART * comm.size)
@@ -46,7 +46,7 @@ async def test_put_everywhere(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(1, 2, 3, more=(4, 7))
-async def test_get_everywhere(comm: Communicator, case: Case) -> None:
+async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -> None:
     for dtype in data.ALL_DTYPES:
         slot, win = await window(comm, case, dtype, PART)
         slot.tensor.copy_(case.bits(dtype, (PART,), comm.rank))
@@ -63,7 +63,7 @@ async def test_get_everywhere(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @ranks(2, 3, more=(1, 7))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
+async def test_concurrent_fetch_add_loses_no_addition(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
     """No addition is lost, and each returns the value before it."""
     case.need_atomics()
     slot, win = await window(comm, case, dtype, 3)
@@ -80,7 +80,7 @@ async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dty
 
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-async def test_counting_wraps_around(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
+async def test_fetch_add_wraps_around(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)
     case.need_atomics()
     slot, win = await window(comm, case, dtype, 1)
@@ -98,7 +98,7 @@ async def test_counting_wraps_around(comm: Communicator, case: Case, dtype: torc
 
 @pytest.mark.memory
 @ranks(3, more=(2, 7))
-async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -> None:
+async def test_concurrent_compare_swap_succeeds_on_one_rank(comm: Communicator, case: Case) -> None:
     case.need_atomics()
     slot, win = await window(comm, case, torch.int64, 2)
     await comm.barrier()
@@ -114,7 +114,7 @@ async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -
 
 @pytest.mark.memory
 @ranks(2, more=(3,))
-async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) -> None:
+async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communicator, case: Case) -> None:
     """The calls of one rank on one other's window do, without awaiting in between."""
     _, win = await window(comm, case, torch.int64, comm.size)
     peer = (comm.rank + 1) % comm.size
@@ -137,7 +137,7 @@ async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) 
 
 
 @ranks(3, more=(2,))
-async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
+async def test_put_up_to_the_last_element_succeeds_and_beyond_it_is_refused(comm: Communicator, case: Case) -> None:
     """Parts differ in size; the last element can be written, nothing beyond it can, and an empty put is legal."""
     sizes = [5 * r for r in range(comm.size)]
     slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
@@ -160,7 +160,7 @@ async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2, more=(3,))
-async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
+async def test_accesses_of_two_windows_stay_apart(comm: Communicator, case: Case) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     opened = [await window(comm, case, torch.int32, 4) for _ in range(3)]
     for i, (_, win) in enumerate(opened):
@@ -176,7 +176,7 @@ async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.memory
 @ranks(2)
-async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, case: Case) -> None:
+async def test_cancelled_window_access_happens_once(comm: Communicator, case: Case) -> None:
     """A put, a get and an addition are not withdrawn, and happen once."""
     slot, win = await window(comm, case, torch.int64, 3)
     if comm.rank == 0:
@@ -199,7 +199,7 @@ async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, ca
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("how", ["aclose", "async with"])
-async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case, how: str) -> None:
+async def test_window_close_waits_for_accesses_of_all_ranks(comm: Communicator, case: Case, how: str) -> None:
     slot, win = await window(comm, case, torch.int32, PART)
     async with contextlib.AsyncExitStack() as stack:
         if how == "async with":
@@ -222,7 +222,7 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
 
 
 @ranks(2)
-async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Communicator, case: Case) -> None:
+async def test_exception_in_the_window_block_leaves_without_waiting_for_peers(comm: Communicator, case: Case) -> None:
     """Rank 1 stays in its body until rank 0's error is raised. It can still use the window, which then closes."""
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
@@ -243,7 +243,7 @@ async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Comm
 
 
 @ranks(2)
-async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Communicator, case: Case) -> None:
+async def test_exception_leaves_the_window_block_of_a_lost_communicator(comm: Communicator, case: Case) -> None:
     _, win = await window(comm, case, torch.int32, 1)
     case.tell("open")
     await case.told("open", 0, 1)
@@ -257,7 +257,7 @@ async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Commu
 @pytest.mark.fault(70)
 @pytest.mark.core
 @ranks(2)
-async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
+async def test_wrong_arguments_of_a_window_are_refused(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
     other = torch.zeros(2, dtype=torch.int32, device=comm.device)
     none, real = cast("Any", None), cast("Any", 1.0)
@@ -291,7 +291,7 @@ async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.core
 @ranks(2)
-async def test_only_integers_count(comm: Communicator, case: Case) -> None:
+async def test_fetch_add_on_a_float_window_is_refused(comm: Communicator, case: Case) -> None:
     _, win = await window(comm, case, torch.float32, 4)
     with pytest.raises(UnsupportedOperation, match="float32"):
         win.fetch_add(0, 0, 1)
@@ -302,7 +302,7 @@ async def test_only_integers_count(comm: Communicator, case: Case) -> None:
 
 @pytest.mark.memory
 @ranks(2)
-async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> None:
+async def test_write_to_a_mapped_window_reaches_its_owner(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
     if not win.mapped(1 - comm.rank):
         with pytest.raises(UnsupportedOperation):
@@ -317,7 +317,7 @@ async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> 
 
 
 @ranks(1, 3)
-async def test_whether_a_window_can_be_mapped(comm: Communicator, case: Case) -> None:
+async def test_mapped_tells_whether_map_remote_tensor_succeeds(comm: Communicator, case: Case) -> None:
     """A rank can map its own part, and what is said of any part is so."""
     slot, win = await window(comm, case, torch.int32, 4)
     assert win.mapped(comm.rank)
@@ -337,7 +337,7 @@ async def test_whether_a_window_can_be_mapped(comm: Communicator, case: Case) ->
 
 @pytest.mark.core
 @ranks(2)
-async def test_a_window_has_one_dtype(comm: Communicator, case: Case) -> None:
+async def test_window_whose_dtypes_differ_between_ranks_is_refused(comm: Communicator, case: Case) -> None:
     if not {"rma", "p2p"} & set(comm.transports):
         raise unittest.SkipTest("no windows")
     with pytest.raises(MismatchError, match="dtype"):

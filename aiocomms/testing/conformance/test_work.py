@@ -47,7 +47,7 @@ async def serve(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_pending_then_done(comm: Communicator, case: Case) -> None:
+async def test_work_is_pending_until_its_op_completes(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -68,7 +68,7 @@ async def test_pending_then_done(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_many_awaiters(comm: Communicator, case: Case) -> None:
+async def test_many_awaiters_get_the_same_result(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -89,7 +89,7 @@ async def test_many_awaiters(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_callbacks(comm: Communicator, case: Case) -> None:
+async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicator, case: Case) -> None:
     """Each callback is called once, on the loop's thread, after the end of the op, whether added before or after it."""
     if comm.rank == 0:
         await serve(comm, case)
@@ -124,7 +124,7 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
+async def test_done_callback_that_raises_is_reported_and_affects_no_other(comm: Communicator, case: Case) -> None:
     """The error is reported, and affects neither the other callbacks nor the awaiters."""
     if comm.rank == 0:
         await serve(comm, case)
@@ -148,7 +148,7 @@ async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -> None:
+async def test_done_callback_may_start_operations(comm: Communicator, case: Case) -> None:
     content = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
     slots = [case.full(c) if comm.rank == 0 else case.empty(torch.int32, SHAPE) for c in content]
     finished = anyio.Event()
@@ -168,7 +168,7 @@ async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -
 @pytest.mark.fault(63)
 @pytest.mark.core
 @ranks(2)
-async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
+async def test_done_callback_may_close_the_communicator(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     closed = anyio.Event()
 
@@ -187,7 +187,7 @@ async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
 @pytest.mark.loops
 @pytest.mark.core
 @ranks(2)
-async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicator, case: Case) -> None:
+async def test_failure_that_is_never_retrieved_is_reported_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     if comm.rank == 0:
         await comm.send(torch.ones(9, device=comm.device), 1)
@@ -203,7 +203,7 @@ async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicato
 
 @pytest.mark.core
 @ranks(2)
-async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm: Communicator, case: Case) -> None:
+async def test_each_awaiter_of_a_failed_work_gets_its_own_traceback(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
         await case.told("called", 1)
         comm.abort("for the test")
@@ -223,7 +223,7 @@ async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm
 @pytest.mark.fault(51)
 @pytest.mark.core
 @ranks(2)
-async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
+async def test_completed_work_keeps_its_result_after_close(comm: Communicator, case: Case) -> None:
     """A work that is done does not change."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE)) if comm.rank == 0 else case.empty(torch.int32, SHAPE)
@@ -240,7 +240,7 @@ async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None:
+async def test_wait_blocking_on_another_thread_returns_the_result(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -256,7 +256,7 @@ async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2)
-async def test_waiting_on_the_loops_thread(comm: Communicator, case: Case) -> None:
+async def test_wait_blocking_on_the_loops_thread_makes_progress(comm: Communicator, case: Case) -> None:
     """Synchronous code makes the transport's progress itself."""
     case.need_processes()
     if comm.rank == 0:
@@ -271,7 +271,7 @@ async def test_waiting_on_the_loops_thread(comm: Communicator, case: Case) -> No
 
 
 @ranks(1)
-async def test_there_is_no_stream_to_wait_on(comm: Communicator, case: Case) -> None:
+async def test_wait_stream_without_a_device_stream_is_refused(comm: Communicator, case: Case) -> None:
     family = "collectives" if "collectives" in comm.transports else "p2p"
     if case.carrier(family).wait_stream is not Transport.wait_stream:
         raise unittest.SkipTest("there is one")
@@ -283,7 +283,7 @@ async def test_there_is_no_stream_to_wait_on(comm: Communicator, case: Case) -> 
 
 @pytest.mark.core
 @ranks(2, more=(1,))
-async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> None:
+async def test_work_has_its_op_name_and_sequence_number(comm: Communicator, case: Case) -> None:
     first = comm.all_reduce(ones(comm), hints={"unknown to every transport": 1})
     second = comm.barrier()
     assert second.seq == first.seq + 1
@@ -295,14 +295,14 @@ async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> Non
 @pytest.mark.fault(52)
 @pytest.mark.core
 @ranks(2)
-async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: Case) -> None:
+async def test_operation_called_on_another_thread_is_refused(comm: Communicator, case: Case) -> None:
     with pytest.raises(RuntimeError, match="thread"):
         await anyio.to_thread.run_sync(lambda: comm.all_reduce(ones(comm)))
     await comm.barrier()
 
 
 @ranks(2, more=(3,))
-async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None:
+async def test_hooks_run_once_for_each_operation(comm: Communicator, case: Case) -> None:
     """The hooks are called once before and once after each operation."""
     case.need_any_order()
     before: list[int] = []
@@ -327,7 +327,7 @@ async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None
 
 @pytest.mark.core
 @ranks(2, more=(3,))
-async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: Communicator, case: Case) -> None:
+async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Communicator, case: Case) -> None:
     """Each that a pre-hook has heard of ends once for the post-hooks, also where it could not be posted."""
     told: list[tuple[int, str, bool]] = []
     before = time.monotonic()
@@ -363,7 +363,9 @@ async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: C
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
-async def test_memory_that_is_moved_during_an_op(comm: Communicator, case: Case, count: int) -> None:
+async def test_storage_moved_during_an_op_is_an_error_and_nothing_else_is_written(
+    comm: Communicator, case: Case, count: int
+) -> None:
     """The move is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
     case.need("p2p")
     if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
