@@ -110,7 +110,7 @@ class OddError(BaseException):
 
 @pytest.mark.fault(133)
 @pytest.mark.parametrize("odd", [ValueError, OddError, asyncio.CancelledError, GeneratorExit])
-def test_what_other_hooks_raise_is_reported_and_harms_nobody(odd):
+def test_exception_of_a_post_or_abort_hook_is_reported_and_stops_nothing(odd):
     async def main():
         said = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["exception"])))
@@ -130,7 +130,7 @@ def test_what_other_hooks_raise_is_reported_and_harms_nobody(odd):
 
 @pytest.mark.fault(133)
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, SystemExit])
-def test_a_hook_that_ends_the_program_ends_the_loop_and_no_call(ends):
+def test_hook_that_raises_system_exit_ends_the_loop_after_the_call(ends):
     called = []
 
     def hook(work):
@@ -187,7 +187,7 @@ def test_a_hook_registered_twice_is_called_twice_and_removed_one_by_one():
     run_on("asyncio", main)
 
 
-def test_a_hook_that_cannot_be_called_is_refused():
+def test_hook_that_is_not_callable_is_refused():
     async def main():
         async with local_world(1) as (comm,):
             for register in (comm.register_pre_hook, comm.register_post_hook, comm.register_abort_hook):
@@ -198,7 +198,7 @@ def test_a_hook_that_cannot_be_called_is_refused():
     run_on("asyncio", main)
 
 
-def test_a_world_is_asked_for_by_a_number_of_ranks():
+def test_local_world_refuses_a_size_that_is_no_positive_int():
     async def main(size, error, text):
         with pytest.raises(error, match=text):
             async with local_world(size):
@@ -208,7 +208,7 @@ def test_a_world_is_asked_for_by_a_number_of_ranks():
     run_on("asyncio", main, 0, ArgumentError, "size is 0, wanted at least 1 rank")
 
 
-def test_an_operator_that_the_dtype_has_not_names_the_dtypes_that_have_it():
+def test_operator_undefined_for_a_dtype_names_the_supported_dtypes():
     async def main():
         async with local_world(1) as (comm,):
             with pytest.raises(
@@ -219,7 +219,7 @@ def test_an_operator_that_the_dtype_has_not_names_the_dtypes_that_have_it():
     run_on("asyncio", main)
 
 
-def test_what_is_wrong_with_a_reconfiguration_is_said_as_its_own():
+def test_wrong_arguments_of_reconfigure_name_reconfigure():
     async def main():
         async with local_world(2) as world:
             with pytest.raises(
@@ -234,7 +234,7 @@ def test_what_is_wrong_with_a_reconfiguration_is_said_as_its_own():
     run_on("asyncio", main)
 
 
-def test_an_op_of_a_pre_hook_has_a_number_of_its_own(run):
+def test_op_started_by_a_pre_hook_has_its_own_sequence_number(run):
     async def main():
         async with local_world(2) as world:
 
@@ -253,7 +253,7 @@ def test_an_op_of_a_pre_hook_has_a_number_of_its_own(run):
     run(main)
 
 
-def test_a_post_hook_comes_before_those_who_wait(run):
+def test_post_hook_runs_before_the_awaiters(run):
     async def main():
         async with local_world(2) as (one, two):
             order = []
@@ -274,7 +274,7 @@ def test_a_post_hook_comes_before_those_who_wait(run):
 
 
 @pytest.mark.parametrize("transport", ["local", "ucx"])
-def test_a_post_hook_runs_in_the_context_of_the_call(run, transport):
+def test_post_hook_runs_in_the_context_of_the_call(run, transport):
     """Of an op that ends within its call, of one that is pending, and of one that fails."""
     request = contextvars.ContextVar("request", default=None)
 
@@ -312,7 +312,7 @@ def test_a_post_hook_runs_in_the_context_of_the_call(run, transport):
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-def test_each_task_finds_its_own_among_ranks_of_one_name(run):
+def test_get_comm_finds_the_communicator_of_its_task(run):
     async def main():
         async with local_world(3) as world:
             with pytest.raises(ArgumentError, match="'world', and this process has 3 communicators of that name"):
@@ -346,7 +346,7 @@ def test_each_task_finds_its_own_among_ranks_of_one_name(run):
     run(main)
 
 
-def test_a_name_does_not_keep_a_communicator_alive(run):
+def test_closed_communicator_is_not_kept_alive_by_its_name(run):
     async def main():
         comm = await aiocomms.new_comm()
         ref = weakref.ref(comm)
@@ -359,7 +359,7 @@ def test_a_name_does_not_keep_a_communicator_alive(run):
     run(main)
 
 
-def test_a_cancelled_close_closes_each_transport(install):
+def test_cancelled_close_closes_each_transport(install):
     install(spare=type("Spare", (LocalTransport,), {}))
 
     async def main():
@@ -394,7 +394,7 @@ def test_names_of_closed_communicators_are_forgotten(run):
     run(main)
 
 
-def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
+def test_cancelled_reconfigure_leaves_no_rank_waiting(run):
     async def main():
         async with local_world(2) as (one, two):
             one.abort("enough")
@@ -421,7 +421,7 @@ def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
     run(main)
 
 
-def test_a_store_that_answers_late_is_not_gone_where_nothing_can_stand_in_for_it(run, monkeypatch):
+def test_slow_store_without_a_substitute_is_not_given_up(run, monkeypatch):
     monkeypatch.setattr(meeting, "PROBE", 0.0)  # what a busy machine makes of it
 
     async def main():
@@ -438,7 +438,7 @@ def test_a_store_that_answers_late_is_not_gone_where_nothing_can_stand_in_for_it
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_split_into_even_and_odd(run, size):
+def test_split_into_even_and_odd_ranks_forms_two_communicators(run, size):
     async def main():
         async with local_world(size) as world:
 
@@ -457,7 +457,7 @@ def test_split_into_even_and_odd(run, size):
     run(main)
 
 
-def test_split_in_another_order_with_a_name_and_without_some(run):
+def test_split_takes_order_name_and_members(run):
     async def main():
         async with local_world(4) as world:
 
@@ -519,7 +519,7 @@ def test_split_refuses_a_bad_name_before_anything_is_sent(name):
     run_on("asyncio", main)
 
 
-def test_split_into_groups_that_disagree(run):
+def test_split_into_groups_that_disagree_raises_mismatch_error(run):
     async def main():
         async with local_world(3) as world:
             results = await ranks(world, lambda comm: outcome(comm.split([[0, 1], [0, 1, 2], [2]][comm.rank])))
@@ -533,7 +533,7 @@ def test_split_into_groups_that_disagree(run):
 
 
 @pytest.mark.fault(48, transport="local")
-def test_abort_ends_everything_everywhere(run):
+def test_abort_fails_pending_works_on_all_ranks(run):
     async def main():
         async with local_world(3) as world:
             works = [comm.recv(torch.empty(1), (comm.rank + 1) % 3, tag) for comm in world for tag in range(300)]
@@ -559,7 +559,7 @@ def test_abort_ends_everything_everywhere(run):
 
 
 @pytest.mark.fault(48, transport="local")
-def test_what_a_transport_says_of_a_work_after_the_abort_is_late(run):
+def test_completion_after_an_abort_is_replaced_by_the_reason(run):
     """All works end together, with the reason of the abort, and the hook is called before any task goes on."""
 
     async def main():
@@ -580,7 +580,7 @@ def test_what_a_transport_says_of_a_work_after_the_abort_is_late(run):
 
 
 @pytest.mark.fault(48, transport="local")
-def test_abort_from_another_thread(run):
+def test_abort_from_another_thread_fails_pending_works(run):
     async def main():
         async with local_world(2) as (one, two):
             works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
@@ -593,7 +593,7 @@ def test_abort_from_another_thread(run):
 
 
 @pytest.mark.fault(48, transport="local")
-def test_abort_from_a_signal_handler():
+def test_abort_from_a_signal_handler_fails_pending_works():
     async def main():
         async with local_world(2) as (one, two):
             works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
@@ -605,7 +605,7 @@ def test_abort_from_a_signal_handler():
     run_on("asyncio", main)
 
 
-def test_a_signal_handlers_abort_wakes_a_loop_that_sleeps(run):
+def test_abort_from_a_signal_handler_wakes_a_sleeping_loop(run):
     async def main():
         async with local_world(2) as (one, two):
             work = two.recv(torch.empty(1), 0)
@@ -616,7 +616,7 @@ def test_a_signal_handlers_abort_wakes_a_loop_that_sleeps(run):
     run(main)  # which hangs if the loop sleeps on
 
 
-def test_a_signal_handler_may_abort_whatever_it_interrupts(run):
+def test_abort_from_a_signal_handler_between_any_two_instructions_succeeds(run):
     """Between any two instructions of an op, some of which hold locks that aborting takes too."""
 
     async def main(delay):
@@ -638,7 +638,7 @@ def test_a_signal_handler_may_abort_whatever_it_interrupts(run):
         run(main, 0.0003 * i)
 
 
-def test_an_abort_on_another_thread_is_what_ends_works_even_if_the_close_comes_first(run):
+def test_abort_on_another_thread_ends_works_before_a_later_close(run):
     async def main():
         async with local_world(2) as (one, _):
             reasons = []
@@ -653,7 +653,7 @@ def test_an_abort_on_another_thread_is_what_ends_works_even_if_the_close_comes_f
     run(main)
 
 
-def test_another_communicator_goes_on(run):
+def test_abort_leaves_other_communicators_usable(run):
     async def main():
         async with local_world(2) as world, local_world(2, name="other") as other:
             world[0].abort("enough")
@@ -671,7 +671,7 @@ def test_calls_on_another_thread_are_refused():
     run_on("asyncio", main)
 
 
-def test_what_changes_a_communicator_is_refused_on_another_thread():
+def test_cancel_and_aclose_on_another_thread_are_refused():
     async def main():
         async with local_world(2) as (one, two):
             waiting = one.recv(torch.empty(1), 1)
@@ -687,7 +687,7 @@ def test_what_changes_a_communicator_is_refused_on_another_thread():
 # ------------------------------------------------------------------------------------------------------------ close
 
 
-def test_close_withdraws_receives_and_lets_the_rest_end(run):
+def test_close_withdraws_recvs_and_waits_for_other_ops(run):
     async def main():
         async with local_world(2) as (one, two):
             waiting = one.recv(torch.empty(1), 1)
@@ -710,7 +710,7 @@ def test_close_withdraws_receives_and_lets_the_rest_end(run):
 
 
 @pytest.mark.real
-def test_close_gives_up_what_does_not_end(run, monkeypatch):
+def test_close_gives_up_ops_that_outlast_the_grace_period(run, monkeypatch):
     monkeypatch.setattr(core, "CLOSE_GRACE", 0.05)
 
     async def main():
@@ -726,7 +726,7 @@ def test_close_gives_up_what_does_not_end(run, monkeypatch):
     run(main)
 
 
-def test_close_again_and_at_the_same_time(run):
+def test_repeated_and_concurrent_close_returns(run):
     async def main():
         async with local_world(2) as world:
             await together(*(comm.aclose for comm in world for _ in range(3)))
@@ -735,7 +735,7 @@ def test_close_again_and_at_the_same_time(run):
     run(main)
 
 
-def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, install):
+def test_communicator_closes_although_its_transport_fails_to_close(run, install):
     class Sick(LocalTransport):
         async def aclose(self):
             await super().aclose()
@@ -759,7 +759,7 @@ def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, inst
     run(main)
 
 
-def test_a_cancelled_close_still_releases_everything(run):
+def test_cancelled_close_releases_everything(run):
     async def main():
         async with local_world(2) as (one, two):
             work = one.all_reduce(torch.ones(1))
@@ -776,7 +776,7 @@ def test_a_cancelled_close_still_releases_everything(run):
     all_let_go(before)
 
 
-def test_leaving_by_an_exception_tells_the_others(run):
+def test_exception_in_the_context_aborts_the_other_ranks(run):
     async def main():
         async with local_world(2) as (one, two):
             work = two.all_reduce(torch.ones(1))
@@ -790,7 +790,7 @@ def test_leaving_by_an_exception_tells_the_others(run):
     run(main)
 
 
-def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
+def test_ops_that_need_a_closed_rank_fail_and_others_go_on(run):
     async def main():
         async with local_world(3) as (one, two, three):
             waiting = two.recv(torch.empty(1), 0)
@@ -812,7 +812,7 @@ def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
 
 
 @pytest.mark.fault(60, transport="local")
-def test_many_communicators_leave_nothing_behind():
+def test_many_successive_communicators_leak_nothing():
     async def main():
         for _ in range(300):
             async with aiocomms.new_comm() as comm:
@@ -863,7 +863,7 @@ class NoWindows(LocalTransport):
     capabilities = Capabilities(ops=frozenset({ops.AllReduce, ops.Barrier}), in_process=True)
 
 
-def test_ops_that_nobody_carries_are_refused_by_name(install):
+def test_op_that_no_transport_carries_is_refused_by_name(install):
     install(poor=NoWindows)
 
     async def main():

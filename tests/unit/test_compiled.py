@@ -63,7 +63,7 @@ OPERATIONS: dict[str, tuple[Callable[[Communicator, Tensor], Any], list[float]]]
 
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 @pytest.mark.parametrize(("start", "value"), OPERATIONS.values(), ids=OPERATIONS)
-def test_a_compiled_function_starts_operations(run: Any, transport: str, start: Any, value: list[float]) -> None:
+def test_compiled_function_starts_operations(run: Any, transport: str, start: Any, value: list[float]) -> None:
     async def main() -> None:
         async with local_world(2, transport) as comms:
             works = [work for comm in comms for work in started(lambda y, comm=comm: start(comm, y))]
@@ -75,7 +75,7 @@ def test_a_compiled_function_starts_operations(run: Any, transport: str, start: 
 
 
 @pytest.mark.parametrize("transport", ["local", "ucx"])
-def test_a_compiled_function_blocks_on_a_portal(transport: str) -> None:
+def test_compiled_function_waits_on_a_portal(transport: str) -> None:
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
             portal = one.portal()
@@ -88,7 +88,7 @@ def test_a_compiled_function_blocks_on_a_portal(transport: str) -> None:
     asyncio.run(main())
 
 
-def test_every_method_of_a_handle_is_left_alone() -> None:
+def test_torch_compile_skips_every_method_of_a_handle() -> None:
     """Also those that nobody has tried above; and every public function of the functional form."""
     kinds, methods = [Handle], []
     for kind in kinds:

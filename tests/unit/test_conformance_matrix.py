@@ -27,23 +27,23 @@ def places(marks: Marks, subjects=EVERYTHING, loops=LOOPS, sizes=None, full=Fals
     return [f"{cell.subject.name}-{cell.loop}-{cell.size}" for cell in cells(marks, subjects, loops, sizes, full)]
 
 
-def test_a_check_without_marks_runs_on_each_transport_and_the_first_loop():
+def test_unmarked_check_runs_on_each_transport_and_the_first_loop():
     assert places(Marks((2,))) == ["local-asyncio-2", "c10d-asyncio-2", "ucx-asyncio-2"]
     assert places(Marks((1, 7)), [NCCL], ["trio", "asyncio"]) == ["nccl-trio-1", "nccl-trio-7"]
 
 
-def test_what_exercises_the_loop_runs_on_each():
+def test_check_marked_loops_runs_on_each_loop():
     assert places(Marks((2,), loops=True), [C10D]) == ["c10d-asyncio-2", "c10d-uvloop-2", "c10d-trio-2"]
 
 
-def test_what_the_core_decides_runs_on_the_first_transport_and_on_those_with_shortcuts():
+def test_check_marked_core_runs_on_the_first_transport_and_those_with_shortcuts():
     core = Marks((2,), core=True)
     assert places(core) == ["local-asyncio-2", "ucx-asyncio-2"]
     assert places(core, [C10D, LOCAL]) == ["c10d-asyncio-2"]
     assert places(core, [UCX_PROCESSES, UCX]) == ["ucx-asyncio-2"]
 
 
-def test_processes_decide_again_what_memory_decides():
+def test_check_marked_memory_runs_again_in_processes():
     memory = Marks((1, 2, 3, 4, 7), memory=True)
     assert places(memory, [UCX_PROCESSES, UCX], sizes={1, 2, 3}) == [
         "ucx@processes-asyncio-2", "ucx@processes-asyncio-3", "ucx-asyncio-1", "ucx-asyncio-2", "ucx-asyncio-3"
@@ -51,18 +51,18 @@ def test_processes_decide_again_what_memory_decides():
     assert places(Marks((2,), core=True, memory=True), [LOCAL, UCX, UCX_PROCESSES])[-1] == "ucx@processes-asyncio-2"
 
 
-def test_processes_alone_decide_everything():
+def test_every_check_runs_where_processes_are_the_only_choice():
     assert places(Marks((1, 2), core=True), [UCX_PROCESSES]) == ["ucx@processes-asyncio-1", "ucx@processes-asyncio-2"]
     assert places(Marks((7,)), [LOCAL, UCX_PROCESSES]) == ["local-asyncio-7", "ucx@processes-asyncio-7"]
 
 
-def test_full_leaves_nothing_out():
+def test_full_runs_every_transport_loop_and_size():
     marks = Marks((2,), more=(1, 7), core=True)
     found = cells(marks, EVERYTHING, LOOPS, None, full=True)
     assert found == [Cell(subject, loop, size) for subject in EVERYTHING for loop in LOOPS for size in (1, 2, 7)]
 
 
-def test_what_was_not_chosen_is_left_out():
+def test_loops_and_sizes_not_chosen_are_left_out():
     marks = Marks((2, 3), more=(7,), loops=True)
     assert places(marks, [LOCAL], ["trio"], {3, 7}) == ["local-trio-3"]
     assert places(marks, [LOCAL], ["trio"], {3, 7}, full=True) == ["local-trio-3", "local-trio-7"]
@@ -78,7 +78,7 @@ def test_what_was_not_chosen_is_left_out():
         ("p2p=local,rma=local@processes", "local+local@processes", {"p2p": "local", "rma": "local"}, True),
     ],
 )
-def test_a_transport_that_is_named(given, name, transport, processes):
+def test_transport_option_is_parsed_into_a_subject(given, name, transport, processes):
     subject = options.subject(given, torch.device("cpu"), {"local": None})
     assert subject == Subject(name, transport, processes)
     place = Place(subject.name, subject.transport, "cpu", "trio", 2, subject.processes, 30.0)
@@ -95,13 +95,13 @@ def test_a_transport_that_is_named(given, name, transport, processes):
         ("gone", "--transport gone: it lacks a wheel"),
     ],
 )
-def test_a_transport_that_is_wrong(given, why):
+def test_wrong_transport_option_is_refused(given, why):
     with pytest.raises(pytest.UsageError) as caught:
         options.subject(given, torch.device("cpu"), {"local": None, "gone": "it lacks a wheel"})
     assert str(caught.value) == why
 
 
-def test_few_checks_run_again():
+def test_number_of_checks_marked_loops_or_memory_is_bounded():
     """The marks hold what they stand for; a module that is marked as a whole is not counted."""
     texts = [path.read_text() for path in Path(data.__file__).parent.glob("test_*.py")]
     counts = {mark: sum(text.count(f"@pytest.mark.{mark}\n") for text in texts) for mark in ("loops", "memory")}
@@ -112,7 +112,7 @@ def test_few_checks_run_again():
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def test_what_is_expected_is_computed_once_a_check():
+def test_expected_data_is_computed_once_per_check():
     given = [data.numbers(3, torch.float32, (5,), "check", rank) for rank in range(2)]
     assert given[0] is data.numbers(3, torch.float32, (5,), "check", 0)
     data.forget()
@@ -122,11 +122,11 @@ def test_what_is_expected_is_computed_once_a_check():
     data.verify()
 
 
-def test_keys_that_are_equal_and_differ_in_type_have_data_of_their_own():
+def test_equal_keys_of_different_types_have_their_own_data():
     assert not data.bits(3, torch.int32, (5,), 1).equal(data.bits(3, torch.int32, (5,), True))
 
 
-def test_random_data_that_was_changed_is_recognised():
+def test_changed_random_data_raises_wrong_data():
     content = data.bits(2**31, torch.uint8, (5,), "changed")
     before = content.clone()
     content[2] += 1
@@ -138,7 +138,7 @@ def test_random_data_that_was_changed_is_recognised():
     data.verify()
 
 
-def test_wrong_data_says_so():
+def test_wrong_data_names_the_difference():
     slot = data.Slot(torch.zeros(3), torch.float32, (3,), torch.device("cpu"))
     with pytest.raises(data.WrongData, match=r"got \[0.0, 0.0\], wanted \[5.0, 0.0\], from element 1 on"):
         slot.expect(torch.tensor([0.0, 5.0, 0.0]))

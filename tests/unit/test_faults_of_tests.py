@@ -37,7 +37,7 @@ async def sums(comm, n=3, timeout=PATIENCE):
     return (await comm.all_reduce(torch.ones(n), timeout=timeout)).tolist()
 
 
-def test_what_is_delayed_comes_later_than_what_is_called_behind_it(run, transport):
+def test_delayed_op_completes_after_later_messages(run, transport):
     async def main():
         async with local_world(3, transport, timeout=PATIENCE) as comms:
             until = anyio.Event()
@@ -56,7 +56,7 @@ def test_what_is_delayed_comes_later_than_what_is_called_behind_it(run, transpor
     run(main)
 
 
-def test_nothing_overtakes_what_it_must_not(run, transport):
+def test_delayed_op_keeps_the_order_of_its_tag(run, transport):
     """Collectives and messages of one tag keep their order behind one that is delayed."""
 
     async def main():
@@ -82,7 +82,7 @@ def test_nothing_overtakes_what_it_must_not(run, transport):
     run(main)
 
 
-def test_a_delay_ends_with_its_block(run, transport):
+def test_delay_ends_with_its_block(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
             for fault in (delay(PATIENCE * 100, ranks=[1]), slow_link(1 / PATIENCE, ranks=[1])):
@@ -94,7 +94,7 @@ def test_a_delay_ends_with_its_block(run, transport):
     run(main)
 
 
-def test_a_receive_that_is_delayed_or_dropped_can_be_withdrawn(run, transport):
+def test_delayed_or_dropped_recv_can_be_withdrawn(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
             for fault in (delay(until=anyio.Event(), op="recv"), drop(op="recv")):
@@ -110,7 +110,7 @@ def test_a_receive_that_is_delayed_or_dropped_can_be_withdrawn(run, transport):
     run(main)
 
 
-def test_a_collective_that_is_dropped_ends_by_its_deadline_on_all_ranks(run, transport):
+def test_dropped_collective_times_out_on_all_ranks(run, transport):
     async def main():
         async with local_world(3, transport) as comms:
             with inject(comms, drop(ranks=[2], op="all_reduce", nth=2)) as injected:
@@ -128,7 +128,7 @@ def test_a_collective_that_is_dropped_ends_by_its_deadline_on_all_ranks(run, tra
     run(main)
 
 
-def test_behind_a_collective_that_is_dropped_no_other_takes_its_place(run):
+def test_collective_behind_a_dropped_one_does_not_match_in_its_place(run):
     async def main():
         async with local_world(2) as comms:
             with inject(comms, drop(ranks=[1], op="all_reduce", nth=1)) as injected:
@@ -146,7 +146,7 @@ def test_behind_a_collective_that_is_dropped_no_other_takes_its_place(run):
     run(main)
 
 
-def test_a_rank_that_is_killed_is_dead_for_the_others(run, transport):
+def test_killed_rank_is_dead_for_the_others(run, transport):
     async def main():
         async with local_world(3, transport, timeout=PATIENCE) as comms:
             with inject(comms, kill(ranks=[1], op="all_reduce", nth=3)) as injected:
@@ -170,7 +170,7 @@ def test_a_rank_that_is_killed_is_dead_for_the_others(run, transport):
 
 @pytest.mark.parametrize("differs", ["dtype", "size"])
 @pytest.mark.parametrize("op", ["all_reduce", "gather", "all_gather_single"])
-def test_ranks_disagree(run, transport, differs, op):
+def test_injected_mismatch_raises_mismatch_error(run, transport, differs, op):
     async def main():
         async with local_world(3, transport, timeout=PATIENCE) as comms:
             calls = {
@@ -198,7 +198,7 @@ def test_ranks_disagree(run, transport, differs, op):
     run(main)
 
 
-def test_ranks_disagree_on_the_root(run):
+def test_injected_root_mismatch_raises_mismatch_error(run):
     async def main():
         for transport in ("local", "ucx"):
             async with local_world(2, transport, timeout=PATIENCE) as comms:
@@ -213,7 +213,7 @@ def test_ranks_disagree_on_the_root(run):
     run(main)
 
 
-def test_a_message_of_another_size_fails_its_receive_alone(run, transport):
+def test_injected_message_size_fails_only_its_recv(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
             given = torch.ones(2)
@@ -232,7 +232,7 @@ def test_a_message_of_another_size_fails_its_receive_alone(run, transport):
     run(main)
 
 
-def test_what_is_called_is_hit_whatever_it_is_made_of(run, transport):
+def test_fault_hits_each_user_call_once(run, transport):
     """Objects, windows, streams, batches and lanes are one call each, of however many messages."""
     big = torch.ones(20_000)
 
@@ -264,7 +264,7 @@ def test_what_is_called_is_hit_whatever_it_is_made_of(run, transport):
     run(main)
 
 
-def test_messages_of_a_stream_are_held_back(run):
+def test_delay_holds_back_messages_of_a_stream(run):
     async def main():
         async with local_world(2, timeout=PATIENCE) as comms:
             streams = await run_ranks(comms, lambda comm: comm.open_stream(1 - comm.rank))
@@ -283,7 +283,7 @@ def test_messages_of_a_stream_are_held_back(run):
     run(main)
 
 
-def test_chance_is_the_same_for_each_rank_in_each_run(run):
+def test_fault_probability_is_reproducible_by_seed(run):
     async def main():
         seen = []
         for seed in (7, 7, 8):
@@ -298,7 +298,7 @@ def test_chance_is_the_same_for_each_rank_in_each_run(run):
     run(main)
 
 
-def test_a_slow_link_takes_time_in_proportion_to_bytes():
+def test_slow_link_delays_in_proportion_to_bytes():
     """By the loop's clock, which is the test's own here and stands still but for what is waited for."""
     trio = pytest.importorskip("trio")
     from trio.testing import MockClock
@@ -336,11 +336,11 @@ async def one_of_them_is_killed(place):
 
 @pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
-def test_a_process_is_killed(ranks, transport):
+def test_kill_ends_the_process_of_its_rank(ranks, transport):
     assert ranks(3, one_of_them_is_killed) == [1, KILLED, 1]
 
 
-def test_children_and_later_ops_are_not_hit(run):
+def test_fault_spares_child_communicators_and_ops_outside_its_block(run):
     async def main():
         async with local_world(2, timeout=PATIENCE) as comms:
             children = await run_ranks(comms, lambda comm: comm.split([0, 1]))
@@ -371,12 +371,12 @@ def test_children_and_later_ops_are_not_hit(run):
         (lambda: drop(probability=0), "probability is 0, wanted a number above 0 and at most 1"),
     ],
 )  # fmt: skip
-def test_a_fault_that_can_hit_nothing_is_refused(make, wrong):
+def test_fault_with_wrong_arguments_is_refused(make, wrong):
     with pytest.raises(ArgumentError, match=wrong):
         make()
 
 
-def test_what_does_not_fit_the_world_is_refused(run):
+def test_inject_with_wrong_ranks_or_types_is_refused(run):
     async def main():
         async with local_world(2) as comms:
             for world, faults, wrong in [

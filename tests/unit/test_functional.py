@@ -23,7 +23,7 @@ def inputs(size, *shape):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_form(run, size):
+def test_functional_forms_return_new_tensors(run, size):
     async def main():
         given = inputs(size, size * 2, 3)
         stack = torch.stack(given)
@@ -58,7 +58,7 @@ def test_every_form(run, size):
     run(main)
 
 
-def test_send_and_recv():
+def test_functional_recv_returns_what_was_sent():
     async def main():
         async with local_world(2) as (one, two):
             tensor = torch.arange(6, dtype=torch.int16).view(2, 3).T
@@ -71,7 +71,7 @@ def test_send_and_recv():
     anyio.run(main)
 
 
-def test_views_and_leaves_are_fine():
+def test_functional_forms_accept_views_and_parameters():
     async def main():
         async with local_world(2) as world:
 
@@ -87,7 +87,7 @@ def test_views_and_leaves_are_fine():
     anyio.run(main)
 
 
-def test_groups_by_name(run):
+def test_functional_group_is_found_by_name_until_it_closes(run):
     async def main():
         async with local_world(2) as world, local_world(2, name="tp") as tensor_parallel:
             with pytest.raises(ArgumentError, match=r"2 communicators of that name"):
@@ -101,7 +101,7 @@ def test_groups_by_name(run):
     run(main)
 
 
-def test_the_default_group_is_the_world():
+def test_functional_group_defaults_to_the_world():
     async def main():
         async with local_world(1):
             for group in (None, "", "world"):
@@ -110,7 +110,7 @@ def test_the_default_group_is_the_world():
     anyio.run(main)
 
 
-def test_bad_arguments_send_nothing():
+def test_wrong_arguments_of_functional_forms_send_nothing():
     async def main():
         async with local_world(3) as world:
             one = world[0]
@@ -151,14 +151,14 @@ def process_groups():
     yield dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
 
 
-def test_a_process_group_is_no_communicator_and_is_told_how_to_become_one():
+def test_process_group_as_group_suggests_from_process_group():
     for group in process_groups():
         match = r"group is .*ProcessGroup.*, wanted a Communicator or its name: .*aiocomms.from_process_group\(group\)"
         with pytest.raises(ArgumentTypeError, match=match):
             functional.all_reduce(torch.ones(1), group=group)
 
 
-def test_what_only_has_a_rank_is_no_communicator():
+def test_object_with_a_rank_attribute_as_group_is_refused():
     class HasRank:
         rank = 0
 

@@ -65,7 +65,7 @@ def test_every_public_class_is_a_handle_or_data() -> None:
 
 
 @pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
-def test_a_class_of_handles(cls: type) -> None:
+def test_handle_is_itself_after_copy_and_deepcopy(cls: type) -> None:
     if not issubclass(cls, aiocomms.Work):  # which cannot be made without its fields
         stays(cls.__new__(cls))
 
@@ -78,7 +78,7 @@ class Layer(nn.Module):
         self.comm, self.linear = comm, nn.Linear(2, 2)
 
 
-def test_what_is_open_goes_on_after_a_copy(run: Any) -> None:
+def test_open_handles_stay_usable_after_a_copy(run: Any) -> None:
     async def main() -> None:
         async with local_world(2) as (one, two):
             windows = await together(*(partial(comm.new_window, torch.zeros(2)) for comm in (one, two)))

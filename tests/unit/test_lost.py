@@ -30,7 +30,7 @@ CAUSES = {
 
 @pytest.mark.real
 @pytest.mark.parametrize("cause", CAUSES)
-def test_all_who_wait_get_the_failure_itself(run, cause):
+def test_every_awaiter_of_lost_gets_the_failure_itself(run, cause):
     lose, kind = CAUSES[cause]
 
     async def main():
@@ -61,7 +61,7 @@ def test_all_who_wait_get_the_failure_itself(run, cause):
     run(main)
 
 
-def test_every_rank_learns_of_it(run):
+def test_lost_returns_the_reason_on_every_rank(run):
     async def main():
         async with local_world(3) as world:
             async with anyio.create_task_group() as tasks:
@@ -79,7 +79,7 @@ def test_every_rank_learns_of_it(run):
     run(main)
 
 
-def test_a_communicator_that_is_closed_is_not_lost(run):
+def test_lost_raises_when_the_communicator_closes(run):
     async def main():
         async with local_world(2) as (one, two):
             raised = []
@@ -104,7 +104,7 @@ def test_a_communicator_that_is_closed_is_not_lost(run):
     run(main)
 
 
-def test_one_that_was_lost_before_it_was_closed_is_lost(run):
+def test_lost_returns_an_abort_that_preceded_the_close(run):
     async def main():
         async with local_world(2) as (one, two):
             one.abort("enough")
@@ -115,7 +115,7 @@ def test_one_that_was_lost_before_it_was_closed_is_lost(run):
     run(main)
 
 
-def test_one_that_is_lost_while_it_closes_is_lost(run):
+def test_lost_returns_an_abort_during_the_close(run):
     async def main():
         async with local_world(2) as (one, two):
             work = one.all_reduce(torch.ones(1))
@@ -139,7 +139,7 @@ def test_one_that_is_lost_while_it_closes_is_lost(run):
     run(main)
 
 
-def test_who_is_cancelled_leaves_nothing_behind(run):
+def test_cancelled_awaiter_of_lost_leaves_nothing_behind(run):
     async def main():
         async with local_world(2) as (one, _):
             async with anyio.create_task_group() as tasks:
@@ -158,7 +158,7 @@ def test_who_is_cancelled_leaves_nothing_behind(run):
     run(main)
 
 
-def test_who_waits_is_awake_when_the_works_have_ended(run):
+def test_lost_returns_after_the_works_have_ended(run):
     async def main():
         async with local_world(2) as (one, _):
             work, order = one.all_reduce(torch.ones(1)), []
@@ -179,7 +179,7 @@ def test_who_waits_is_awake_when_the_works_have_ended(run):
     run(main)
 
 
-def test_it_is_asked_on_the_communicators_thread(run, loop):
+def test_lost_on_another_thread_is_refused(run, loop):
     async def main():
         async with local_world(1) as (comm,):
             raised = []
@@ -198,7 +198,7 @@ def test_it_is_asked_on_the_communicators_thread(run, loop):
 
 
 @pytest.mark.real
-def test_a_forked_child_has_none(run):
+def test_lost_in_a_forked_child_is_refused(run):
     async def main():
         async with local_world(1) as (comm,):
             read, write = os.pipe()
@@ -218,7 +218,7 @@ def test_a_forked_child_has_none(run):
     run(main)
 
 
-def test_a_supervisor_beside_the_work(run):
+def test_lost_in_a_supervisor_task_cancels_its_siblings(run):
     """A task that awaits it beside others ends them, whatever they wait for."""
 
     async def main():
@@ -245,7 +245,7 @@ def test_a_supervisor_beside_the_work(run):
     run(main)
 
 
-def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
+def test_communicator_whose_peers_aborted_while_it_opened_is_lost(run, install):
     """A rank may be through with opening before another one, and abort: that has nothing to post, and waits."""
 
     class Early(LocalTransport):
@@ -267,7 +267,7 @@ def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
     run(main)
 
 
-def test_one_that_is_closed_keeps_nothing_of_what_lanes_had_under_way(run, monkeypatch):
+def test_closed_communicator_keeps_no_tensor_of_its_lanes(run, monkeypatch):
     monkeypatch.setattr(dumps, "in_background", lambda task: task() or True)  # else a thread has the works for a while
 
     async def main():

@@ -98,7 +98,7 @@ class Watching(TorchDispatchMode):
 
 
 @pytest.mark.fault(116)
-def test_no_step_of_ours_runs_in_a_dispatch_mode(transport: str) -> None:
+def test_internal_steps_run_outside_torch_dispatch_modes(transport: str) -> None:
     with Watching() as watching:
         run_on("asyncio", everything, transport)
     assert not watching.seen, "\n".join(sorted(watching.seen))
@@ -112,12 +112,12 @@ def default_device() -> Iterator[None]:
 
 @pytest.mark.fault(115)
 @pytest.mark.usefixtures("default_device")
-def test_no_buffer_of_ours_is_on_the_default_device(transport: str) -> None:
+def test_internal_buffers_ignore_the_default_device(transport: str) -> None:
     run_on("asyncio", everything, transport)
 
 
 @pytest.mark.fault(115)
-def test_what_comes_within_a_default_device_arrives_where_it_should(transport: str) -> None:
+def test_object_received_within_a_default_device_is_on_its_own_device(transport: str) -> None:
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
             for count in (8, 8192):
@@ -132,7 +132,7 @@ def test_what_comes_within_a_default_device_arrives_where_it_should(transport: s
 
 @pytest.mark.fault(116)
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])
-def test_what_ends_while_another_task_is_in_a_mode_is_ordinary(transport: str, mode: Callable[[], Any]) -> None:
+def test_op_that_ends_within_another_tasks_mode_gives_plain_tensors(transport: str, mode: Callable[[], Any]) -> None:
     async def main() -> None:
         entered, leave = asyncio.Event(), asyncio.Event()
 
@@ -161,7 +161,7 @@ def test_what_ends_while_another_task_is_in_a_mode_is_ordinary(transport: str, m
 
 
 @pytest.mark.fault(116)
-def test_tensors_that_stand_for_others_are_refused(transport: str) -> None:
+def test_functorch_and_fake_tensors_are_refused(transport: str) -> None:
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
             calls = [one.all_reduce, lambda it: one.send(it, 1), lambda it: one.send_object([it], 1)]
@@ -187,7 +187,7 @@ def test_tensors_that_stand_for_others_are_refused(transport: str) -> None:
 
 @pytest.mark.fault(117)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
-def test_a_tensor_with_a_tangent_is_refused(transport: str) -> None:
+def test_tensor_with_a_tangent_is_refused(transport: str) -> None:
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
             with forward_ad.dual_level():

@@ -35,7 +35,7 @@ def provider_of(exporter, sampler=ALWAYS_ON):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_each_op_is_a_child_of_the_span_of_its_task(exporter, transport):
+def test_op_span_is_a_child_of_its_tasks_span(exporter, transport):
     """Two tasks work at the same time, and each op's span is of the task that called it."""
 
     async def main():
@@ -82,7 +82,7 @@ def test_each_op_is_a_child_of_the_span_of_its_task(exporter, transport):
     run_on("asyncio", main)
 
 
-def test_a_span_lasts_until_its_op_has_ended(exporter):
+def test_op_span_lasts_until_the_op_ends(exporter):
     async def main():
         provider = provider_of(exporter)
         async with local_world(2) as [one, two]:
@@ -107,7 +107,7 @@ class Names(Sampler):
         return "by name"
 
 
-def test_the_sampler_decides_of_each_op(exporter):
+def test_sampler_decides_for_each_op_span(exporter):
     async def main():
         provider = TracerProvider(sampler=Names(), shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -121,7 +121,7 @@ def test_the_sampler_decides_of_each_op(exporter):
     run_on("asyncio", main)
 
 
-def test_without_a_request_that_is_sampled_there_is_no_span(exporter):
+def test_op_without_a_sampled_parent_has_no_span(exporter):
     async def main():
         provider = provider_of(exporter, ALWAYS_OFF)
         async with local_world(1) as [comm]:
@@ -138,7 +138,7 @@ def test_without_a_request_that_is_sampled_there_is_no_span(exporter):
     run_on("asyncio", main)
 
 
-def test_what_fails_and_what_is_refused_says_so(exporter):
+def test_op_span_records_failure_and_refusal(exporter):
     async def main():
         provider = provider_of(exporter)
         async with local_world(2) as [one, two]:
@@ -177,7 +177,7 @@ def read(reader):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_metrics(transport):
+def test_metrics_count_ops_by_kind_transport_and_size(transport):
     async def main():
         reader = InMemoryMetricReader()
         provider = MeterProvider([reader], shutdown_on_exit=False)
@@ -209,7 +209,7 @@ def test_metrics(transport):
 
 
 @pytest.mark.fault(127)
-def test_a_recovery_goes_on_with_the_same_attributes():
+def test_metrics_keep_their_attributes_after_a_recovery():
     async def main():
         reader = InMemoryMetricReader()
         provider = MeterProvider([reader], shutdown_on_exit=False)
@@ -240,6 +240,6 @@ def test_a_recovery_goes_on_with_the_same_attributes():
 
 
 @pytest.mark.parametrize("function", [trace_ops, measure_ops])
-def test_what_is_no_communicator_is_refused(function):
+def test_tracing_refuses_an_object_that_is_no_communicator(function):
     with pytest.raises(ArgumentTypeError, match="comm is None, wanted a Communicator"):
         function(None)

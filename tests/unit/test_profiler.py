@@ -27,7 +27,7 @@ def named(found: profile, prefix: str = "aiocomms:") -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", ["local", "ucx"])
-def test_each_op_is_a_range_with_the_shapes_of_its_tensors(transport: str) -> None:
+def test_profiler_range_of_an_op_has_its_tensor_shapes(transport: str) -> None:
     async def calls(comm) -> None:
         await comm.all_reduce(torch.ones(2, 3))
         await comm.all_gather_single(torch.ones(8), torch.ones(4))
@@ -60,7 +60,7 @@ def test_each_op_is_a_range_with_the_shapes_of_its_tensors(transport: str) -> No
     run_on("asyncio", main)
 
 
-def test_a_range_lasts_from_the_call_to_the_end_of_the_op(run) -> None:
+def test_profiler_range_lasts_from_the_call_to_the_end_of_the_op(run) -> None:
     async def main() -> None:
         async with local_world(2) as (one, two):
             record_ops(one)
@@ -86,7 +86,7 @@ def test_a_range_lasts_from_the_call_to_the_end_of_the_op(run) -> None:
     run(main)
 
 
-def test_ops_that_fail_or_are_refused_end_their_ranges(run) -> None:
+def test_profiler_range_ends_when_its_op_fails_or_is_refused(run) -> None:
     def refuse(op, seq) -> None:
         raise ValueError(f"no {op.name}")
 
@@ -110,7 +110,7 @@ def test_ops_that_fail_or_are_refused_end_their_ranges(run) -> None:
     run(main)
 
 
-def test_a_profiler_that_begins_or_ends_amid_an_op(run) -> None:
+def test_profiler_started_or_stopped_amid_an_op_leaves_no_range_open(run) -> None:
     async def main() -> None:
         async with local_world(2) as (one, two):
             handle = record_ops(one)
@@ -134,6 +134,6 @@ def test_a_profiler_that_begins_or_ends_amid_an_op(run) -> None:
     run(main)
 
 
-def test_what_is_no_communicator_is_refused() -> None:
+def test_record_ops_refuses_an_object_that_is_no_communicator() -> None:
     with pytest.raises(ArgumentTypeError, match="comm is 7, wanted a Communicator"):
         record_ops(7)

@@ -79,7 +79,7 @@ def test_ops_are_counted_by_kind_transport_and_size(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_scrape_on_another_thread_sees_what_is_pending_and_what_has_failed(transport):
+def test_scrape_on_another_thread_shows_pending_and_failed_ops(transport):
     async def main():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(2, transport) as comms:
@@ -103,7 +103,7 @@ def test_a_scrape_on_another_thread_sees_what_is_pending_and_what_has_failed(tra
     run_on("asyncio", main)
 
 
-def test_the_lateness_of_the_loop(run):
+def test_scrape_shows_the_lateness_of_the_loop(run):
     """It is what the call of the last scrape took; while the loop has not come round, for how long it has not."""
 
     async def main():
@@ -120,7 +120,7 @@ def test_the_lateness_of_the_loop(run):
     run(main)
 
 
-def test_the_heartbeat(monkeypatch):
+def test_scrape_shows_the_heartbeat_age_while_peers_are_asked(monkeypatch):
     """What the heartbeat has measured of the other rank, and of no rank once nobody is asked any more."""
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "5")
 
@@ -140,7 +140,7 @@ def test_the_heartbeat(monkeypatch):
     run_on("asyncio", main)
 
 
-def test_a_communicator_that_is_closed_or_forgotten_is_shown_no_more():
+def test_closed_communicator_disappears_from_the_scrape():
     async def main():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(1, name="first") as [first], local_world(1, name="second") as [second]:
@@ -160,7 +160,7 @@ def test_a_communicator_that_is_closed_or_forgotten_is_shown_no_more():
 
 @pytest.mark.fault(127)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_a_recovery_goes_on_with_the_same_series(transport):
+def test_series_continue_after_a_recovery(transport):
     """No scrape comes between the loss and the recovery: the failure is seen after it, beside what comes then."""
 
     async def main():
@@ -194,7 +194,7 @@ def test_a_recovery_goes_on_with_the_same_series(transport):
     run_on("asyncio", main)
 
 
-def test_one_that_is_lost_before_it_is_measured_says_so():
+def test_communicator_lost_before_instrument_counts_its_failure():
     async def main():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(1) as [comm]:
@@ -210,7 +210,7 @@ def test_one_that_is_lost_before_it_is_measured_says_so():
     run_on("asyncio", main)
 
 
-def test_a_refused_op_is_neither_timed_nor_a_failure():
+def test_refused_op_is_neither_timed_nor_counted_as_failure():
     async def main():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(1) as [comm]:
@@ -234,7 +234,7 @@ def test_a_refused_op_is_neither_timed_nor_a_failure():
     run_on("asyncio", main)
 
 
-def test_a_blocking_communicator():
+def test_instrument_accepts_a_blocking_communicator():
     registry = prometheus_client.CollectorRegistry()
     with aiocomms.blocking.new_comm("local", rank=0, size=1) as comm:
         instrument(comm, registry)
@@ -246,12 +246,12 @@ def test_a_blocking_communicator():
     assert scrape(registry) == {}
 
 
-def test_what_is_no_communicator_is_refused():
+def test_instrument_refuses_an_object_that_is_no_communicator():
     with pytest.raises(ArgumentTypeError, match="comm is 3, wanted a Communicator"):
         instrument(3, prometheus_client.CollectorRegistry())
 
 
-def test_the_classes_of_sizes_and_durations():
+def test_histogram_buckets_cover_sizes_and_durations():
     sizes = {0: "0", 1: "<1KiB", 1023: "<1KiB", 1024: "<16KiB", (1 << 22) - 1: "<4MiB", 1 << 26: ">=64MiB"}
     assert {size: SIZES[size.bit_length()] for size in sizes} == sizes
     assert (BOUNDS[0], BOUNDS[-1]) == (1e-6, 50.0)

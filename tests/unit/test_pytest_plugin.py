@@ -97,12 +97,12 @@ async def test_groups(world):
 
 
 @pytest.mark.parametrize("mode", ["strict", "auto"])
-def test_pytest_asyncio(suite, mode):
+def test_world_fixture_works_under_pytest_asyncio(suite, mode):
     mark = "@pytest.mark.asyncio" if mode == "strict" else ""
     suite(ASYNCIO.format(mark=mark).replace("\n    \n", "\n"), mode=mode).assert_outcomes(passed=8)
 
 
-def test_the_world_lives_in_the_tests_loop_whatever_its_scope(suite):
+def test_world_uses_the_tests_loop_whatever_its_scope(suite):
     source = """
 class Test{scope}:
     @pytest.mark.asyncio(loop_scope="{scope}")
@@ -117,7 +117,7 @@ class Test{scope}:
     suite("".join(source.format(scope=scope) for scope in scopes)).assert_outcomes(passed=10)
 
 
-def test_the_default_loop_scope_is_obeyed(suite):
+def test_world_obeys_the_default_loop_scope(suite):
     source = """
 pytestmark = pytest.mark.asyncio
 
@@ -130,7 +130,7 @@ async def test_b(world):
     suite(source, ini="asyncio_default_test_loop_scope = session\n").assert_outcomes(passed=2)
 
 
-def test_anyio_on_every_backend(suite):
+def test_world_fixture_works_under_anyio_on_every_backend(suite):
     source = """
 pytestmark = pytest.mark.anyio
 
@@ -158,7 +158,7 @@ async def test_groups(world):
     suite(source).assert_outcomes(passed=9)
 
 
-def test_anyio_in_auto_mode_without_pytest_asyncio(suite):
+def test_world_fixture_works_in_anyio_auto_mode_without_pytest_asyncio(suite):
     source = """
 async def test_it(world):
     await sums(world, 2)
@@ -168,7 +168,7 @@ async def test_it(world):
     ).assert_outcomes(passed=2)
 
 
-def test_both_runners_in_one_suite(suite):
+def test_asyncio_and_anyio_runners_work_in_one_suite(suite):
     source = """
 @pytest.mark.asyncio
 async def test_asyncio(world):
@@ -181,7 +181,7 @@ async def test_anyio(world):
     suite(source).assert_outcomes(passed=3)
 
 
-def test_fixtures_may_build_upon_it(suite):
+def test_user_fixture_may_depend_on_world(suite):
     source = """
 import pytest_asyncio
 
@@ -208,7 +208,7 @@ async def test_anyio(anyio_total):
     suite(source).assert_outcomes(passed=3)
 
 
-def test_hypothesis_tests_may_use_it(suite):
+def test_hypothesis_test_may_use_world(suite):
     source = """
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -224,7 +224,7 @@ async def test_it(world, n):
 
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
-def test_a_test_that_fails_says_only_its_own_error_and_ends(suite, mark, monkeypatch):
+def test_failing_test_reports_only_its_own_error_and_ends(suite, mark, monkeypatch):
     """Were its world to be closed and not aborted, its works would be waited for, for ever."""
     monkeypatch.setattr("aiocomms.core.core.CLOSE_GRACE", math.inf)
     source = f"""
@@ -251,7 +251,7 @@ def test_it_was_aborted_and_closed():
 
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
-def test_a_world_is_closed_after_its_test(suite, mark):
+def test_world_is_closed_after_its_test(suite, mark):
     source = f"""
 seen = []
 
@@ -268,7 +268,7 @@ def test_it_was_closed():
 # ------------------------------------------------------------------------------------- deadline, transport, parameters
 
 
-def test_the_marker_names_deadline_and_transport(suite):
+def test_marker_sets_deadline_and_transport(suite):
     source = """
 pytestmark = pytest.mark.asyncio
 
@@ -296,7 +296,7 @@ async def test_parameters_of_each_rank(comm):
     suite(source).assert_outcomes(passed=7)
 
 
-def test_a_transport_that_there_is_not(suite):
+def test_unknown_transport_in_the_marker_is_an_error(suite):
     source = """
 @pytest.mark.asyncio
 @pytest.mark.ranks(2, transport="pigeons")
@@ -340,11 +340,11 @@ def test_every_rank_has_run():
 """
 
 
-def test_a_test_runs_on_every_rank(suite):
+def test_comm_fixture_runs_the_test_on_every_rank(suite):
     suite(EACH.format(mark="@pytest.mark.asyncio"), "-p", "_hypothesis_pytestplugin").assert_outcomes(passed=5)
 
 
-def test_a_test_runs_on_every_rank_under_anyio(suite):
+def test_comm_fixture_runs_the_test_on_every_rank_under_anyio(suite):
     source = """
 @pytest.mark.anyio
 @pytest.mark.ranks(3)
@@ -355,7 +355,7 @@ async def test_each(comm):
 
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
-def test_it_is_said_on_which_rank_a_test_failed(suite, mark):
+def test_failure_names_its_rank(suite, mark):
     source = f"""
 @pytest.mark.{mark}
 @pytest.mark.ranks(3)
@@ -371,7 +371,7 @@ async def test_fails(comm):
     assert "ExceptionGroup" not in result.stdout.str()
 
 
-def test_a_suite_may_have_a_fixture_comm_of_its_own(suite):
+def test_suite_may_define_its_own_comm_fixture(suite):
     source = """
 @pytest.fixture
 def comm():
@@ -387,7 +387,7 @@ async def test_async(comm):
     suite(source).assert_outcomes(passed=2)
 
 
-def test_a_fixture_cannot_be_one_of_each_rank(suite):
+def test_user_fixture_that_depends_on_comm_is_an_error(suite):
     source = """
 @pytest.fixture
 def built(comm):
@@ -432,7 +432,7 @@ LEFTOVERS = {
 
 @pytest.mark.parametrize("left", LEFTOVERS)
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
-def test_what_a_test_leaves_behind_is_an_error(suite, mark, left):
+def test_work_or_task_left_behind_is_an_error(suite, mark, left):
     source = LEFT.format(mark=f"@pytest.mark.{mark}", left=left)
     # Without the summary, which repeats the whole message where the variable CI is set.
     result = suite(source, "-k", "not trio", "-W", "ignore", "-rN")
@@ -441,14 +441,14 @@ def test_what_a_test_leaves_behind_is_an_error(suite, mark, left):
     assert result.stdout.str().count(LEFTOVERS[left].split(",")[0]) == 1
 
 
-def test_on_another_loop_too(suite):
+def test_work_left_behind_on_trio_is_an_error(suite):
     source = LEFT.format(mark="@pytest.mark.anyio", left="world[2].send(torch.ones(1), 1, tag=7)")
     result = suite(source, "-k", "trio and test_left", "-W", "ignore")
     result.assert_outcomes(passed=1, errors=1, deselected=3)
     result.stdout.fnmatch_lines("*rank 2 is in send(dst=1, tag=7), which nothing has matched*")
 
 
-def test_a_test_that_fails_is_not_blamed_for_what_it_leaves(suite):
+def test_failing_test_reports_no_leftovers(suite):
     result = suite(LEFT.format(mark="@pytest.mark.asyncio", left="world[2].send(torch.ones(1), 1); assert 1 == 2"))
     result.assert_outcomes(passed=1, failed=1)
     assert "the test has ended" not in result.stdout.str()
@@ -457,7 +457,7 @@ def test_a_test_that_fails_is_not_blamed_for_what_it_leaves(suite):
 # -------------------------------------------------------------------------------------------------------- tracebacks
 
 
-def test_tracebacks_show_the_programs_frames(suite):
+def test_traceback_shows_only_frames_of_the_program(suite):
     source = """
 from aiocomms.errors import CommAbortedError
 
@@ -504,7 +504,7 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_said_in_one_line(suite):
+def test_misuse_of_the_world_fixture_is_reported_in_one_line(suite):
     source = "\n".join(test.format(name=f"test_{i}") for i, test in enumerate(MISTAKES))
     result = suite(source, "-p", "no:warnings")
     result.assert_outcomes(errors=len(MISTAKES))
@@ -515,7 +515,7 @@ def test_a_mistake_is_said_in_one_line(suite):
     assert "Traceback" not in result.stdout.str()
 
 
-def test_the_marker_and_the_fixture_are_described(suite):
+def test_pytest_lists_the_marker_and_the_fixtures(suite):
     marker = (
         "@pytest.mark.ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, 2*"
     )
@@ -525,7 +525,7 @@ def test_the_marker_and_the_fixture_are_described(suite):
     assert "_aiocomms" not in fixtures.str()
 
 
-def test_a_suite_may_have_a_fixture_world_of_its_own(suite):
+def test_suite_may_define_its_own_world_fixture(suite):
     source = """
 @pytest.fixture
 def world():
@@ -538,7 +538,7 @@ def test_it(world):
 
 
 @pytest.mark.real
-def test_it_costs_other_suites_nothing(pytester):
+def test_plugin_imports_nothing_in_other_suites(pytester):
     pytester.makepyfile(
         """
         import sys

@@ -74,7 +74,7 @@ def summing(comm):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("how", ["run", "run_in_order"])
-def test_every_rank_carries_out_plans(run, size, how):
+def test_every_rank_executes_each_plan(run, size, how):
     async def body(driver):
         give = getattr(driver, how)
         large = torch.arange(20_000.0)  # a message of its own
@@ -86,7 +86,7 @@ def test_every_rank_carries_out_plans(run, size, how):
     drive(run, size, summing, body)
 
 
-def test_plans_overtake_each_other_in_different_orders_on_each_rank(run):
+def test_plans_may_overtake_each_other_in_another_order_on_each_rank(run):
     """Each rank holds back another one of the two plans until the other has ended there."""
 
     def make(comm):
@@ -117,7 +117,7 @@ def test_plans_overtake_each_other_in_different_orders_on_each_rank(run):
     drive(run, 2, make, body)
 
 
-def test_in_order_means_one_after_the_other_on_every_rank(run):
+def test_plans_in_order_run_one_after_the_other_on_every_rank(run):
     seen = {rank: [] for rank in range(3)}
 
     def make(comm):
@@ -144,7 +144,7 @@ def test_in_order_means_one_after_the_other_on_every_rank(run):
     assert all(events == [(what, n) for n in order for what in ("begin", "end")] for events in seen.values())
 
 
-def test_a_workers_error_reaches_its_request_and_the_others_go_on(run):
+def test_worker_error_fails_its_request_and_others_go_on(run):
     """Rank 1 fails amid the collectives of its plan: rank 0 and rank 2 wait for it there, and give up."""
     cleaned = []
 
@@ -199,7 +199,7 @@ def test_a_workers_error_reaches_its_request_and_the_others_go_on(run):
     run(main)
 
 
-def test_an_error_here_is_raised_as_it_is(run):
+def test_driver_error_is_raised_unchanged(run):
     def make(comm):
         async def execute(plan):
             if comm.rank == 0:
@@ -240,7 +240,7 @@ async def panics():
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("how", ["run", "run_in_order"])
 @pytest.mark.parametrize("fails", [awaits_what_was_cancelled, cancels_itself, panics])
-def test_what_a_plan_raises_that_is_no_exception_is_that_plans_alone(transport, culprit, how, fails):
+def test_base_exception_of_a_plan_fails_only_that_plan(transport, culprit, how, fails):
     """A CancelledError that nobody meant for the service may come out of any future."""
 
     def make(comm):
@@ -276,7 +276,7 @@ def test_what_a_plan_raises_that_is_no_exception_is_that_plans_alone(transport, 
 
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_an_exit_within_a_plan_is_told_everywhere(culprit):
+def test_system_exit_within_a_plan_reaches_every_rank(culprit):
     """The loop ends there and then: what the others wait for is said before."""
     said = {}
 
@@ -305,7 +305,7 @@ def test_an_exit_within_a_plan_is_told_everywhere(culprit):
 
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_what_recover_raises_that_is_no_exception_is_said(culprit):
+def test_base_exception_of_recover_is_given_as_the_reason(culprit):
     """Nobody has cancelled the service: its end says why, on the rank that has failed to recover."""
     ended = {}
 
@@ -335,7 +335,7 @@ def test_what_recover_raises_that_is_no_exception_is_said(culprit):
 
 
 @pytest.mark.fault(120)
-def test_a_service_that_is_cancelled_ends_as_a_task_does():
+def test_cancelled_service_raises_cancelled_error():
     """What is raised for a cancellation of the service itself is no plan's failure."""
 
     def make(comm):
@@ -365,7 +365,7 @@ def test_a_service_that_is_cancelled_ends_as_a_task_does():
 
 @pytest.mark.fault(121)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_workers_whose_driver_is_lost_end_and_say_so(transport):
+def test_workers_raise_driver_lost_error_without_their_driver(transport):
     """Those that recover without it make one of themselves rank 0, which does not drive."""
     numbers = signal.SIGINT, signal.SIGTERM
     before = list(map(signal.getsignal, numbers))
@@ -396,7 +396,7 @@ def test_workers_whose_driver_is_lost_end_and_say_so(transport):
     assert list(map(signal.getsignal, numbers)) == before
 
 
-def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):
+def test_abort_of_a_user_lane_within_a_plan_is_no_abort_of_the_plan(run):
     """Rank 1 gives up a lane within its plan, and carries on: so nobody else tells of rank 0's error."""
 
     def make(comm):
@@ -417,7 +417,7 @@ def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):
     drive(run, 2, make, body)
 
 
-def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
+def test_plan_in_order_that_fails_before_any_op_fails_alone(run):
     def make(comm):
         async def execute(plan):
             if plan == "bad":
@@ -439,7 +439,7 @@ def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
 
 @pytest.mark.parametrize("where", ["loop", "thread"])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_recovers(run, culprit, where):
+def test_plan_in_order_that_fails_amid_its_ops_loses_and_recovers_the_communicator(run, culprit, where):
     """Its collectives have no lane: the next plan's would meet those that the other rank has begun."""
 
     def make(comm):
@@ -469,7 +469,7 @@ def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_r
     drive(run, 2, make, body, lambda lost: lost.reconfigure(size=2))
 
 
-def test_layers_and_the_driver_go_on_after_a_rank_is_lost(run):
+def test_layers_and_driver_continue_after_a_lost_rank(run):
     """The layer holds what it was given at first; the request under way and those meanwhile fail, and say so."""
 
     class Layer:
@@ -530,7 +530,7 @@ def test_layers_and_the_driver_go_on_after_a_rank_is_lost(run):
     gc.collect()
 
 
-def test_without_recover_a_loss_is_the_end_and_is_told_everywhere(run):
+def test_service_without_recover_ends_on_every_rank_when_a_rank_is_lost(run):
     async def body(driver):
         with pytest.raises(PlanLostError, match="enough"):
             await driver.run((1, torch.ones(1)))
@@ -560,7 +560,7 @@ def test_without_recover_a_loss_is_the_end_and_is_told_everywhere(run):
     run(main)
 
 
-def test_the_end_waits_for_plans_under_way_and_takes_no_more(run):
+def test_driver_exit_waits_for_pending_plans_and_refuses_new_ones(run):
     order = []
 
     def make(comm):
@@ -601,7 +601,7 @@ def test_the_end_waits_for_plans_under_way_and_takes_no_more(run):
     assert set(order[3:]) == {"answer", "drained", "left 1", "left 2"}
 
 
-def test_a_cancelled_caller_leaves_the_plan_to_its_end(run):
+def test_cancelled_caller_leaves_its_plan_running(run):
     ended = []
 
     def make(comm):
@@ -630,7 +630,7 @@ def test_a_cancelled_caller_leaves_the_plan_to_its_end(run):
     run(main)
 
 
-def test_driving_again_and_working_again(run):
+def test_service_can_drive_and_work_repeatedly(run):
     async def main():
         async with local_world(2) as world:
 
@@ -649,7 +649,7 @@ def test_driving_again_and_working_again(run):
     run(main)
 
 
-def test_idle_beyond_the_deadline(run):
+def test_idle_worker_outlives_the_deadline(run):
     """The deadline of another op that is called later passes; then there is work."""
 
     async def body(driver):
@@ -670,7 +670,7 @@ def test_idle_beyond_the_deadline(run):
     run(main)
 
 
-def test_a_model_in_a_thread_gives_up_with_its_plan(run):
+def test_model_in_a_thread_ends_when_its_plan_is_aborted(run):
     """A thread cannot be cancelled: it ends by the error of the operation that it waits for."""
     ended = []
 
@@ -701,7 +701,7 @@ def test_a_model_in_a_thread_gives_up_with_its_plan(run):
     drive(run, 2, make, body)
 
 
-def test_a_worker_that_leaves_is_a_loss(run):
+def test_worker_that_leaves_fails_plans_with_plan_lost_error(run):
     async def body(driver):
         with pytest.raises(PlanLostError, match="rank 1"):
             await driver.run((1, torch.ones(1)))
@@ -722,7 +722,7 @@ def test_a_worker_that_leaves_is_a_loss(run):
     run(main)
 
 
-def test_what_the_body_raises_goes_on_as_it_is_and_ends_the_workers(run):
+def test_exception_in_the_drive_block_propagates_and_ends_the_workers(run):
     async def main():
         async with local_world(2) as world:
 
@@ -741,7 +741,7 @@ def test_what_the_body_raises_goes_on_as_it_is_and_ends_the_workers(run):
     run(main)
 
 
-def test_a_model_in_inference_mode(run):
+def test_plans_may_run_in_inference_mode(run):
     """Its tensors may be written in that mode only; collectives end on the loop, which is in none."""
 
     def make(comm):
@@ -762,7 +762,7 @@ def test_a_model_in_inference_mode(run):
     drive(run, 3, make, body)
 
 
-def test_who_waits_for_a_plan_learns_that_the_driver_has_ended(run):
+def test_waiting_callers_fail_when_the_driver_ends(run):
     """The block is left by an error, while tasks outside of it wait."""
 
     def make(comm):
@@ -801,7 +801,7 @@ def test_who_waits_for_a_plan_learns_that_the_driver_has_ended(run):
     run(main)
 
 
-def test_a_plan_that_cannot_be_sent_is_refused(run):
+def test_plan_that_cannot_be_sent_is_refused(run):
     async def body(driver):
         with pytest.raises(ArgumentError, match="object"):
             await driver.run(object())
@@ -810,7 +810,7 @@ def test_a_plan_that_cannot_be_sent_is_refused(run):
     drive(run, 2, summing, body)
 
 
-def test_rank_0_drives_and_the_others_work(run):
+def test_work_on_rank_0_and_drive_on_others_are_refused(run):
     async def main():
         async with local_world(2) as world:
             with pytest.raises(ArgumentError, match="rank 0 drives"):
@@ -823,7 +823,7 @@ def test_rank_0_drives_and_the_others_work(run):
 
 
 @pytest.mark.fault(122)
-def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run, caplog):
+def test_worker_ignores_signals_and_restores_their_handlers(run, caplog):
     numbers = signal.SIGINT, signal.SIGTERM
 
     async def body(driver):
@@ -845,7 +845,7 @@ def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run, caplog)
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv_object", "broadcast_object"])
-def test_a_lane_that_is_given_up_ends_what_is_pending_and_refuses_more(run, what):
+def test_aborted_lane_fails_pending_ops_and_refuses_new_ones(run, what):
     async def main():
         async with local_world(2) as world:
             calls = {

@@ -19,7 +19,7 @@ from aiocomms.testing import local_world, run_ranks, world
 pytestmark = pytest.mark.deterministic
 
 
-def test_ranks_of_one_loop_meet_without_a_store_and_without_threads(run, monkeypatch):
+def test_local_world_opens_without_store_or_threads(run, monkeypatch):
     """Otherwise each of a thousand ranks looks for every other one."""
 
     class Untouched(HashStore):
@@ -42,7 +42,7 @@ def test_ranks_of_one_loop_meet_without_a_store_and_without_threads(run, monkeyp
 
 
 @pytest.mark.parametrize("transport", ["local", "c10d"])
-def test_they_split_and_recover_all_the_same(run, transport):
+def test_local_world_ranks_split_and_reconfigure(run, transport):
     async def main():
         async with local_world(3, transport) as comms:
             children = await run_ranks(comms, lambda comm: comm.split([0, 2] if comm.rank != 1 else []))
@@ -63,7 +63,7 @@ def test_they_split_and_recover_all_the_same(run, transport):
     ("given", "wrong"),
     [({"size": 0}, "size is 0"), ({"timeout": 0}, "timeout is 0"), ({"name": ""}, "name has 0 characters")],
 )
-def test_wrong_arguments(run, given, wrong):
+def test_wrong_arguments_of_local_world_are_refused(run, given, wrong):
     async def main():
         with pytest.raises(ArgumentError, match=wrong):
             async with local_world(**{"size": 2, **given}):
@@ -72,7 +72,7 @@ def test_wrong_arguments(run, given, wrong):
     run(main)
 
 
-def test_results_in_rank_order(run):
+def test_run_ranks_returns_results_in_rank_order(run):
     async def main():
         async with local_world(3) as comms:
 
@@ -88,7 +88,7 @@ def test_results_in_rank_order(run):
     run(main)
 
 
-def test_each_rank_finds_its_own_communicator_by_name(run):
+def test_each_rank_of_run_ranks_finds_its_own_communicator(run):
     async def main():
         async with local_world(3) as comms:
 
@@ -101,7 +101,7 @@ def test_each_rank_finds_its_own_communicator_by_name(run):
     run(main)
 
 
-def test_the_failing_rank_is_named_and_the_others_are_cancelled(run):
+def test_run_ranks_names_the_failing_rank_and_cancels_the_others(run):
     async def main():
         async with local_world(3) as comms:
             ended = []
@@ -123,7 +123,7 @@ def test_the_failing_rank_is_named_and_the_others_are_cancelled(run):
     run(main)
 
 
-def test_all_who_fail_are_named(run):
+def test_run_ranks_names_every_failing_rank(run):
     async def main():
         async with local_world(2) as comms:
 
@@ -140,7 +140,7 @@ def test_all_who_fail_are_named(run):
 
 
 @pytest.mark.fault(120)
-def test_a_cancelled_future_that_a_rank_awaits_is_named_too():
+def test_run_ranks_names_the_rank_that_awaited_a_cancelled_future():
     """Nobody has cancelled the test: it is this rank that fails."""
 
     async def main():
@@ -159,7 +159,7 @@ def test_a_cancelled_future_that_a_rank_awaits_is_named_too():
     asyncio.run(main())
 
 
-def test_what_pytest_raises_is_named_too(run):
+def test_run_ranks_names_the_rank_of_a_pytest_failure(run):
     async def main():
         async with local_world(2) as comms:
 
@@ -174,7 +174,7 @@ def test_what_pytest_raises_is_named_too(run):
     run(main)
 
 
-def test_a_function_that_is_not_async(run):
+def test_run_ranks_refuses_a_function_that_is_not_async(run):
     async def main():
         async with local_world(2) as comms:
             with pytest.raises(ArgumentTypeError, match="fn returned 0, wanted an awaitable: write 'async def'"):

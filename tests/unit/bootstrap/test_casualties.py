@@ -71,7 +71,7 @@ def heard(steps: Generator[float, None, str]) -> CommAbortedError:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_who_waits_hears_of_it(host: Host, store: Store, rank: int) -> None:
+def test_waiting_rank_hears_of_a_rank_that_failed(host: Host, store: Store, rank: int) -> None:
     steps = arriving(store, rank)
     wait(steps)
     host.name = "elsewhere"  # what comes while one waits is new, whatever its clock says
@@ -82,13 +82,13 @@ def test_who_waits_hears_of_it(host: Host, store: Store, rank: int) -> None:
     assert error.message == "rank 1 failed before it came: ValueError: no"
 
 
-def test_who_comes_later_hears_of_it_at_once(host: Host, store: Store) -> None:
+def test_rank_that_arrives_later_hears_of_the_failure_at_once(host: Host, store: Store) -> None:
     host.fails(store, 1)
     with pytest.raises(CommAbortedError, match="rank 1 failed before it came"):
         next(arriving(store, 2))
 
 
-def test_rank_0_goes_last_for_it_may_serve_the_store(host: Host, store: Store) -> None:
+def test_rank_0_leaves_after_the_others_have_heard_of_the_failure(host: Host, store: Store) -> None:
     host.fails(store, 1)
     first = arriving(store, 0)
     wait(first)
@@ -96,7 +96,7 @@ def test_rank_0_goes_last_for_it_may_serve_the_store(host: Host, store: Store) -
     assert heard(first).peer == 1
 
 
-def test_what_an_earlier_run_has_left_is_no_news(host: Host, store: Store) -> None:
+def test_failure_of_an_earlier_run_is_ignored(host: Host, store: Store) -> None:
     host.fails(store, 1, at=STARTED - 1)
     host.name = "elsewhere"  # no clock can be compared
     host.fails(store, 2)
@@ -104,7 +104,7 @@ def test_what_an_earlier_run_has_left_is_no_news(host: Host, store: Store) -> No
     wait(arriving(store, 0), 2 * SECOND)
 
 
-def test_who_has_met_the_others_knows_of_no_start_to_compare_with(host: Host, store: Store) -> None:
+def test_rank_that_has_met_the_others_ignores_failures_from_before_its_arrival(host: Host, store: Store) -> None:
     early.meets()
     host.fails(store, 1)
     steps = arriving(store, 0)
@@ -113,7 +113,7 @@ def test_who_has_met_the_others_knows_of_no_start_to_compare_with(host: Host, st
     assert "KeyError" in heard(steps).message
 
 
-def test_who_comes_in_its_place_takes_it_back(host: Host, store: Store) -> None:
+def test_replacement_of_a_failed_rank_clears_its_failure(host: Host, store: Store) -> None:
     waiting = arriving(store, 0)
     wait(waiting, 1)
     host.fails(store, 1)
@@ -123,7 +123,7 @@ def test_who_comes_in_its_place_takes_it_back(host: Host, store: Store) -> None:
     wait(arriving(store, 2), 2 * SECOND)
 
 
-def test_all_meet_after_one_was_replaced(host: Host, store: Store) -> None:
+def test_ranks_meet_after_a_failed_rank_was_replaced(host: Host, store: Store) -> None:
     host.fails(store, 1, at=STARTED - 1)
     ranks, keys = {rank: arriving(store, rank) for rank in range(3)}, set[str]()
     while ranks:
@@ -137,7 +137,7 @@ def test_all_meet_after_one_was_replaced(host: Host, store: Store) -> None:
 
 
 @pytest.mark.parametrize("forged", [b"no list", framed(1, b"no record"), framed(7, b"no rank")])
-def test_what_is_no_word_of_a_rank_is_not_believed(host: Host, store: Store, forged: bytes) -> None:
+def test_malformed_failure_record_is_ignored(host: Host, store: Store, forged: bytes) -> None:
     store.set(KEY, forged)
     steps = arriving(store, 0)
     wait(steps)
@@ -145,9 +145,7 @@ def test_what_is_no_word_of_a_rank_is_not_believed(host: Host, store: Store, for
     wait(steps, 2 * SECOND)
 
 
-def test_what_nobody_of_the_job_has_signed_is_not_believed(
-    host: Host, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsigned_failure_record_is_ignored(host: Host, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     host.fails(store, 1)
     monkeypatch.setenv("AIOCOMMS_TOKEN", "a token of these tests")
     steps = arriving(store, 0)
@@ -156,7 +154,7 @@ def test_what_nobody_of_the_job_has_signed_is_not_believed(
     assert heard(steps).peer == 2
 
 
-def test_a_long_story_is_cut(host: Host, store: Store) -> None:
+def test_long_failure_message_is_truncated(host: Host, store: Store) -> None:
     host.fails(store, 1, "x" * 10_000)
     with pytest.raises(CommAbortedError) as caught:
         Casualties(store, 2, 3).arrive()
@@ -180,19 +178,19 @@ def end(error: BaseException) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_what_ends_a_rank_is_told(told: list[Exception]) -> None:
+def test_exception_that_ends_a_rank_is_reported(told: list[Exception]) -> None:
     error = ValueError("no")
     end(error)
     assert told == [error]
 
 
-def test_a_rank_that_has_met_the_others_tells_nothing(told: list[Exception]) -> None:
+def test_rank_that_has_met_the_others_reports_no_failure(told: list[Exception]) -> None:
     early.meets()
     end(ValueError("no"))
     assert not told
 
 
-def test_neither_does_a_forked_child_nor_who_is_interrupted(
+def test_forked_child_and_keyboard_interrupt_report_no_failure(
     told: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(KeyboardInterrupt())
@@ -202,7 +200,7 @@ def test_neither_does_a_forked_child_nor_who_is_interrupted(
     assert not told
 
 
-def test_the_package_looks_for_all_launchers() -> None:
+def test_package_looks_for_the_marks_of_every_launcher() -> None:
     assert set(aiocomms._MARKS) == set(early.MARKS.values())
 
 
@@ -227,18 +225,18 @@ class Called:
         pass
 
 
-def test_a_rank_says_what_has_ended_it(reached: list[tuple[Launch, str]]) -> None:
+def test_tell_sends_the_rank_and_its_exception(reached: list[tuple[Launch, str]]) -> None:
     casualties.tell(KeyError("batch"))
     ((launch, what),) = reached
     assert (launch.rank, what) == (1, "KeyError: 'batch'")
 
 
-def test_who_has_heard_of_another_leaves_it_to_that_one(reached: list[tuple[Launch, str]]) -> None:
+def test_failure_of_another_rank_is_not_reported_again(reached: list[tuple[Launch, str]]) -> None:
     casualties.tell(PeerDiedError("rank 0 is gone", rank=1, peer=0))
     assert not reached
 
 
-def test_a_process_that_a_rank_has_started_is_not_the_rank(
+def test_child_process_of_a_rank_reports_no_failure(
     reached: list[tuple[Launch, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(casualties, "_helps", lambda launch: launch.launcher == "torchrun")
@@ -256,7 +254,7 @@ def test_a_process_that_a_rank_has_started_is_not_the_rank(
         (0, False, False, None),  # it would have served the store
     ],
 )
-def test_where_a_rank_leaves_it(
+def test_failure_is_written_to_the_store_of_its_protocol(
     host: Host, store: Store, monkeypatch: pytest.MonkeyPatch,
     rank: int, agent_store: bool, torchs: bool, protocol: str | None,
 ) -> None:  # fmt: skip

@@ -81,7 +81,7 @@ def without(env, *names):
         pytest.param(without(SLURM, "SLURM_STEP_NODELIST"), "Slurm", 1, 4, "node01", id="the job's hosts"),
     ],
 )  # fmt: skip
-def test_a_launcher_is_recognised(env, launcher, rank, size, host):
+def test_launcher_is_recognised_by_its_environment(env, launcher, rank, size, host):
     launch = read_environment(env)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.size, launch.host) == (launcher, rank, size, host)
@@ -102,7 +102,7 @@ def test_a_launcher_is_recognised(env, launcher, rank, size, host):
         pytest.param(SLURM_INTERACTIVE | {"SLURM_STEP_ID": "-6"}, id="interactive step, printed as signed"),
     ],
 )
-def test_without_a_launcher_it_is_a_world_of_one(env):
+def test_environment_without_a_launcher_gives_no_launch(env):
     assert read_environment(env) is None
 
 
@@ -125,7 +125,7 @@ def test_without_a_launcher_it_is_a_world_of_one(env):
         pytest.param({"PMIX_RANK": "1"}, "PMIx", ["RANK", "WORLD_SIZE", "MASTER_ADDR"], id="PMIx"),
     ],
 )  # fmt: skip
-def test_an_incomplete_environment_is_no_world_of_one(env, launcher, missing):
+def test_incomplete_environment_of_a_launcher_is_refused(env, launcher, missing):
     with pytest.raises(ArgumentError) as caught:
         read_environment(env)
     text = str(caught.value)
@@ -149,7 +149,7 @@ def test_an_incomplete_environment_is_no_world_of_one(env, launcher, missing):
         ({"JOB_COMPLETION_INDEX": "3"}, "WARNING", "JOB_COMPLETION_INDEX=3"),  # a pod of an indexed Job of Kubernetes
     ],
 )
-def test_a_world_of_one_is_logged(env, level, says, caplog):
+def test_single_rank_without_a_launcher_is_logged(env, level, says, caplog):
     caplog.set_level("INFO", "aiocomms")
     assert read_environment(env) is None
     (record,) = caplog.records
@@ -164,14 +164,14 @@ def test_the_agent_store_is_read_as_torch_reads_it(value, agent_store):
 
 
 @pytest.mark.parametrize("host", ["node01", "rank_0.job", "10.0.0.1", "::1", "fe80::1%eth0"])
-def test_names_and_addresses_are_hosts(host):
+def test_master_addr_may_be_a_name_or_an_address(host):
     launch = read_environment(TORCHRUN | {"MASTER_ADDR": host})
     assert launch is not None
     assert launch.host == host
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, INTEL_MPI, SLURM], ids=["Open MPI", "MPICH", "Slurm"])
-def test_the_users_address_wins(env):
+def test_master_addr_and_port_override_the_launchers(env):
     launch = read_environment(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
     assert launch is not None
     assert (launch.host, launch.port) == ("10.0.0.1", 5)
@@ -187,7 +187,7 @@ def test_the_users_address_wins(env):
         (SLURM, {"SLURM_JOB_ID": "8"}),
     ],
 )
-def test_ranks_of_a_job_derive_one_port_and_other_jobs_another(env, other):
+def test_ranks_of_a_job_derive_one_port_that_differs_from_other_jobs(env, other):
     rank = next(name for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in env)
     here, there, stranger = (read_environment(env | change) for change in ({}, {rank: "0"}, other))
     assert here is not None
@@ -203,7 +203,7 @@ def test_ranks_of_a_job_derive_one_port_and_other_jobs_another(env, other):
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH", 0, 1, None, None, False)),
     ],
 )
-def test_one_rank_needs_no_address(env, launch):
+def test_launch_of_one_rank_needs_no_address(env, launch):
     assert read_environment(env) == launch
 
 
@@ -270,14 +270,14 @@ def test_one_rank_needs_no_address(env, launch):
         ),
     ],
 )
-def test_one_error_lists_all_that_is_wrong(env, complaints):
+def test_environment_error_lists_every_wrong_variable(env, complaints):
     with pytest.raises(ArgumentError) as caught:
         read_environment(env)
     for complaint in complaints:
         assert complaint in str(caught.value)
 
 
-def test_nothing_else_is_complained_about():
+def test_environment_error_lists_only_wrong_variables():
     with pytest.raises(ArgumentError) as caught:
         read_environment(TORCHRUN | {"MASTER_PORT": "abc"})
     assert str(caught.value) == (
@@ -303,12 +303,12 @@ def test_hostlists_expand_as_scontrol_expands_them(text, hosts):
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "n[", "n]", "n[1", "n[]", "n[1-]", "n[3-1]", "n[a-b]", "n[[1]]", "a b"])
-def test_what_is_no_hostlist_is_refused(text):
+def test_malformed_hostlist_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
         list(expand_hostlist(text))
 
 
-def test_a_huge_range_is_not_built():
+def test_huge_hostlist_range_expands_lazily():
     assert next(expand_hostlist("n[0-999999999999]")) == "n0"
 
 
@@ -335,7 +335,7 @@ def test_hostlists_survive_the_round_trip(hosts):
 
 
 @given(st.text(alphabet="ab0[]-, ", max_size=12))
-def test_no_text_breaks_the_parser(text):
+def test_hostlist_parser_expands_or_refuses_any_text(text):
     try:
         names = [name for name, _ in zip(expand_hostlist(text), range(100), strict=False)]
     except ValueError:
@@ -344,7 +344,7 @@ def test_no_text_breaks_the_parser(text):
 
 
 @pytest.mark.real
-def test_importing_it_loads_neither_torch_nor_an_event_loop():
+def test_import_of_launchers_loads_neither_torch_nor_an_event_loop():
     code = (
         "import sys, aiocomms.bootstrap.launchers\n"
         "print(sorted({'torch', 'asyncio', 'anyio', 'trio', 'socket'} & sys.modules.keys()))"
@@ -367,7 +367,7 @@ for rank, shell in enumerate([[], ["sh", "-c", '"$@"; exit $?', "sh"]]):
 
 @pytest.mark.real
 @pytest.mark.fault(93)
-def test_ranks_that_one_process_of_this_host_has_started_derive_one_port():
+def test_ranks_started_by_one_local_process_derive_one_port():
     env = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     jobs = [
         subprocess.run([sys.executable, "-c", STARTER], env=env, check=True, text=True, stdout=subprocess.PIPE)
@@ -380,7 +380,7 @@ def test_ranks_that_one_process_of_this_host_has_started_derive_one_port():
 
 
 @pytest.mark.fault(93)
-def test_a_rank_whose_starter_cannot_be_told_needs_a_port(monkeypatch):
+def test_rank_with_an_unknown_parent_process_needs_a_port(monkeypatch):
     """As in a container of its own, whose first process it is."""
     monkeypatch.setattr(os, "getppid", lambda: 0)
     with pytest.raises(ArgumentError, match="MASTER_PORT is missing"):

@@ -62,7 +62,7 @@ async def succeed(comms: list[aiocomms.Communicator], **how: Any) -> None:
         await together(*(comm.aclose for comm in new))
 
 
-def test_after_a_newcomer_that_died_when_it_was_invited(transport: str, monkeypatch: pytest.MonkeyPatch):
+def test_reconfigure_succeeds_after_an_invited_newcomer_died(transport: str, monkeypatch: pytest.MonkeyPatch):
     claim = newcomers.Claims.claim
 
     def die(self: newcomers.Claims, *args: Any) -> None:
@@ -86,7 +86,7 @@ def test_after_a_newcomer_that_died_when_it_was_invited(transport: str, monkeypa
 
 
 @pytest.mark.deterministic
-def test_who_came_in_vain_is_not_taken_for_there(transport: str):
+def test_rank_whose_reconfigure_timed_out_does_not_count_as_present(transport: str):
     """And all meet, whoever has tried before."""
 
     async def main() -> None:
@@ -100,7 +100,7 @@ def test_who_came_in_vain_is_not_taken_for_there(transport: str):
     run_on("asyncio", main)
 
 
-def test_the_place_of_an_earlier_meeting_is_forgotten_when_it_is_gone():
+def test_unreachable_address_of_an_earlier_meeting_is_dropped():
     async def main() -> None:
         port = free_port()
         async with world("ucx", HashStore(), 2) as comms:
@@ -112,7 +112,7 @@ def test_the_place_of_an_earlier_meeting_is_forgotten_when_it_is_gone():
 
 
 @pytest.mark.parametrize("moment", ["decide", "form"])
-def test_a_store_that_dies_while_the_ranks_meet_there(moment: str, monkeypatch: pytest.MonkeyPatch):
+def test_reconfigure_succeeds_when_the_store_dies_meanwhile(moment: str, monkeypatch: pytest.MonkeyPatch):
     """Before they have decided, or when they begin to carry it out."""
     store, _ = serve_store("127.0.0.1", HANGS)
     of, name = (Board, "decide") if moment == "decide" else (recovery.Recovery, "_form")

@@ -44,13 +44,13 @@ def exchanging(store, rank, size, token=TOKEN):
 
 
 @pytest.mark.parametrize("size", [2, 10, 300])
-def test_calls_do_not_grow_with_the_ranks(size):
+def test_store_calls_per_rank_are_constant_in_the_number_of_ranks(size):
     assert max(rank.calls for rank in scale.exchanging(size, size)) == 4
     assert max(rank.calls for rank in scale.arriving(size)) == 9
 
 
 @pytest.mark.parametrize("size", [2, 300])
-def test_a_look_is_one_call(size):
+def test_poll_of_the_store_is_one_call(size):
     """It waits for a rank that does not come, and so do all others that have."""
     store = scale.CountingStore()
     arrivals = [scale.Steps(store, Arrival(store, r, size, Seal(None, "w")).steps(3600)) for r in range(size - 1)]
@@ -64,7 +64,7 @@ def test_a_look_is_one_call(size):
         assert [rank.calls for rank in waits] == [calls + 1 for calls in before]
 
 
-def test_all_ranks_together_spare_the_store():
+def test_polls_of_all_ranks_together_are_bounded():
     def looks(size):
         waits = pauses(size)
         return size / [next(waits) for _ in range(30)][-1]
@@ -73,7 +73,7 @@ def test_all_ranks_together_spare_the_store():
     assert looks(400) == looks(100_000) == 8000
 
 
-def test_few_ranks_wait_little_longer_than_there_is_to_wait_for():
+def test_pauses_of_few_ranks_add_at_most_a_quarter():
     waits, waited = pauses(4), 0.0
     for pause in itertools.islice(waits, 20):
         assert pause <= 0.0005 + waited / 4
@@ -96,7 +96,7 @@ KINDS = ["hash", "file", "tcp", "prefix", "job's, served here", "job's, served e
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_go_over_any_store(stores, kind):
+def test_exchange_works_over_any_store(stores, kind):
     store = stores[kind]
     values = [bytes(range(256)) * 256, b"", b"\0"]  # the first one is as long as any may be
 
@@ -111,7 +111,7 @@ def test_values_go_over_any_store(stores, kind):
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", KINDS[4:])
-def test_what_is_got_from_a_jobs_store_waits_for_its_keys(stores, kind):
+def test_multi_get_waits_for_all_keys(stores, kind):
     store, there = PrefixStore("mine", stores[kind]), threading.Event()
 
     def write():
@@ -132,7 +132,7 @@ def test_what_is_got_from_a_jobs_store_waits_for_its_keys(stores, kind):
 # -------------------------------------------------------------------------------------------- what others may write
 
 
-def test_a_counter_that_somebody_raises_is_no_rank():
+def test_counter_raised_without_a_record_adds_no_rank():
     store = HashStore()
     store.add("k/count", 7)
     steps, got = exchanging(store, 0, 2)
@@ -143,7 +143,7 @@ def test_a_counter_that_somebody_raises_is_no_rank():
 
 
 @pytest.mark.parametrize("order", ["before", "behind"])
-def test_a_forged_record_does_not_hide_the_ranks_own(order):
+def test_forged_record_does_not_hide_the_signed_one(order):
     store, forged = HashStore(), framed(1, Seal(b"another token").sign("k", 1, b"forged"))
     if order == "before":
         store.append("k", forged)
@@ -157,17 +157,17 @@ def test_a_forged_record_does_not_hide_the_ranks_own(order):
 
 
 @pytest.mark.parametrize("data", [b"\0", framed(1, b"abc")[:-1], framed(0, b"") + b"x" * 8], ids=len)
-def test_a_list_that_makes_no_sense(data):
+def test_malformed_list_in_the_store_raises_protocol_error(data):
     with pytest.raises(ProtocolError, match="the list 'k' in the store makes no sense"):
         listed(data, 2, "k")
 
 
-def test_records_of_ranks_that_there_are_not_are_left_out():
+def test_records_of_ranks_beyond_the_size_are_ignored():
     assert listed(framed(2, b"a") + framed(1, b"b") + framed(1, b"c"), 2, "k") == {1: [b"b", b"c"]}
 
 
 @pytest.mark.parametrize("data", ["", "-1", "x", "1" * 5000], ids=len)
-def test_a_counter_that_makes_no_sense(data):
+def test_malformed_counter_in_the_store_raises_protocol_error(data):
     store = HashStore()
     steps, _ = exchanging(store, 0, 2)
     store.set("k/count", data)
@@ -193,7 +193,7 @@ def ended(steps):
     raise AssertionError("it goes on looking")
 
 
-def test_all_are_told_who_has_another_token():
+def test_every_rank_is_told_which_rank_has_another_token():
     """Rank 0 alone reads what the others have signed."""
     store = HashStore()
     ranks = [arriving(store, r, 3, b"another token" if r == 1 else TOKEN)[1] for r in range(3)]
@@ -207,7 +207,7 @@ def test_all_are_told_who_has_another_token():
     assert peers == [1, 0, 1]
 
 
-def test_who_answers_is_known_to_be_there_where_rank_0_is_not(monkeypatch):
+def test_ranks_that_answer_are_present_without_rank_0(monkeypatch):
     """The store has the keys of ranks that are gone, as if all had come."""
     now = [0.0]
     monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
@@ -222,7 +222,7 @@ def test_who_answers_is_known_to_be_there_where_rank_0_is_not(monkeypatch):
     assert [arrival.present for arrival, _ in ranks] == [{1, 3}, {1, 3}]
 
 
-def test_what_rank_0_says_has_to_be_what_it_has_signed():
+def test_unsigned_decision_of_rank_0_raises_protocol_error():
     store = HashStore()
     (leader, leads), (_, follows) = arriving(store, 0, 2), arriving(store, 1, 2)
     next(leads)
@@ -235,7 +235,7 @@ def test_what_rank_0_says_has_to_be_what_it_has_signed():
     assert caught.value.peer == 0
 
 
-def test_a_rank_0_that_comes_again_is_answered_again():
+def test_restarted_rank_0_is_answered_again():
     store = HashStore()
     first, follows = arriving(store, 0, 2)[1], arriving(store, 1, 2)[1]
     next(first)
@@ -247,7 +247,7 @@ def test_a_rank_0_that_comes_again_is_answered_again():
 
 
 @pytest.mark.parametrize("said", ["x", "{digest} 1", "{digest} 1 x message", "{digest} 2 1 message"])
-def test_what_rank_0_says_has_to_make_sense(said):
+def test_malformed_decision_of_rank_0_raises_protocol_error(said):
     store = HashStore()
     (leader, leads), (_, follows) = arriving(store, 0, 2), arriving(store, 1, 2)
     next(leads)
@@ -260,7 +260,7 @@ def test_what_rank_0_says_has_to_make_sense(said):
 
 
 @pytest.mark.parametrize(("size", "spread", "timeout"), [(16, 3, 10), (32, 5, 30), (64, 0.2, 10), (64, 10, 60)])
-def test_no_rank_that_has_come_is_named_where_rank_0_has_not(monkeypatch, size, spread, timeout):
+def test_ranks_that_came_are_never_named_missing_without_rank_0(monkeypatch, size, spread, timeout):
     """In the time of the test: the others come over some seconds, and each gives up by its own deadline."""
     now, order = [0.0], random.Random(size)
     monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
@@ -283,7 +283,7 @@ def test_no_rank_that_has_come_is_named_where_rank_0_has_not(monkeypatch, size, 
 
 @pytest.mark.real
 @pytest.mark.parametrize("request_of", [["multi_get"], ["multi_get", 7], ["multi_get", ["x"] * 1000], ["get"]])
-def test_a_request_that_makes_no_sense_costs_nobody_else_the_store(request_of):
+def test_malformed_store_request_leaves_other_clients_connected(request_of):
     _, port = serve_store("127.0.0.1", 20.0)
     hostile, innocent = (reach_store("127.0.0.1", port, rank, 20.0) for rank in (1, 2))
     innocent.set("x", "1")

@@ -82,12 +82,12 @@ def make(name="Made", *, of=LocalTransport.capabilities.ops, devices=("cpu",), l
 P2P = {ops.Send, ops.Recv}
 
 
-def test_what_is_installed_is_found():
+def test_installed_transport_is_found():
     assert registry.find("local", CPU) is LocalTransport
     assert registry.available(CPU)["local"] is None
 
 
-def test_a_strangers_transport_is_found_and_works(run, distribution):
+def test_third_party_transport_is_found_and_works(run, distribution):
     distribution("stranger", STRANGER, strange="Stranger")
 
     async def main():
@@ -122,7 +122,7 @@ def test_a_strangers_transport_is_found_and_works(run, distribution):
     ],
     ids=["library", "import", "syntax", "attribute", "type", "class", "probe", "reason"],
 )
-def test_a_broken_transport_is_listed_with_the_reason_and_harms_no_other(run, distribution, source, reason):
+def test_broken_transport_is_listed_with_its_reason_and_leaves_others_usable(run, distribution, source, reason):
     distribution("stranger", source, strange="Stranger")
     assert reason in registry.available(CPU)["strange"]
     assert registry.available(CPU)["local"] is None
@@ -143,7 +143,7 @@ def test_a_broken_transport_is_listed_with_the_reason_and_harms_no_other(run, di
     run(main)
 
 
-def test_a_transport_that_fails_to_load_is_tried_again(distribution, tmp_path):
+def test_transport_that_failed_to_load_is_loaded_again(distribution, tmp_path):
     distribution("stranger", "raise OSError('not yet')", strange="Stranger")
     assert "not yet" in registry.find("strange", CPU)
     (tmp_path / "stranger.py").write_text(STRANGER + "# of another length than before\n")
@@ -151,7 +151,7 @@ def test_a_transport_that_fails_to_load_is_tried_again(distribution, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["locl", "", "Local", "aiocomms"])
-def test_an_unknown_name_lists_the_known_ones(run, install, name):
+def test_unknown_transport_name_lists_the_installed_ones(run, install, name):
     install(sick=make(reason="it is sick"), well=make())
 
     async def main():
@@ -167,7 +167,7 @@ def test_an_unknown_name_lists_the_known_ones(run, install, name):
 
 
 @pytest.mark.parametrize("bad", [None, 42, ["local"], b"local", ("local", "local"), {"local"}], ids=repr)
-def test_what_names_no_transport(run, bad):
+def test_transport_argument_of_wrong_type_is_refused(run, bad):
     async def main():
         with pytest.raises(
             ArgumentTypeError, match=r"transport is .*, wanted a name, 'auto', or a mapping of families"
@@ -178,7 +178,7 @@ def test_what_names_no_transport(run, bad):
 
 
 @pytest.mark.parametrize("mapping", [{}, {"p2p": None}, {"p2p": ["local"]}, {1: "local"}, {"p2p": 42}], ids=repr)
-def test_a_mapping_that_names_no_transport(run, mapping):
+def test_transport_mapping_without_a_valid_name_is_refused(run, mapping):
     async def main():
         with pytest.raises(ArgumentError, match="transport "):
             await aiocomms.new_comm(mapping)
@@ -186,7 +186,7 @@ def test_a_mapping_that_names_no_transport(run, mapping):
     run(main)
 
 
-def test_an_unknown_family(run):
+def test_transport_mapping_with_an_unknown_family_is_refused(run):
     async def main():
         with pytest.raises(
             ArgumentError, match="names the family 'collective', wanted some of 'p2p', 'collectives', 'rma'"
@@ -196,7 +196,7 @@ def test_an_unknown_family(run):
     run(main)
 
 
-def test_a_family_that_the_transport_does_not_carry(run, install):
+def test_transport_mapping_with_an_unsupported_family_is_refused(run, install):
     install(small=make(of=P2P))
 
     async def main():
@@ -206,7 +206,7 @@ def test_a_family_that_the_transport_does_not_carry(run, install):
     run(main)
 
 
-def test_another_device(run):
+def test_unsupported_device_is_refused(run):
     async def main():
         with pytest.raises(UnsupportedOperation, match="it carries tensors on cpu, cuda, not on meta"):
             await aiocomms.new_comm("local", "meta")
@@ -214,7 +214,7 @@ def test_another_device(run):
     run(main)
 
 
-def test_a_mapping_of_families(run, install):
+def test_transport_mapping_opens_a_transport_for_each_family(run, install):
     install(one=make("One"), two=make("Two"))
 
     async def main():
@@ -232,7 +232,7 @@ def test_a_mapping_of_families(run, install):
     run(main)
 
 
-def test_some_families_are_enough(run, install):
+def test_communicator_with_some_families_refuses_ops_of_the_others(run, install):
     install(small=make(of=P2P))
 
     async def main():
@@ -250,7 +250,7 @@ def test_some_families_are_enough(run, install):
     run(main)
 
 
-def test_auto_prefers_what_is_available_family_by_family(install):
+def test_auto_prefers_the_best_available_transport_for_each_family(install):
     everything = LocalTransport.capabilities.ops
     install(
         **dict.fromkeys(registry.entries(), make(liking=0)),  # 0 is never
@@ -270,7 +270,7 @@ def test_auto_lowers_collectives_to_a_transport_that_has_none(install):
     assert registry.choose("auto", CPU, 4, {}).names == {"p2p": "pairs", "collectives": "pairs"}
 
 
-def test_auto_where_nothing_is_available_says_why(run, install):
+def test_auto_without_an_available_transport_lists_the_reasons(run, install):
     known = {name: make(liking=9, reason=f"{name} is sick") for name in registry.entries()}
     install(**known)
 
@@ -286,7 +286,7 @@ def test_auto_where_nothing_is_available_says_why(run, install):
     run(main)
 
 
-def test_the_transport_is_told_the_hints(run, install):
+def test_transport_receives_the_hints(run, install):
     seen = []
 
     class Listening(Named):
@@ -322,7 +322,7 @@ def test_a_transport_named_twice_is_opened_once(run, install):
     run(main)
 
 
-def test_what_was_opened_is_closed_if_another_fails_to_open(run, install):
+def test_opened_transport_is_closed_if_another_fails_to_open(run, install):
     closed = []
 
     class Closing(Named):
@@ -347,7 +347,7 @@ def test_what_was_opened_is_closed_if_another_fails_to_open(run, install):
     run(main)
 
 
-def test_no_available_transport_adopts_what_is_no_communicator(run):
+def test_from_process_group_refuses_an_unknown_group(run):
     class Group:
         def rank(self):
             return 0
@@ -363,7 +363,7 @@ def test_no_available_transport_adopts_what_is_no_communicator(run):
     run(main)
 
 
-def test_a_transport_is_abstract():
+def test_transport_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Transport()
 
@@ -392,7 +392,7 @@ class Broken(LocalTransport):
 """
 
 
-def test_a_transport_that_raises_when_asked_keeps_no_other_from_use(run, distribution, caplog):
+def test_transport_that_raises_when_asked_leaves_others_usable(run, distribution, caplog):
     distribution("broken", BROKEN, broken="Broken")
 
     async def main():
@@ -406,7 +406,7 @@ def test_a_transport_that_raises_when_asked_keeps_no_other_from_use(run, distrib
     assert {"how much?", "what is that?", "what of it?"} <= {str(record.exc_info[1]) for record in caplog.records}
 
 
-def test_a_transport_without_its_descriptor_loses_its_communicator_alone(run, distribution, caplog):
+def test_transport_whose_fileno_raises_loses_only_its_communicator(run, distribution, caplog):
     distribution("broken", BROKEN, broken="Broken")
 
     async def main():

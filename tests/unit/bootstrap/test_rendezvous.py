@@ -93,7 +93,7 @@ async def part(comms):
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
-def test_one_error_lists_all_that_is_wrong_with_the_place(place, complaints):
+def test_one_error_lists_every_wrong_argument_of_rank_size_and_store(place, complaints):
     with pytest.raises(ArgumentError, match="rank, size and store belong together: ") as caught:
         aiocomms.new_comm(**place)
     said = caught.value.message.partition(": ")[2].split("; ")
@@ -118,12 +118,12 @@ def test_one_error_lists_all_that_is_wrong_with_the_place(place, complaints):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said_before_anything_is_awaited(arguments, error, message):
+def test_wrong_arguments_of_new_comm_raise_before_any_await(arguments, error, message):
     with pytest.raises(error, match=message):
         aiocomms.new_comm(**arguments)
 
 
-def test_an_unknown_keyword():
+def test_unknown_keyword_of_new_comm_raises_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'world_size'"):
         aiocomms.new_comm(world_size=2)
 
@@ -132,7 +132,7 @@ def test_an_unknown_keyword():
 
 
 @pytest.mark.parametrize("place", [{}, {"rank": 0, "size": 1}, {"rank": 0, "size": 1, "store": HashStore()}], ids=list)
-def test_a_world_of_one(run, place):
+def test_communicator_of_one_rank_opens_and_closes(run, place):
     async def main():
         async with aiocomms.new_comm(**place) as comm:
             assert (comm.rank, comm.size, comm.name, comm.device) == (0, 1, "world", torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_ranks_meet_on_any_store(run, tmp_path, kind):
 
 
 @pytest.mark.fault(34)
-def test_several_names_on_one_store(run):
+def test_communicators_of_several_names_share_a_store(run):
     store = HashStore()
 
     async def main():
@@ -183,7 +183,7 @@ def test_several_names_on_one_store(run):
 
 
 @pytest.mark.fault(34)
-def test_one_name_many_times_on_one_store(run):
+def test_one_name_can_meet_repeatedly_on_one_store(run):
     store = HashStore()
 
     async def main():
@@ -197,7 +197,7 @@ def test_one_name_many_times_on_one_store(run):
     run(main)
 
 
-def test_the_context_manager_closes_and_a_raising_body_aborts(run):
+def test_context_manager_closes_and_aborts_on_an_exception(run):
     store = HashStore()
 
     async def fails():
@@ -218,7 +218,7 @@ def test_the_context_manager_closes_and_a_raising_body_aborts(run):
     run(lambda: together(fails, waits))
 
 
-def test_a_closed_communicator_refuses(run):
+def test_closed_communicator_refuses_operations(run):
     async def main():
         comm = await aiocomms.new_comm("local", rank=0, size=1)
         await comm.aclose()
@@ -235,7 +235,7 @@ def test_a_closed_communicator_refuses(run):
 @pytest.mark.real
 @pytest.mark.fault(33, transport="local")
 @pytest.mark.parametrize("timeout", [1, timedelta(seconds=1)], ids=["seconds", "timedelta"])
-def test_who_did_not_come_is_named(timeout):
+def test_timeout_of_new_comm_names_the_missing_ranks(timeout):
     async def main():
         store, messages = HashStore(), []
 
@@ -265,7 +265,7 @@ def leaves_nothing_behind(run, main):
 
 
 @pytest.mark.real
-def test_a_meeting_that_fails_leaves_nothing_behind(run):
+def test_failed_rendezvous_leaks_nothing(run):
     async def fails(n):
         with pytest.raises(CommTimeoutError):
             await opened(store=HashStore(), rank=0, size=2, timeout=0.02 * n)
@@ -277,7 +277,7 @@ def test_a_meeting_that_fails_leaves_nothing_behind(run):
     leaves_nothing_behind(run, lambda: together(*(lambda n=n: fails(n) for n in range(1, 5)), cancelled, cancelled))
 
 
-def test_a_transport_that_fails_halfway_leaves_nothing_behind(run, install):
+def test_transport_that_fails_while_opening_leaks_nothing(run, install):
     class Half(LocalTransport):
         @classmethod
         async def open(cls, rendezvous, options):
@@ -304,7 +304,7 @@ def test_a_transport_that_fails_halfway_leaves_nothing_behind(run, install):
 
 @pytest.mark.real
 @pytest.mark.fault(32)
-def test_an_attempt_that_was_given_up_does_not_hold_up_the_next():
+def test_cancelled_rendezvous_does_not_delay_the_next():
     """A store's connection carries one call at a time, and an abandoned wait may have minutes to go."""
     mine = serve()
     theirs = connect(mine.port)
@@ -319,7 +319,7 @@ def test_an_attempt_that_was_given_up_does_not_hold_up_the_next():
     anyio.run(main)
 
 
-def test_communicators_may_form_in_any_order_at_once():
+def test_communicators_form_concurrently_in_any_order():
     server = serve()
     connections = [server, connect(server.port)]
     names = ["a", "b", "c"]
@@ -354,7 +354,7 @@ def test_ranks_that_disagree_on_the_size_do_not_meet(run):
 
 
 @pytest.mark.real
-def test_a_store_that_stops_answering_is_left_at_the_deadline(run):
+def test_unresponsive_store_fails_at_the_deadline(run):
     """A server that takes the connection and says nothing, which torch waits for without a limit."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "1")
@@ -380,7 +380,7 @@ sys.stdin.read()
 
 @pytest.mark.real
 @pytest.mark.fault(32)
-def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
+def test_stopped_store_server_fails_at_the_deadline():
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
@@ -399,7 +399,7 @@ def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
 
 
 @pytest.mark.fault(31)
-def test_a_store_whose_server_has_gone_is_lost():
+def test_store_whose_server_has_ended_raises_store_lost_error():
     server = serve()
     store = connect(server.port)
     del server
@@ -413,7 +413,7 @@ def test_a_store_whose_server_has_gone_is_lost():
 
 @pytest.mark.real
 @pytest.mark.fault(31)
-def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
+def test_store_whose_server_ends_during_rendezvous_raises_store_lost_error():
     async def main():
         server = [serve()]
         store, look = connect(server[0].port), connect(server[0].port)
@@ -432,7 +432,7 @@ def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
 
 
 @pytest.mark.fault(31)
-def test_an_established_communicator_outlives_its_store():
+def test_established_communicator_outlives_its_store():
     async def main():
         server = serve()
         comms = await meet(2, connect(server.port))
@@ -447,7 +447,7 @@ def test_an_established_communicator_outlives_its_store():
 # ------------------------------------------------------------------------------------------------ the environment
 
 
-def test_an_incomplete_environment_is_said_at_once(run, monkeypatch):
+def test_incomplete_environment_is_refused_at_once(run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "none")
 
@@ -460,7 +460,7 @@ def test_an_incomplete_environment_is_said_at_once(run, monkeypatch):
     run(main)
 
 
-def test_arguments_win_over_the_environment(run, monkeypatch):
+def test_arguments_override_the_environment(run, monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
 
@@ -472,7 +472,7 @@ def test_arguments_win_over_the_environment(run, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [{}, {"rank": 0, "size": 1}], ids=list)
-def test_who_joins_needs_a_store(run, place):
+def test_join_without_a_store_is_refused(run, place):
     async def main():
         with pytest.raises(ArgumentError, match="join is True, and no store"):
             await aiocomms.new_comm(join=True, **place)
@@ -480,7 +480,7 @@ def test_who_joins_needs_a_store(run, place):
     run(main)
 
 
-def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
+def test_launched_single_rank_needs_no_store(run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
@@ -492,7 +492,7 @@ def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
 
 
 @pytest.mark.real
-def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypatch, free_port):
+def test_new_comm_after_store_lost_error_finds_the_new_store(monkeypatch, free_port):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for name, value in place.items():
@@ -563,7 +563,7 @@ def test_processes_meet_by_their_launchers_environment(free_port, launcher):
 
 @pytest.mark.real
 @pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
-def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
+def test_lone_process_names_the_missing_ranks(free_port):
     script = RANK.replace("timeout=30", "timeout=1")
     process = start(script, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port)
     stdout, stderr = process.communicate(timeout=HANGS)
@@ -598,7 +598,7 @@ def crashed(store, *ranks):
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("before", [[], [(0,)], [(1,)], [(0, 1)], [(1,), (1,)], [(0,), (0, 1), (1,)]], ids=str)
 @pytest.mark.parametrize("kind", [HashStore, FileStore])
-def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
+def test_records_of_a_crashed_run_in_the_store_are_ignored(kind, before, tmp_path):
     async def main():
         store = FileStore(str(tmp_path / "store"), 2) if kind is FileStore else HashStore()
         for came in before:
@@ -611,7 +611,7 @@ def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
 
 @pytest.mark.real
 @pytest.mark.fault(34)
-def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
+def test_later_of_two_processes_with_one_rank_replaces_the_first():
     async def main():
         store, comms = HashStore(), []
 
@@ -637,7 +637,7 @@ def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
     anyio.run(main)
 
 
-def test_one_that_is_cancelled_when_it_has_just_been_formed_is_closed(monkeypatch):
+def test_new_comm_cancelled_just_after_forming_closes_its_transport(monkeypatch):
     """While whoever listens for other ranks' failures goes, the program gives up: nobody will have the transport."""
     closed, close, tasks = [], LocalTransport.aclose, []
 

@@ -99,7 +99,7 @@ store.set(f"done {rank}", "")
 
 
 @pytest.mark.real
-def test_three_processes_exchange_keys(port):
+def test_store_exchanges_keys_among_three_processes(port):
     command = [sys.executable, "-c", CLIENT, str(port)]
     root = Path(__file__).parents[3]
     clients = [subprocess.Popen([*command, str(rank)], cwd=root, stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
@@ -133,14 +133,14 @@ def test_rank_0_listens_on_the_given_address_only(port, host, addresses):
     assert listeners(port) == []
 
 
-def test_a_name_is_resolved(port):
+def test_store_resolves_a_host_name(port):
     store = rank0(port, "localhost")
     assert set(listeners(port)) <= {"0100007F", "00000000000000000000000001000000"}
     client(port, "localhost").set("key", "value")
     assert store.get("key") == b"value"
 
 
-def test_a_name_that_is_loopback_too_is_served_where_others_find_it(monkeypatch, port):
+def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypatch, port):
     addresses = [("127.0.1.1", port), ("192.0.2.77", port)]
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
     monkeypatch.setattr(stores.socket, "getaddrinfo", lambda *_, **__: found)
@@ -160,7 +160,7 @@ def test_the_store_keeps_the_given_timeout(port):
     assert rank0(port, timeout=7.5).timeout == timedelta(seconds=7.5)
 
 
-def test_a_late_master_is_waited_for(monkeypatch, port):
+def test_client_waits_for_a_late_master(monkeypatch, port):
     knocked = threading.Event()
     knock = stores._knock  # the moment after an attempt, which nothing else shows
 
@@ -199,7 +199,7 @@ def test_stores_of_rank_0_that_are_opened_at_once_share_a_server(port):
     assert [store.get("key") for store in together] == [b"value"] * 4
 
 
-def test_torchs_own_rendezvous_has_the_port_once_the_ranks_have_met(port, caplog):
+def test_port_is_free_for_torch_once_the_ranks_have_met(port, caplog):
     store = rank0(port)
     with store.admitting():
         peer = client(port)
@@ -212,7 +212,7 @@ def test_torchs_own_rendezvous_has_the_port_once_the_ranks_have_met(port, caplog
     assert torchs.get("key") == b"torch's"
 
 
-def test_nobody_listens_unless_somebody_forms(port):
+def test_store_listens_only_while_a_communicator_forms(port):
     store = rank0(port)
     with store.admitting():
         peer = client(port)
@@ -226,7 +226,7 @@ def test_nobody_listens_unless_somebody_forms(port):
     assert listeners(port) == []
 
 
-def test_who_still_needs_the_store_has_it_and_finds_it_again(port):
+def test_store_outlives_rank_0s_reference_while_clients_use_it(port):
     store = rank0(port)
     peer, another = client(port), client(port, rank=2, size=3)
     del store
@@ -238,14 +238,14 @@ def test_who_still_needs_the_store_has_it_and_finds_it_again(port):
     del peer, another, store  # in this order: the thread ends with the last user, who waits for that
 
 
-def test_one_port_on_two_addresses_is_refused(port):
+def test_same_port_on_a_second_address_is_refused(port):
     store = rank0(port)
     with pytest.raises(ArgumentError, match=rf"this process serves that port on {HOST} already"):
         rank0(port, "127.0.0.2")
     del store
 
 
-def test_the_agents_store_is_not_hosted_again(port):
+def test_agent_store_is_joined_and_not_hosted_again(port):
     agent = TCPStore(HOST, port, 2, is_master=True, wait_for_workers=False)
     worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=HANGS)
     worker.set("key", "value")
@@ -255,14 +255,14 @@ def test_the_agents_store_is_not_hosted_again(port):
 @pytest.mark.deterministic
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
-def test_every_interface_is_refused(host, rank):
+def test_wildcard_address_is_refused(host, rank):
     with pytest.raises(ArgumentError, match="every interface") as caught:
         connect_store(host, PORT, rank, 2, agent_store=False, timeout=HANGS)
     assert f"MASTER_ADDR={host!r}, MASTER_PORT={PORT}" in str(caught.value)
 
 
 @pytest.mark.fault(35)
-def test_a_port_in_use_is_refused_at_once(port):
+def test_port_in_use_is_refused_at_once(port):
     with (
         socket.create_server((HOST, port)),
         pytest.raises(ArgumentError, match="the port is in use: set MASTER_PORT") as caught,
@@ -280,7 +280,7 @@ def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
 
 
 @pytest.mark.deterministic
-def test_a_name_that_is_loopback_only_is_refused_where_ranks_are_elsewhere():
+def test_loopback_only_name_is_refused_when_ranks_are_on_other_hosts():
     with pytest.raises(ArgumentError, match=r"'localhost'.*would be at (127\.0\.0\.1|::1).*ranks are on other hosts"):
         connect_store("localhost", PORT, 0, 2, agent_store=False, elsewhere=True, timeout=HANGS)
 
@@ -293,7 +293,7 @@ def fails_after(timeout, error, call, *args):
 
 
 @pytest.mark.fault(35)
-def test_nobody_listens(port):
+def test_client_without_a_listening_master_raises_store_lost_error(port):
     message = fails_after(0.3, StoreLostError, client, port)
     assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
     assert "within 0.3 s" in message
@@ -301,7 +301,7 @@ def test_nobody_listens(port):
 
 
 @pytest.mark.fault(35)
-def test_the_master_says_nothing(port):
+def test_client_of_a_silent_master_raises_store_lost_error(port):
     with socket.socket() as full, socket.socket() as taker:
         full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         full.bind((HOST, port))
@@ -311,7 +311,7 @@ def test_the_master_says_nothing(port):
     assert "timed out" in message
 
 
-def test_the_master_speaks_another_language(port, capfd):
+def test_client_of_a_foreign_server_raises_protocol_error(port, capfd):
     def talk(server):
         while True:
             try:
@@ -333,7 +333,7 @@ def test_the_master_speaks_another_language(port, capfd):
 
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("call", [rank0, client])
-def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
+def test_host_name_that_does_not_resolve_is_refused_at_the_deadline(monkeypatch, caplog, port, call):
     def getaddrinfo(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -345,12 +345,12 @@ def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
 
 
 @pytest.mark.deterministic
-def test_what_cannot_be_a_name_is_refused_at_once():
+def test_invalid_host_name_is_refused_at_once():
     with pytest.raises(ArgumentError, match="no valid host name: set MASTER_ADDR"):
         client(PORT, "a" * 64)
 
 
-def test_a_connection_to_itself_is_no_master(monkeypatch, port):
+def test_connection_to_its_own_port_is_not_taken_for_the_master(monkeypatch, port):
     class Unlucky(socket.socket):
         def connect(self, address):
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -379,7 +379,7 @@ def as_another_user(call):
 @pytest.mark.fault(94, transport="c10d")
 @pytest.mark.fault(94, transport="ucx")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_another_user_of_the_host_is_let_in_with_the_token_only(port, monkeypatch):
+def test_other_local_user_is_admitted_only_with_the_token(port, monkeypatch):
     def write():
         stranger.append(reach_store(HOST, port, 1, 20))
         stranger[0].set("forged", "value")
@@ -406,7 +406,7 @@ def test_another_user_of_the_host_is_let_in_with_the_token_only(port, monkeypatc
 @pytest.mark.parametrize(
     "request_", [b"\xff" * 8, struct.pack("!I", 3) + b"abc", struct.pack("!I", 6) + b"\x91\xa4exec"], ids=repr
 )
-def test_a_rank_that_makes_no_sense_is_cut_off(port, request_):
+def test_client_with_a_malformed_request_is_disconnected(port, request_):
     store, peer, broken = rank0(port), client(port), client(port)
     broken._connection.sendall(request_)
     assert broken._connection.recv(1) == b""

@@ -70,15 +70,14 @@ def bench(*given: str, env: dict[str, str] | None = None) -> subprocess.Complete
 
 
 @pytest.mark.deterministic
-def test_every_collective_can_be_measured():
-    """But scans, which are made of messages on most transports."""
+def test_every_collective_but_scans_can_be_measured():
     methods = vars(Collectives) | vars(Reducing)
     collectives = {name for name, value in methods.items() if callable(value) and not name.startswith("_")}
     assert set(OPERATIONS) == collectives - {"scan", "exscan"} | {"send", "send_burst", "put", "put_signal", "get"}
 
 
 @pytest.mark.deterministic
-def test_all_operations_between_two_tasks(capsys):
+def test_bench_measures_all_operations_between_two_tasks(capsys):
     found = document(capsys, *OPERATIONS, *SMALL)
     assert (found["schema"], found["ranks"], found["in_process"], found["missing"]) == (1, 2, True, [])
     assert set(found["idle_late_p99_us"]) == {"local"}
@@ -93,7 +92,7 @@ def test_all_operations_between_two_tasks(capsys):
 
 
 @pytest.mark.search
-def test_bandwidths_are_those_of_nccl_tests(capsys):
+def test_bench_bandwidths_match_those_of_nccl_tests(capsys):
     ops = ["all_reduce", "reduce", "all_gather_single", "all_to_all_single", "gather"]
     rows = document(capsys, *ops, "--ranks", "4", "-b", "64K", "-e", "64K")["rows"]
     factors = {row["op"]: row["busbw_gbs"] / row["algbw_gbs"] for row in rows}
@@ -102,13 +101,13 @@ def test_bandwidths_are_those_of_nccl_tests(capsys):
 
 
 @pytest.mark.search
-def test_each_rank_has_an_element_at_least(capsys):
+def test_bench_gives_each_rank_at_least_one_element(capsys):
     (row,) = document(capsys, "scatter", "--ranks", "3", "-b", "4", "-e", "4")["rows"]
     assert (row["bytes"], row["count"]) == (12, 3)
 
 
 @pytest.mark.search
-def test_a_call_that_blocks_makes_the_loop_late():
+def test_blocking_call_counts_as_loop_lateness():
     def block() -> None:
         ends = time.perf_counter() + 0.02
         while time.perf_counter() < ends:
@@ -118,7 +117,7 @@ def test_a_call_that_blocks_makes_the_loop_late():
 
 
 @pytest.mark.deterministic
-def test_percentiles_are_values_that_there_are():
+def test_percentiles_are_observed_values():
     assert [percentile(range(1, 201), which) for which in (1, 50, 99, 100)] == [2, 100, 198, 200]
     assert percentile([7.0], 99) == 7.0
 
@@ -128,7 +127,7 @@ def test_percentiles_are_values_that_there_are():
 
 @pytest.mark.deterministic
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
-def test_what_was_not_done_is_wrong(op):
+def test_operation_that_was_not_done_counts_as_wrong(op):
     cases = [BenchCase(op, 64, rank, 2) for rank in range(2)]
     for case in cases:
         case.fill()
@@ -140,7 +139,7 @@ def test_what_was_not_done_is_wrong(op):
     ("mutant", "op", "size"),
     [("wrong_rank_order", "all_gather_single", "8"), ("end_of_large_messages_is_lost", "send", "1M")],
 )
-def test_wrong_results_are_counted(mutant, op, size):
+def test_bench_counts_wrong_results_and_fails(mutant, op, size):
     script = f"import sys, mutants; mutants.MUTANTS[{mutant!r}](); from aiocomms.cli import main; sys.exit(main())"
     given = [*HERE, op, "-b", size, "-e", size, "--json"]
     done = run(sys.executable, "-c", script, *given, env={"PYTHONPATH": str(SUPPORT)})
@@ -150,7 +149,7 @@ def test_wrong_results_are_counted(mutant, op, size):
 
 
 @pytest.mark.search
-def test_nothing_is_checked_where_that_is_asked_for(capsys):
+def test_check_0_skips_the_verification(capsys):
     (row,) = document(capsys, "-b", "8", "-e", "8", "--check", "0")["rows"]
     assert row["wrong"] is None
 
@@ -159,7 +158,7 @@ def test_nothing_is_checked_where_that_is_asked_for(capsys):
 
 
 @pytest.mark.search
-def test_the_table(capsys):
+def test_bench_prints_a_table_of_its_rows(capsys):
     assert main([*HERE, "send", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("# 2 ranks in one process")
@@ -171,7 +170,7 @@ def test_the_table(capsys):
 
 
 @pytest.mark.search
-def test_a_bar_on_a_terminal(capsys, monkeypatch):
+def test_bench_shows_progress_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main([*HERE, "send", *SMALL]) == 0
@@ -182,7 +181,7 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.search
-def test_a_picture(capsys, tmp_path):
+def test_plot_writes_a_png(capsys, tmp_path):
     picture = tmp_path / "picture.png"
     assert main([*HERE, "all_reduce", "barrier", *SMALL, "--plot", str(picture)]) == 0
     data = picture.read_bytes()
@@ -195,7 +194,7 @@ def test_a_picture(capsys, tmp_path):
 
 
 @pytest.mark.search
-def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(capsys, monkeypatch):
+def test_unsupported_operation_is_listed_as_missing_and_the_rest_runs(capsys, monkeypatch):
     async def refuse(*_: object) -> None:
         raise UnsupportedOperation("it has no windows")
 
@@ -206,7 +205,7 @@ def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(cap
 
 
 @pytest.mark.search
-def test_processes_of_its_own_beside_other_libraries():
+def test_bench_compares_processes_with_other_libraries():
     done = bench("send", "put", *QUICK, "--transport", "c10d,local", "--vs", "gloo,mpich", "--json")
     assert done.returncode == 1, done.stderr  # `local` is none between processes
     found = json.loads(done.stdout)
@@ -228,7 +227,7 @@ def test_processes_of_its_own_beside_other_libraries():
 
 
 @pytest.mark.search
-def test_the_ways_to_await_a_backend():
+def test_bench_compares_the_ways_to_await_gloo():
     ways = ["gloo", "gloo:executor", "gloo:polling", "gloo:future"]
     done = bench("all_reduce", "send_burst", *QUICK, "--bind", "-s", "0.05", "--vs", ",".join(ways), "--json")
     assert done.returncode == 0, done.stderr
@@ -241,7 +240,7 @@ def test_the_ways_to_await_a_backend():
 
 
 @pytest.mark.search
-def test_neighbours_want_a_processor_and_end_with_the_block():
+def test_neighbours_burn_cpu_and_end_with_the_block():
     with neighbours(1) as (pid,):
         while int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[11]) < 2:  # ticks on a processor
             os.sched_yield()
@@ -249,7 +248,7 @@ def test_neighbours_want_a_processor_and_end_with_the_block():
 
 
 @pytest.mark.search
-def test_inside_torchrun():
+def test_bench_inside_torchrun_uses_its_ranks():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(*torchrun, "-m", "aiocomms", "bench", *QUICK, "--json", "--vs", "gloo")
     assert done.returncode == 0, done.stderr
@@ -261,7 +260,7 @@ def test_inside_torchrun():
 
 
 @pytest.mark.search
-def test_a_rank_that_dies_ends_the_others(tmp_path):
+def test_bench_ends_when_a_rank_dies(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os.abort()\n")
     done = bench(*QUICK, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1
@@ -272,7 +271,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
 
 
 @pytest.mark.deterministic
-def test_the_page_has_every_field_and_option():
+def test_bench_page_documents_every_field_and_option():
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
     fields = {field for struct in (Report, Row, Missing) for field in struct.__struct_fields__}
     assert {field for field in fields if f"`{field}`" not in page} == set()
@@ -311,7 +310,7 @@ def test_the_page_has_every_field_and_option():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_arguments_that_make_no_sense(given, message, capsys):
+def test_senseless_bench_arguments_are_refused_with_a_message(given, message, capsys):
     assert main(["bench", *given]) == 1
     assert f"aiocomms bench: {message}" in capsys.readouterr().err
 
@@ -326,14 +325,14 @@ def test_arguments_that_make_no_sense(given, message, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_arguments_that_cannot_be_read(given, message, capsys):
+def test_unparsable_bench_arguments_exit_with_2(given, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *given])
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.deterministic
-def test_a_picture_without_matplotlib(monkeypatch, capsys):
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(arguments, "find_spec", lambda _: None)
     assert main([*HERE, "--plot", "picture.png"]) == 1
     assert "--plot needs matplotlib, which is not installed: pip install 'aiocomms[bench]'" in capsys.readouterr().err

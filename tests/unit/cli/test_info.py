@@ -13,7 +13,7 @@ from aiocomms.cli import main
 pytestmark = pytest.mark.deterministic
 
 
-def test_the_document_holds_what_is_shown(capsys, monkeypatch):
+def test_info_json_holds_the_sections_of_the_text_output(capsys, monkeypatch):
     monkeypatch.setenv("AIOCOMMS_TOKEN", "of nobody's business")
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -30,5 +30,5 @@ def test_the_document_holds_what_is_shown(capsys, monkeypatch):
 
 
 @pytest.mark.fault(125)
-def test_the_package_is_the_command():
+def test_python_dash_m_aiocomms_runs_the_command():
     assert importlib.import_module("aiocomms.__main__").main is main  # of python -m aiocomms

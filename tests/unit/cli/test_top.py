@@ -111,7 +111,7 @@ async def tangle(place: Rank, name: str) -> tuple[int, str]:
 @pytest.mark.search
 @pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
-def test_who_waits_for_whom(ranks: Run) -> None:
+def test_top_shows_which_rank_waits_for_which(ranks: Run) -> None:
     name = f"tangle {secrets.token_hex(4)}"
     results = ranks(3, tangle, name)
     said = results[0][1]
@@ -138,7 +138,7 @@ def test_who_waits_for_whom(ranks: Run) -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str], capsys) -> None:
+def test_top_shows_a_process_whose_loop_hangs(hung: subprocess.Popen[str], capsys) -> None:
     assert main(["top", str(hung.pid), "--once", "--interval", "0.1"]) == 0
     said = capsys.readouterr().out
     assert "communicator 'pair', 2 ranks, local" in said
@@ -151,7 +151,7 @@ def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str]
 @pytest.mark.search
 @idle
 @pytest.mark.real
-def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> None:
+def test_top_notes_a_process_that_has_ended(hung: subprocess.Popen[str], capsys) -> None:
     top = Top(hung.pid)
     [group] = top.look().groups
     assert (group.comm, sorted(group.ranks), top.ended()) == ("pair", [0, 1], False)
@@ -169,7 +169,7 @@ def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> N
 @pytest.mark.search
 @idle
 @pytest.mark.real
-def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str]) -> None:
+def test_top_refreshes_a_terminal_until_the_process_ends(hung: subprocess.Popen[str]) -> None:
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}
     command = [*TOP, str(hung.pid), "--interval", "0.05"]
@@ -194,7 +194,7 @@ def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str])
 @pytest.mark.search
 @idle
 @pytest.mark.real
-def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], capsys) -> None:
+def test_top_says_that_a_stopped_process_does_not_answer(hung: subprocess.Popen[str], capsys) -> None:
     hung.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, hung.pid, os.WSTOPPED)
     assert main(["top", str(hung.pid), "--interval", "0.1"]) == 0
@@ -203,7 +203,7 @@ def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], 
 
 @pytest.mark.search
 @pytest.mark.real
-def test_processes_that_are_not_to_be_looked_at(capsys) -> None:
+def test_top_refuses_processes_of_other_users_or_without_a_communicator(capsys) -> None:
     us = os.geteuid()
     with subprocess.Popen(["sleep", "1000"], user=STRANGER if us == 0 else None) as sleeper:
         other, owner = (sleeper.pid, STRANGER) if us == 0 else (1, 0)
@@ -229,12 +229,12 @@ def test_processes_that_are_not_to_be_looked_at(capsys) -> None:
         (["all", "--interval", "nan"], "--interval is nan, wanted 0.05 to 3600 seconds"),
     ],
 )
-def test_arguments(arguments: list[str], why: str, capsys) -> None:
+def test_wrong_arguments_of_top_are_refused(arguments: list[str], why: str, capsys) -> None:
     assert main(["top", *arguments]) == 1
     assert capsys.readouterr().err == f"aiocomms top: {why}\n"
 
 
-def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_top_without_rich_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("aiocomms.cli.top.find_spec", lambda name: None)
     assert main(["top", "all"]) == 1
     assert capsys.readouterr().err == "aiocomms top: it needs rich: pip install 'aiocomms[top]'\n"
@@ -244,7 +244,7 @@ def sights(*comms) -> list[tuple[int, Sight]]:
     return [(7, comm._sight()) for comm in comms]
 
 
-def test_communicators_of_one_name_are_told_apart() -> None:
+def test_top_tells_communicators_of_one_name_apart() -> None:
     async def main() -> None:
         async with local_world(2) as (a, b), local_world(2) as (c, d), local_world(1) as [e], local_world(1) as [f]:
             groups = looking._groups(sights(a, d, c, b, e, f))
@@ -255,7 +255,7 @@ def test_communicators_of_one_name_are_told_apart() -> None:
     asyncio.run(main())
 
 
-def test_ranks_that_cannot_be_seen_and_what_was_lost() -> None:
+def test_top_notes_invisible_ranks_and_lost_communicators() -> None:
     async def main() -> None:
         async with local_world(2) as (left, right):
             [group] = looking._groups(sights(left))
@@ -268,7 +268,7 @@ def test_ranks_that_cannot_be_seen_and_what_was_lost() -> None:
     asyncio.run(main())
 
 
-def test_rates_are_those_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_rates_count_ops_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with local_world(1) as [comm]:
             top = Top(os.getpid())
@@ -294,7 +294,7 @@ def test_rates_are_those_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> N
         (b"", None),
     ],
 )
-def test_a_process_that_says_nonsense(said: bytes, why: str | None) -> None:
+def test_malformed_answer_of_a_process_is_reported(said: bytes, why: str | None) -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -303,7 +303,7 @@ def test_a_process_that_says_nonsense(said: bytes, why: str | None) -> None:
     assert answer is None if why is None else answer.startswith(why)
 
 
-def test_another_format_is_said() -> None:
+def test_answer_of_another_format_is_named() -> None:
     async def main() -> bytes:
         async with local_world(1) as [comm]:
             sight = comm._sight()
@@ -317,7 +317,7 @@ def test_another_format_is_said() -> None:
     assert answer == "says what makes no sense here: its format is 'aiocomms recorder 2', of rank 0 of 1"
 
 
-def test_only_ones_own_listeners_are_found() -> None:
+def test_only_listeners_of_this_user_are_found() -> None:
     row = "0000000000000000: 00000002 00000000 00010000 0001 01 4711 "
     names = [
         f"@{PREFIX}/1000/12/ab",

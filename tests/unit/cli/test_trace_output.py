@@ -96,7 +96,7 @@ def complete(written: Path) -> list[Complete]:
     return [event for event in events if isinstance(event, Complete)]
 
 
-def test_the_format_is_kept(output: Path) -> None:
+def test_trace_output_matches_the_chrome_trace_format(output: Path) -> None:
     trace = msgspec.json.decode(output.read_bytes(), type=Trace)
     metadata = [event for event in trace.traceEvents if isinstance(event, Metadata)]
     processes = {event.pid: event.args.name for event in metadata if event.name == "process_name"}
@@ -117,7 +117,7 @@ def test_the_format_is_kept(output: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.skipif(bool(perfetto.absent()), reason=perfetto.absent())
-def test_perfettos_viewer_shows_all_of_it(output: Path) -> None:
+def test_perfetto_viewer_shows_every_op_of_the_trace(output: Path) -> None:
     with perfetto.viewer(output) as viewer:
         told = viewer.query("select name, value from stats where severity != 'info' and value > 0", name="str", value=0)
         assert told == []  # nothing was dropped

@@ -93,12 +93,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Ipc:
     return gpus
 
 
-def test_what_is_shared_names_its_gpu(gpus: Ipc) -> None:
+def test_shared_memory_names_its_gpu(gpus: Ipc) -> None:
     storage: Any = Storage(gpus.log)
     assert ipc.share(storage) == ("gpu-1", *SHARED[1:])
 
 
-def test_what_torch_does_not_share_is_not_shared(gpus: Ipc, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_returns_none_where_torch_refuses(gpus: Ipc, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Storage) -> None:
         raise RuntimeError("expandable segments")
 
@@ -107,7 +107,7 @@ def test_what_torch_does_not_share_is_not_shared(gpus: Ipc, monkeypatch: pytest.
     assert ipc.share(storage) is None
 
 
-def test_memory_is_mapped_before_torch_does_and_until_it_has_let_go(gpus: Ipc) -> None:
+def test_shared_memory_stays_mapped_from_before_torch_maps_until_it_unmaps(gpus: Ipc) -> None:
     """torch's own calls would hold the interpreter's lock for as long as the driver takes."""
     mapped = ipc.map_shared(0, SHARED)
     assert mapped is not None
@@ -120,7 +120,7 @@ def test_memory_is_mapped_before_torch_does_and_until_it_has_let_go(gpus: Ipc) -
 @pytest.mark.parametrize(
     ("handle", "ours"), [(HANDLE, True), (b"\x03c" + HANDLE, True), (b"\x02e" + HANDLE, False), (b"\x02e", False)]
 )
-def test_only_a_plain_handle_is_opened_by_hand(gpus: Ipc, handle: bytes, ours: bool) -> None:
+def test_only_a_cudamalloc_handle_is_opened_directly(gpus: Ipc, handle: bytes, ours: bool) -> None:
     """Of memory from ``cudaMalloc``, as torch has written it before and after it gave handles a version."""
     mapped = ipc.map_shared(0, ("gpu-0", handle, *SHARED[2:]))
     assert mapped is not None
@@ -129,25 +129,25 @@ def test_only_a_plain_handle_is_opened_by_hand(gpus: Ipc, handle: bytes, ours: b
     assert (("unmapped", 0x700, 0) in gpus.log) == ours
 
 
-def test_a_gpu_that_is_not_seen_here(gpus: Ipc) -> None:
+def test_map_shared_of_an_invisible_gpu_returns_none(gpus: Ipc) -> None:
     assert ipc.map_shared(0, ("gpu-7", *SHARED[1:])) is None
     assert not gpus.log
 
 
-def test_what_torch_cannot_map_is_given_back(gpus: Ipc) -> None:
+def test_map_shared_unmaps_where_torch_refuses(gpus: Ipc) -> None:
     gpus.refused = "invalid device context"
     assert ipc.map_shared(0, SHARED) is None
     assert gpus.log[-1] == ("unmapped", 0x700, 0)
 
 
-def test_what_cuda_cannot_map_is_left(gpus: Ipc) -> None:
+def test_map_shared_returns_none_where_cuda_refuses(gpus: Ipc) -> None:
     gpus.opens = 400
     assert ipc.map_shared(0, SHARED) is None
     assert not any(entry[0] == "torch maps" for entry in gpus.log)
 
 
 @pytest.mark.parametrize("status", [0, 704])
-def test_another_gpus_memory_is_reached_from_the_one_that_copies(gpus: Ipc, status: int) -> None:
+def test_map_shared_enables_peer_access_from_the_copying_gpu(gpus: Ipc, status: int) -> None:
     """It may be allowed already, which torch must not hear of as an error."""
     gpus.reaches = status
     mapped = ipc.map_shared(1, SHARED)
@@ -158,7 +158,7 @@ def test_another_gpus_memory_is_reached_from_the_one_that_copies(gpus: Ipc, stat
 
 
 @pytest.mark.parametrize("nonsense", [("gpu-0",), ("gpu-0", "handle", 1), ("gpu-0", b"\x02c" + HANDLE[:9])])
-def test_what_makes_no_sense_is_not_mapped(
+def test_malformed_shared_memory_is_not_mapped(
     gpus: Ipc, nonsense: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def strict(index: int, *exported: Any) -> None:

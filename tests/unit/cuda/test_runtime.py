@@ -54,7 +54,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-def test_a_stream_is_nobody_elses(library: Library) -> None:
+def test_own_stream_is_unique_and_reused_once_garbage(library: Library) -> None:
     """However many there are; torch's own would come again after 32. One that is garbage is given to the next."""
     streams = [runtime.own_stream(DEVICE, 0) for _ in range(40)]
     high = runtime.own_stream(DEVICE, -1)
@@ -66,7 +66,7 @@ def test_a_stream_is_nobody_elses(library: Library) -> None:
     assert len(library.made) == 41
 
 
-def test_an_event_is_waited_for(library: Library) -> None:
+def test_event_synchronize_waits_and_raises_the_cuda_error(library: Library) -> None:
     event: Any = SimpleNamespace(cuda_event=7)
     runtime.RuntimeEvent.synchronize(event)
     assert library.waited == [7]

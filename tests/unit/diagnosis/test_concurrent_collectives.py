@@ -34,7 +34,7 @@ async def reduce(comm):
 
 
 @pytest.mark.parametrize("transport", ["local", "c10d"])
-def test_both_tasks_are_shown_and_nothing_is_sent(run, loop, transport):
+def test_concurrent_collectives_error_names_both_tasks_and_sends_nothing(run, loop, transport):
     async def main():
         async with local_world(2, transport) as (one, two), anyio.create_task_group() as tasks:
             tasks.start_soon(reduce, one)
@@ -56,7 +56,7 @@ def test_both_tasks_are_shown_and_nothing_is_sent(run, loop, transport):
     run(main)
 
 
-def test_two_tasks_of_one_lane_are_a_hazard_and_those_of_two_lanes_none(run):
+def test_concurrent_collectives_of_two_tasks_are_refused_within_one_lane_only(run):
     async def main():
         async with local_world(2) as (one, two), anyio.create_task_group() as tasks:
             tasks.start_soon(reduce, one.lane("a"))
@@ -73,7 +73,7 @@ def test_two_tasks_of_one_lane_are_a_hazard_and_those_of_two_lanes_none(run):
     run(main)
 
 
-def test_it_stays_usable_and_numbers_stay_the_same_on_all_ranks(run):
+def test_communicator_stays_usable_and_numbering_agrees_after_a_refusal(run):
     async def main():
         async with local_world(2) as (one, two), anyio.create_task_group() as tasks:
             tasks.start_soon(reduce, one)
@@ -91,7 +91,7 @@ def test_it_stays_usable_and_numbers_stay_the_same_on_all_ranks(run):
     run(main)
 
 
-def test_windows_are_collectives_too(run):
+def test_new_window_counts_as_a_collective(run):
     async def window(comm):
         async with await comm.new_window(torch.ones(1)):
             pass
@@ -107,7 +107,7 @@ def test_windows_are_collectives_too(run):
     run(main)
 
 
-def test_one_task_may_start_several(run):
+def test_one_task_may_start_several_collectives(run):
     async def each(comm):
         works = [comm.all_reduce(torch.ones(1)) for _ in range(3)]
         works.append(comm.barrier())
@@ -123,7 +123,7 @@ def test_one_task_may_start_several(run):
     run(main)
 
 
-def test_asyncios_gather_of_works():
+def test_asyncio_gather_of_works_is_no_hazard():
     async def main():
         async with local_world(2) as world:
             await asyncio.gather(*(comm.all_reduce(torch.ones(1)) for comm in world for _ in range(3)))
@@ -131,7 +131,7 @@ def test_asyncios_gather_of_works():
     asyncio.run(main())
 
 
-def test_children_that_reduce_at_once_are_told(run):
+def test_concurrent_child_tasks_are_refused(run):
     async def main():
         async with local_world(2) as (one, two):
             failed = []
@@ -152,7 +152,7 @@ def test_children_that_reduce_at_once_are_told(run):
     run(main)
 
 
-def test_messages_and_other_communicators_do_not_count(run):
+def test_messages_and_other_communicators_are_no_hazard(run):
     async def main():
         async with local_world(2) as (one, two):
             children = await ranks([one, two], lambda comm: comm.split([0, 1]))
@@ -168,7 +168,7 @@ def test_messages_and_other_communicators_do_not_count(run):
     run(main)
 
 
-def test_a_task_that_has_ended_is_no_hazard(run):
+def test_pending_collective_of_an_ended_task_is_no_hazard(run):
     """As one whose request was cancelled: its collective goes on, and the next one comes after it on every rank."""
 
     async def main():
@@ -186,7 +186,7 @@ def test_a_task_that_has_ended_is_no_hazard(run):
     run(main)
 
 
-def test_what_a_callback_starts_is_nobodys(run):
+def test_collective_started_by_a_callback_is_no_hazard(run):
     async def main():
         async with local_world(2) as (one, two):
             started = []
@@ -208,7 +208,7 @@ def test_what_a_callback_starts_is_nobodys(run):
     run(main)
 
 
-def test_outside_of_debug_mode_nobody_looks(run, monkeypatch):
+def test_concurrent_collectives_are_allowed_outside_debug_mode(run, monkeypatch):
     monkeypatch.delenv("AIOCOMMS_DEBUG")
 
     async def main():

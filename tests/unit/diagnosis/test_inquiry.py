@@ -78,7 +78,7 @@ EVERY = pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 
 
 @EVERY
-def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
+def test_late_recv_says_which_collective_its_source_is_in(run, transport):
     async def main():
         async with local_world(3, transport) as world:
             error = await late(receive(world[0], 1))
@@ -96,7 +96,7 @@ def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
 
 
 @EVERY
-def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
+def test_circle_of_recvs_is_named_when_one_has_a_deadline(run, transport):
     async def main():
         async with local_world(3, transport) as world:
             others = [receive(world[1], 2, 30), world[2].recv_object(0, tag=8, timeout=None)]
@@ -115,7 +115,7 @@ def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
 
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_circle_of_receives_that_were_late_before(run, size, transport):
+def test_circle_of_recvs_that_all_timed_out_is_named(run, size, transport):
     async def main():
         async with local_world(size, transport) as world:
             last, *works = [receive(comm, (comm.rank + 1) % size, 30) for comm in world]
@@ -130,7 +130,7 @@ def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     run(main)
 
 
-def test_all_of_a_long_circle_find_it(run, monkeypatch):
+def test_every_rank_of_a_long_circle_names_it(run, monkeypatch):
     """What is said of each rank is for the first few, and the circle whole."""
     all_begun, inquire = threading.Event(), Inquiry._inquire
 
@@ -152,7 +152,7 @@ def test_all_of_a_long_circle_find_it(run, monkeypatch):
     run(main)
 
 
-def test_a_circle_within_a_lane_names_it(run):
+def test_circle_within_a_lane_names_the_lane(run):
     async def main():
         async with local_world(2) as (one, two):
             last = one.lane("req-17").recv(torch.zeros(1), 1, tag=7, timeout=30)
@@ -166,7 +166,7 @@ def test_a_circle_within_a_lane_names_it(run):
     run(main)
 
 
-def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
+def test_chain_of_waiting_ranks_is_followed_to_its_end_or_a_circle(run):
     async def main():
         async with local_world(4) as world:
             last = receive(world[0], 1, 30)
@@ -182,7 +182,7 @@ def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     run(main)
 
 
-def test_who_waited_at_another_time_is_in_no_circle(run):
+def test_recvs_that_waited_at_different_times_form_no_circle(run):
     async def main():
         async with local_world(2) as world:
             await late(receive(world[1], 0))
@@ -193,7 +193,7 @@ def test_who_waited_at_another_time_is_in_no_circle(run):
 
 @pytest.mark.real
 @EVERY
-def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
+def test_rank_whose_loop_is_busy_answers_an_inquiry(run, transport):
     """Both ranks live in one loop, which is blocked until the answer is there; only the error waits for it."""
 
     async def main():
@@ -209,7 +209,7 @@ def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
     run(main)
 
 
-def test_who_does_not_answer(run, monkeypatch):
+def test_rank_that_does_not_answer_is_called_dead_stopped_or_busy(run, monkeypatch):
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
     monkeypatch.setattr(Inquiry, "_answer", lambda self: None)
 
@@ -222,7 +222,7 @@ def test_who_does_not_answer(run, monkeypatch):
 
 
 @pytest.mark.parametrize("why", ["no thread", "no notes"])
-def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
+def test_inquiry_that_cannot_be_made_leaves_the_timeout_error(run, monkeypatch, why):
     if why == "no notes":
         monkeypatch.setattr(LocalTransport, "say", Transport.say)
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
 
 
 @pytest.mark.real
-def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
+def test_message_that_arrives_during_an_inquiry_is_received(run, monkeypatch):
     """The receive is withdrawn when it is known what to say, and not before."""
 
     async def main():
@@ -268,7 +268,7 @@ def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
 @pytest.mark.real
 @pytest.mark.parametrize("who", ["the asker", "the asked"])
 @EVERY
-def test_a_rank_that_closes_while_it_is_asked(run, monkeypatch, who, transport):
+def test_rank_that_closes_during_an_inquiry_causes_no_error(run, monkeypatch, who, transport):
     """The answer comes when both communicators are closed."""
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
 
@@ -300,7 +300,7 @@ def test_a_rank_that_closes_while_it_is_asked(run, monkeypatch, who, transport):
 
 
 @pytest.mark.real
-def test_who_polls_asks_now_and_then(run, monkeypatch):
+def test_repeated_timeouts_inquire_once_per_period(run, monkeypatch):
     async def main():
         followed = []
         monkeypatch.setattr(Inquiry, "_follow", lambda self, wait: followed.append(wait) or "")
@@ -313,7 +313,7 @@ def test_who_polls_asks_now_and_then(run, monkeypatch):
     run(main)
 
 
-def test_one_thread_answers_all_who_ask(run, monkeypatch):
+def test_one_thread_answers_all_inquiries(run, monkeypatch):
     async def main():
         looks, go_on, answered = [], threading.Event(), threading.Event()
         look, heard = Inquiry._look, []
@@ -337,7 +337,7 @@ def test_one_thread_answers_all_who_ask(run, monkeypatch):
     run(main)
 
 
-def test_a_lost_rank_is_asked_nothing_more(run):
+def test_lost_communicator_asks_no_questions(run):
     """Its own error says more."""
 
     async def main():
@@ -381,7 +381,7 @@ def packed(number, **changed):
     return notes.NOTES.encode(Answer(number, **{**fields, **changed}))
 
 
-def test_a_forged_answer_that_makes_sense_is_understood():
+def test_well_formed_forged_answer_is_understood():
     """Else the next test would find nothing."""
     assert follow(packed) == ": rank 1 is in barrier: they waited in a circle: rank 0 -> rank 1 -> rank 0"
 
@@ -405,12 +405,12 @@ def test_a_forged_answer_that_makes_sense_is_understood():
         lambda number: b"\xdd\xff\xff\xff\xff" * 3,
     ],
 )
-def test_what_makes_no_sense_is_not_believed(monkeypatch, answer):
+def test_malformed_answer_counts_as_no_answer(monkeypatch, answer):
     monkeypatch.setattr(inquiry, "PATIENCE", 0.01)
     assert follow(answer) == ": rank 1 does not answer: dead, stopped or busy"
 
 
-def test_who_was_not_asked_does_not_answer_for_another(monkeypatch):
+def test_answer_from_another_rank_is_ignored(monkeypatch):
     monkeypatch.setattr(inquiry, "PATIENCE", 0.01)
     transport = Telling(packed)
     told = Notes([transport], 3)
@@ -419,14 +419,14 @@ def test_who_was_not_asked_does_not_answer_for_another(monkeypatch):
     assert said == ": rank 1 does not answer: dead, stopped or busy"
 
 
-def test_what_others_say_is_fit_for_a_message():
+def test_answer_is_made_printable():
     assert follow(lambda number: packed(number, doing="is\x1b in\n", waits=[], late=None)) == ": rank 1 is? in?"
     said = follow(lambda number: packed(number, waits=[], late=Late(0, 9.0, "re\x1bcv\n", 1.0)))
     assert said.startswith(": rank 1 was late in re?cv?: they")
 
 
 @given(st.text(), st.text(), st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e300)), max_size=8))
-def test_whatever_a_rank_does_fits_in_a_note(doing, what, waits):
+def test_any_answer_fits_in_a_note(doing, what, waits):
     cut = Answer(2**63, inquiry._cut(doing * 100, inquiry._ROOM), [Waiting(*one) for one in waits], None)
     cut.late = Late(10**6, 1e300, inquiry._cut(what * 100, inquiry.LONGEST), 1e300)
     assert notes.read(notes.NOTES.encode(cut), 10**6 + 1) == cut
@@ -443,7 +443,7 @@ class ToldEarly(LocalTransport):
         return self
 
 
-def test_what_comes_before_there_is_a_communicator_is_heard(run, install):
+def test_note_received_before_the_communicator_exists_is_kept(run, install):
     install(early=ToldEarly)
 
     async def main():

@@ -57,7 +57,7 @@ async def world_of_two() -> list[Any]:
 
 @pytest.mark.fault(56, transport="local")
 @run_loop
-def test_what_is_open_when_its_loop_ends_is_closed(run_loop: Callable[..., Any]) -> None:
+def test_communicator_left_open_is_closed_with_a_warning_when_its_loop_ends(run_loop: Callable[..., Any]) -> None:
     """Each rank with a work that waits for the other, and neither is waited for."""
     kept: list[Any] = []
 
@@ -76,7 +76,7 @@ def test_what_is_open_when_its_loop_ends_is_closed(run_loop: Callable[..., Any])
 
 
 @run_loop
-def test_one_that_was_closed_is_not_mentioned(run_loop: Callable[..., Any]) -> None:
+def test_closed_communicator_causes_no_warning(run_loop: Callable[..., Any]) -> None:
     async def main() -> None:
         for comm in await world_of_two():
             await comm.aclose()
@@ -90,7 +90,7 @@ def test_one_that_was_closed_is_not_mentioned(run_loop: Callable[..., Any]) -> N
         gc.collect()
 
 
-def test_it_is_closed_although_the_warning_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicator_left_open_is_closed_though_the_warning_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
     aclose = LocalTransport.aclose
 

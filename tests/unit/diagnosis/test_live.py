@@ -61,7 +61,7 @@ def in_child(call: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_it_is_there_while_a_communicator_is_open(run) -> None:
+def test_listener_exists_while_a_communicator_is_open(run) -> None:
     async def main() -> None:
         before = tasks()
         async with local_world(2):
@@ -81,7 +81,7 @@ def test_it_is_there_while_a_communicator_is_open(run) -> None:
     run(main)
 
 
-def test_nothing_wakes_up_while_nobody_looks() -> None:
+def test_listener_thread_sleeps_while_no_client_connects() -> None:
     def status(thread: str) -> tuple[str, int]:
         rows = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
         words = [row.split() for row in rows]
@@ -109,7 +109,7 @@ def test_nothing_wakes_up_while_nobody_looks() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.real
-def test_another_user_is_told_nothing() -> None:
+def test_listener_sends_nothing_to_another_user() -> None:
     def strangers_look(address: str) -> bool:
         os.setuid(STRANGER)
         return ask(address) == b""
@@ -124,7 +124,7 @@ def test_another_user_is_told_nothing() -> None:
 
 
 @pytest.mark.real
-def test_a_forked_child_has_nothing_of_it() -> None:
+def test_forked_child_has_a_listener_of_its_own() -> None:
     def child(held: int) -> bool:
         if sockets() >= held or not ask(address):  # the parent answers
             return False
@@ -147,7 +147,7 @@ def test_a_forked_child_has_nothing_of_it() -> None:
     asyncio.run(main())
 
 
-def test_there_is_none_where_no_files_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_is_absent_when_the_recorder_folder_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", "")
 
     async def main() -> None:
@@ -158,7 +158,7 @@ def test_there_is_none_where_no_files_are_wanted(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
-def test_a_default_timeout_of_sockets_does_not_wake_it() -> None:
+def test_listener_ignores_the_default_socket_timeout() -> None:
     async def main() -> None:
         async with local_world(1):
             assert module.live._listener.gettimeout() is None
@@ -170,7 +170,7 @@ def test_a_default_timeout_of_sockets_does_not_wake_it() -> None:
         socket.setdefaulttimeout(None)
 
 
-def test_who_does_not_read_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_never_reads_does_not_delay_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 10_000.0)  # longer than a test may take
 
     async def main() -> socket.socket:
@@ -191,7 +191,9 @@ def test_who_does_not_read_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyP
     assert addresses() == []
 
 
-def test_without_a_thread_or_a_descriptor_all_else_goes_on(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_communicator_opens_without_a_thread_or_descriptor_for_the_listener(
+    monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
     caplog.set_level("INFO", "aiocomms")
 
     async def main() -> None:
@@ -210,7 +212,7 @@ def test_without_a_thread_or_a_descriptor_all_else_goes_on(monkeypatch: pytest.M
     assert "cannot be looked at by `aiocomms top`: can't start new thread" in caplog.text
 
 
-def test_what_fails_is_said_once_and_the_next_one_is_let_in(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_listener_logs_a_failure_once_and_serves_the_next_client(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     async def main() -> None:
         async with local_world(1) as [comm]:
             with monkeypatch.context() as patch:

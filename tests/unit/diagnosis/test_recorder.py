@@ -67,7 +67,7 @@ async def written(folder, count):
 
 
 @pytest.mark.parametrize(("said", "kept"), [("4", 4), ("5", 8), ("1", 1)])
-def test_the_last_ops_are_kept(run, monkeypatch, said, kept):
+def test_recorder_keeps_the_last_ops(run, monkeypatch, said, kept):
     monkeypatch.setenv("AIOCOMMS_RECORDER", said)
 
     async def main():
@@ -84,7 +84,7 @@ def test_the_last_ops_are_kept(run, monkeypatch, said, kept):
     run(main)
 
 
-def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
+def test_recorder_slot_reused_by_another_op_hides_the_older_one(run, monkeypatch):
     """For one that is pending, or that a hook has refused: of these the ring has nothing."""
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
@@ -118,7 +118,7 @@ def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
     run(main)
 
 
-def test_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
+def test_recorder_keeps_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
     """One was called before all others that are kept; one has failed when its call returns."""
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
@@ -145,13 +145,13 @@ def test_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
 
 
 @pytest.mark.parametrize("said", ["0", "-1", "many", "65537", "1e3", "٣"])
-def test_a_size_that_is_none_is_said_and_not_taken(said, monkeypatch, caplog):
+def test_invalid_recorder_size_is_logged_and_the_default_used(said, monkeypatch, caplog):
     monkeypatch.setenv("AIOCOMMS_RECORDER", said)
     assert recorder.capacity() == recorder.DEFAULT == 512
     assert "wanted a number from 1 to 65536" in caplog.text
 
 
-def test_what_is_known_of_each_op(run):
+def test_recorder_describes_each_op(run):
     async def main():
         async with local_world(2, name="pair") as (one, two):
             late = one.recv(torch.zeros(4, dtype=torch.int16), 1, 9)
@@ -182,7 +182,7 @@ def test_what_is_known_of_each_op(run):
     run(main)
 
 
-def test_an_op_may_have_no_tensor_on_some_ranks(run):
+def test_recorder_describes_ops_without_a_tensor_on_some_ranks(run):
     async def main():
         async with local_world(2) as world:
 
@@ -203,7 +203,7 @@ def test_an_op_may_have_no_tensor_on_some_ranks(run):
     run(main)
 
 
-def test_no_tensor_outlives_its_op(run):
+def test_recorder_keeps_no_tensor_alive(run):
     async def main():
         async with local_world(2) as world:
             seen = []
@@ -231,7 +231,7 @@ def test_no_tensor_outlives_its_op(run):
     run(main)
 
 
-def test_who_awaits_and_where(run):
+def test_dump_names_the_awaiting_task_and_line(run):
     async def waits(comm):
         await comm.recv(torch.zeros(1), 1)  # this line
 
@@ -258,7 +258,7 @@ def test_who_awaits_and_where(run):
 @pytest.mark.real
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, monkeypatch):
+def test_hanging_recorder_folder_does_not_delay_the_error(run, transport, monkeypatch):
     thaws, writes = threading.Event(), threading.Semaphore(0)
 
     def hang(snapshot, folder=None):
@@ -287,7 +287,7 @@ def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, m
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("how", ["abort", "deadline"])
-def test_a_folder_that_hangs_keeps_no_buffer(run, transport, how, monkeypatch):
+def test_hanging_recorder_folder_keeps_no_buffer_alive(run, transport, how, monkeypatch):
     thaws, writes = threading.Event(), threading.Semaphore(0)
 
     def hang(snapshot, folder=None):
@@ -322,7 +322,7 @@ def test_a_folder_that_hangs_keeps_no_buffer(run, transport, how, monkeypatch):
 
 
 @pytest.mark.fault(69)
-def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
+def test_recorder_file_is_private_and_replaces_no_other(run, records, tmp_path):
     async def main():
         async with local_world(1, name="../a b/é") as (comm,):
             first, second = comm.dump(), comm.dump(tmp_path / "other")
@@ -338,7 +338,7 @@ def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path)
 
 
 @pytest.mark.fault(69)
-def test_a_link_in_its_place_is_not_followed(records, tmp_path, monkeypatch):
+def test_recorder_refuses_to_write_through_a_symlink(records, tmp_path, monkeypatch):
     async def main():
         async with local_world(1) as (comm,):
             path = comm.dump()
@@ -356,7 +356,7 @@ def test_a_link_in_its_place_is_not_followed(records, tmp_path, monkeypatch):
     run_on("asyncio", main)
 
 
-def test_files_are_few_and_small(records, monkeypatch):
+def test_recorder_limits_the_number_and_size_of_files(records, monkeypatch):
     async def main():
         monkeypatch.setattr(dumps, "LARGEST", 3000)
         async with local_world(1) as (comm,):
@@ -373,7 +373,7 @@ def test_files_are_few_and_small(records, monkeypatch):
     run_on("asyncio", main)
 
 
-def test_the_default_folder(tmp_path, monkeypatch):
+def test_default_recorder_folder_is_private_and_bounded(tmp_path, monkeypatch):
     monkeypatch.delenv("AIOCOMMS_RECORDER_DIR")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(dumps, "PER_FOLDER", 3)
@@ -402,7 +402,7 @@ async def time_out(comm):
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("why", ["unwritable", "full", "unwanted"])
 @pytest.mark.usefixtures("patient")
-def test_what_cannot_be_written_is_said_once_and_harms_nothing(run, records, monkeypatch, caplog, why):
+def test_unwritable_recorder_file_is_logged_once_and_leaves_the_error(run, records, monkeypatch, caplog, why):
     if why == "unwritable":
         records.write_text("no folder")
     elif why == "unwanted":
@@ -430,7 +430,7 @@ def test_what_cannot_be_written_is_said_once_and_harms_nothing(run, records, mon
 
 
 @pytest.mark.real
-def test_what_is_lost_is_written(run, records):
+def test_lost_communicator_writes_a_recorder_file_on_every_rank(run, records):
     """By an abort too, on every rank, without holding up anybody."""
 
     async def main():
@@ -452,7 +452,7 @@ def test_what_is_lost_is_written(run, records):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_deadline_says_what_everybody_does(run, records):
+def test_timeout_error_says_what_every_rank_is_doing(run, records):
     async def main():
         async with local_world(4, name="tp") as world:
             await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
@@ -473,7 +473,7 @@ def test_a_deadline_says_what_everybody_does(run, records):
     run(main)
 
 
-def test_an_adopted_store_or_none(run, monkeypatch):
+def test_timeout_error_without_a_store_names_the_missing_rank(run, monkeypatch):
     """A world whose ranks have no store to ask each other through still says who was missing."""
     monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
 
@@ -489,7 +489,7 @@ def test_an_adopted_store_or_none(run, monkeypatch):
     run(main)
 
 
-def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch):
+def test_hanging_store_does_not_delay_the_timeout_error(run, monkeypatch):
     """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
     given_up = threading.Event()
     monkeypatch.setattr(StoreRendezvous, "tell", lambda *_: given_up.wait(30))
@@ -509,7 +509,7 @@ def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch
     run(main)
 
 
-def test_judgements():
+def test_judge_tells_for_each_rank_how_it_relates_to_the_late_op():
     late = Item("all_reduce", 9, "pending", collective=5)
     other = Item("broadcast", 3, "pending", {"root": 1}, 5)
     briefs = {
@@ -526,7 +526,7 @@ def test_judgements():
 
 
 @pytest.mark.fault(124)
-def test_who_is_behind():
+def test_behind_finds_the_ranks_that_a_late_collective_waits_for():
     """A step waits for rank 1, which waits for rank 3; rank 2 is done. Who is silent is late if a step waits for it."""
     late = Item("all_reduce", 9, "pending", collective=5)
     briefs = {
@@ -545,7 +545,7 @@ def test_who_is_behind():
 @pytest.mark.fault(124)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("where", ["communicator", "lane"])
-def test_all_ranks_say_alike_who_was_late(run, transport, where):
+def test_timeout_errors_of_all_ranks_name_the_same_late_rank(run, transport, where):
     """Also in a lane, whose collectives are made of messages: who waits is not late."""
 
     async def main():
@@ -570,7 +570,7 @@ def test_all_ranks_say_alike_who_was_late(run, transport, where):
 
 
 @pytest.mark.fault(124)
-def test_who_is_late_to_a_split_is_told_by_its_number_here(run):
+def test_late_rank_of_a_split_is_named_by_its_rank_in_the_parent(run):
     async def main():
         async with local_world(4) as world:
             late = CommTimeoutError("nobody came", comm="half", late=[1])
@@ -582,7 +582,7 @@ def test_who_is_late_to_a_split_is_told_by_its_number_here(run):
     run(main)
 
 
-def test_judgements_of_lanes():
+def test_judge_keeps_collectives_of_different_lanes_apart():
     """Another lane's collectives, and the communicator's, are no answer."""
     late = Item("all_reduce", 9, "pending", collective=0, lane="a")
     briefs = {
@@ -596,7 +596,7 @@ def test_judgements_of_lanes():
     )
 
 
-def test_lanes_have_names_and_no_numbers(records):
+def test_collectives_of_lanes_are_recorded_with_lane_name_and_no_number(records):
     """Their collectives stand between the communicator's own, which all ranks number alike."""
 
     async def main():
@@ -629,11 +629,11 @@ def test_lanes_have_names_and_no_numbers(records):
     [None, b"", b"{}", b"[1]", b"\xff", b'{"rank":1,"calls":"x","ended":0}', b'{"rank":2,"calls":0,"ended":0}',
      b'{"rank":1,"calls":0,"ended":0,"last":"' + b"x" * 20000 + b'"}'],
 )  # fmt: skip
-def test_what_another_rank_says_may_make_no_sense(said):
+def test_malformed_brief_of_another_rank_is_ignored(said):
     assert read_brief(said, 1) is None
 
 
-def test_what_another_rank_says_is_made_printable():
+def test_brief_of_another_rank_is_made_printable():
     item = {"name": "re\u001b[31mcv" * 90, "seq": 1, "state": "pending", "args": {"sr\nc": 1}}
     said = {"rank": 1, "calls": 1, "ended": 0, "last": "a\r\nb" * 500, "pending": [item] * 9}
     brief = read_brief(msgspec.msgpack.encode(said), 1)
@@ -677,7 +677,7 @@ def header(**more):
         (header() + b"\n" + b" " * (10 << 20), "larger than"),
     ],
 )
-def test_trace_says_what_is_wrong_with_a_file(content, why, tmp_path, capsys):
+def test_trace_says_why_a_file_is_no_flight_recorder(content, why, tmp_path, capsys):
     path = tmp_path / "x.aiocomms.jsonl"
     path.write_bytes(content)
     assert command(["trace", str(path)]) == 1
@@ -688,12 +688,12 @@ def test_trace_says_what_is_wrong_with_a_file(content, why, tmp_path, capsys):
     assert len(said.err.splitlines()) == 1
 
 
-def test_trace_of_nothing(tmp_path, capsys):
+def test_trace_of_an_empty_folder_fails(tmp_path, capsys):
     assert command(["trace", str(tmp_path)]) == 1
     assert "holds no flight recorder" in capsys.readouterr().err
 
 
-def test_trace_knows_clocks_and_missing_ranks(tmp_path, capsys):
+def test_trace_aligns_clocks_and_names_missing_ranks(tmp_path, capsys):
     """Ranks of one host share the monotonic clock, whatever becomes of the wall clock."""
     pending = b'\n{"name":"recv","seq":4,"state":"pending","args":{"src":2,"tag":1},"posted":4.0}\n'
     done = b'\n{"name":"all_reduce","seq":0,"state":"done","collective":1,"posted":3.0,"finished":5.0}\n'
@@ -715,7 +715,7 @@ def test_trace_knows_clocks_and_missing_ranks(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records, capsys):
+def test_trace_names_a_circle_of_recvs_that_timed_out(run, size, records, capsys):
     async def main():
         async with local_world(size) as world:
             works = [comm.recv(torch.zeros(1), (comm.rank + 1) % size, tag=7, timeout=0.05) for comm in world]
@@ -734,7 +734,7 @@ def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records,
     assert f"they waited in a circle, until a deadline passed: {circle}" in said
 
 
-def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
+def test_trace_names_a_circle_of_a_withdrawn_recv_and_a_collective(run, records, capsys):
     async def main():
         async with local_world(2) as (one, two):
             barrier = two.barrier()
@@ -754,7 +754,7 @@ def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
 
 
 @pytest.mark.parametrize("second", ["later", "answered"])
-def test_what_was_no_circle(run, second, records, capsys):
+def test_trace_names_no_circle_of_recvs_that_matched_or_waited_apart(run, second, records, capsys):
     """Receives that did not wait at the same time, or that were matched."""
 
     async def main():
@@ -778,7 +778,7 @@ def test_what_was_no_circle(run, second, records, capsys):
 
 @pytest.mark.fault(125)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_ranks_that_disagree_are_told_the_number_of_the_collective(run, transport):
+def test_mismatch_error_has_the_communicators_collective_number(run, transport):
     """The communicator's own, as everywhere, and not the transport's: that of an object is made of several."""
 
     async def differ(comm):
@@ -800,13 +800,13 @@ def test_ranks_that_disagree_are_told_the_number_of_the_collective(run, transpor
 
 
 @pytest.mark.fault(125)
-def test_a_path_that_is_not_there(tmp_path, capsys):
+def test_trace_of_a_missing_path_fails(tmp_path, capsys):
     assert command(["trace", str(tmp_path / "nowhere")]) == 1
     wanted = "wanted a flight recorder's file, or a folder of them"
     assert capsys.readouterr().err == f"aiocomms trace: {tmp_path}/nowhere is not there, {wanted}\n"
 
 
-def test_nobody_waits(run, records, capsys):
+def test_trace_of_idle_ranks_says_that_none_waits(run, records, capsys):
     async def main():
         async with local_world(2) as world:
             await ranks(world, lambda comm: comm.barrier())
@@ -821,7 +821,7 @@ def test_nobody_waits(run, records, capsys):
 # ----------------------------------------------------------------------------------------------------- info and bench
 
 
-def test_info(capsys, monkeypatch):
+def test_info_shows_versions_and_transports_and_hides_the_token(capsys, monkeypatch):
     monkeypatch.setenv("AIOCOMMS_TOKEN", "a-secret")
     monkeypatch.setenv("MASTER_ADDR", "host\x1b")
     counts = ("MPI_LOCALNRANKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -840,7 +840,7 @@ def test_info(capsys, monkeypatch):
 
 @pytest.mark.fault(123)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_a_stream_and_a_service_at_rest_wait_for_nobody(run, transport, records, capsys):
+def test_trace_of_an_idle_stream_and_service_says_that_none_waits(run, transport, records, capsys):
     """What they stand ready with is pending on both ranks; nobody is said to wait in a circle, or at all."""
 
     async def execute(plan):
@@ -889,7 +889,7 @@ def test_a_stream_and_a_service_at_rest_wait_for_nobody(run, transport, records,
 @pytest.mark.fault(123)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("what", ["an item", "room"])
-def test_who_waits_for_a_stream_is_named(run, transport, what, records, capsys):
+def test_trace_names_the_task_that_waits_for_a_stream(run, transport, what, records, capsys):
     async def takes(stream):
         await stream.receive()
 

@@ -65,7 +65,7 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
 
 
 @pytest.mark.fault(16)
-def test_the_error_says_who_was_missing_and_what_it_does(ranks: Run, tmp_path: Path) -> None:
+def test_timeout_error_names_the_missing_process_and_what_it_is_in(ranks: Run, tmp_path: Path) -> None:
     said = ranks(3, lose, str(tmp_path / "records"), False)
     for message in said:
         assert re.search(
@@ -80,13 +80,15 @@ def test_the_error_says_who_was_missing_and_what_it_does(ranks: Run, tmp_path: P
 
 
 @pytest.mark.fault(14)
-def test_a_busy_rank_does_not_answer(ranks: Run, tmp_path: Path) -> None:
+def test_timeout_error_says_that_a_busy_rank_does_not_answer(ranks: Run, tmp_path: Path) -> None:
     said = ranks(3, lose, str(tmp_path / "records"), True)
     for message in said[:2]:
         assert re.search(r"ranks 0, 1 are in it \(collective 3\), rank 2 does not answer", message), message
 
 
-def test_trace_says_it_too(ranks: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_names_the_missing_process_and_what_it_is_in(
+    ranks: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     began = time.time()
     records, output = tmp_path / "records", tmp_path / "trace.json"
     ranks(3, lose, str(records), False)
@@ -136,7 +138,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["time.sleep(60)", "while True: pass", "sys.stdin.read()"])
-def test_a_signal_when_the_loop_is_blocked(how: str, tmp_path: Path) -> None:
+def test_signal_dumps_the_recorder_while_the_loop_is_blocked(how: str, tmp_path: Path) -> None:
     records = tmp_path / "records"
     environment = os.environ | {"AIOCOMMS_RECORDER_DIR": str(records)}
     with subprocess.Popen(
@@ -188,7 +190,7 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_no_handler_is_installed_unless_asked_for() -> None:
+def test_signal_handler_is_installed_only_when_asked_for() -> None:
     code = """
 import asyncio, signal, aiocomms
 async def main():

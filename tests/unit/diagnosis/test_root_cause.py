@@ -39,7 +39,7 @@ ITS_OWN = {
 
 @pytest.mark.parametrize("error", [*OTHERS.values(), *ITS_OWN.values()], ids=[*OTHERS, *ITS_OWN])
 @pytest.mark.parametrize("recorded", [True, False], ids=["by torch's record, too", "by us alone"])
-def test_who_names_another_rank_leaves_later(
+def test_process_that_blames_another_rank_exits_later(
     error: Exception, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, slept = tmp_path / "error.json", list[float]()
@@ -62,7 +62,7 @@ def test_who_names_another_rank_leaves_later(
     assert str(error) in message["extraInfo"]["py_callstack"]
 
 
-def test_without_torchrun_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excepthook_is_unchanged_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     before = sys.excepthook
     root_cause.tell_torchrun()

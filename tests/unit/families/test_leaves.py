@@ -74,7 +74,7 @@ async def collectives(comm):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("transport", ["local", "plain", "c10d"])
 @pytest.mark.parametrize("each", [message, stream, window, collectives])
-def test_no_graph_reaches_another_rank(install, transport, size, each):
+def test_results_carry_no_autograd_graph(install, transport, size, each):
     install(plain=Plain)
 
     async def main():

@@ -44,7 +44,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("obj", [None, SMALL, LARGE, b"", [], "é" * 300], ids=["none", "small", "large", "b", "l", "s"])
-def test_send_and_receive(run, obj):
+def test_object_arrives_equal(run, obj):
     async def main():
         async with local_world(2) as (one, two):
             got = await together(lambda: one.send_object(obj, 1, 5), lambda: two.recv_object(0, 5))
@@ -54,7 +54,7 @@ def test_send_and_receive(run, obj):
     run(main)
 
 
-def test_tags_keep_objects_apart_and_in_order(run):
+def test_objects_match_by_tag_in_order(run):
     async def main():
         async with local_world(2) as (one, two):
             sends = [one.send_object([tag, i, "x" * 400 * i], 1, tag) for i in range(3) for tag in (1, -1)]
@@ -69,7 +69,7 @@ def test_tags_keep_objects_apart_and_in_order(run):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_collectives(run, size):
+def test_object_collectives_deliver_to_every_rank(run, size):
     async def main():
         async with local_world(size) as world:
 
@@ -91,7 +91,7 @@ def test_collectives(run, size):
     run(main)
 
 
-def test_overlapping_collectives_do_not_mix():
+def test_overlapping_object_collectives_stay_apart():
     async def main():
         async with local_world(3) as world:
 
@@ -122,7 +122,7 @@ def test_pickle_needs_both_ends(run):
     run(main)
 
 
-def test_bad_arguments_send_nothing():
+def test_wrong_arguments_of_object_ops_send_nothing():
     async def main():
         async with local_world(2) as (one, two):
             with pytest.raises(ArgumentTypeError, match="obj holds"):
@@ -143,7 +143,7 @@ def test_bad_arguments_send_nothing():
     anyio.run(main)
 
 
-def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
+def test_cancelled_recv_object_leaves_its_message_for_the_next(run):
     async def main():
         async with local_world(2) as (one, two):
             work = two.recv_object(0)
@@ -160,7 +160,7 @@ def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
 
 
 @pytest.mark.real
-def test_an_object_whose_header_has_come_is_not_withdrawn(run):
+def test_recv_object_is_not_withdrawn_once_the_header_has_come(run):
     async def main():
         async with local_world(2) as (one, two):
             parcel = parcels.Parcel(LARGE, one.device, pickle=False)
@@ -176,7 +176,7 @@ def test_an_object_whose_header_has_come_is_not_withdrawn(run):
     run(main)
 
 
-def test_an_object_that_was_received_is_let_go_of(run):
+def test_received_object_is_not_kept_alive(run):
     async def main():
         async with local_world(2) as (one, two):
             work = two.recv_object(0)
@@ -201,7 +201,7 @@ class Poisoned:
 
 @pytest.mark.parametrize("value", [torch.ones(10_007), b"b" * 40_028, "s" * 40_028], ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("how", ["recv", "broadcast", "all_gather", "gather", "scatter"])
-def test_the_memory_of_what_was_received_needs_no_garbage_collection(run, how, value):
+def test_received_object_is_freed_without_garbage_collection(run, how, value):
     """Else hundreds of megabytes pile up, and are given back to the kernel amid a turn of the loop."""
     calls = {
         "recv": lambda comm: comm.recv_object(0) if comm.rank else comm.send_object([value], 1),
@@ -229,7 +229,7 @@ def test_the_memory_of_what_was_received_needs_no_garbage_collection(run, how, v
 
 
 @pytest.mark.parametrize("first", ["send", "receive"])
-def test_pickles_that_fail_harm_nobody_else(run, first):
+def test_failing_pickle_leaves_the_communicator_usable(run, first):
     async def main():
         async with local_world(2) as (one, two):
             with pytest.raises(ArgumentTypeError, match="obj cannot be pickled: ValueError: not this one"):
@@ -245,7 +245,7 @@ def test_pickles_that_fail_harm_nobody_else(run, first):
     run(main)
 
 
-def test_a_hundred_ranks():
+def test_all_gather_object_works_among_a_hundred_ranks():
     """The last to come completes everybody's messages, without going deeper with each."""
 
     async def main():
@@ -257,7 +257,7 @@ def test_a_hundred_ranks():
 
 
 @pytest.mark.fault(65, transport="local")
-def test_a_header_that_makes_no_sense_is_refused():
+def test_malformed_object_header_raises_protocol_error():
     async def main():
         async with local_world(2) as (one, two):
             for data in (b"\xff" * parcels.HEADER_BYTES, forged.object_header(0, 0, b"", 2**50)):
@@ -283,7 +283,7 @@ def test_a_header_that_makes_no_sense_is_refused():
     ],
     ids=["huge", "too large together", "a larger tensor", "a smaller tensor", "another one", "bytes", "text"],
 )
-def test_what_comes_beside_an_object_is_announced_and_refused_before_memory_is_taken(announced, items):
+def test_unannounced_side_messages_are_refused_before_memory_is_allocated(announced, items):
     async def main():
         async with local_world(2) as (one, two):
             data = codec.encode(items, apart=[])
@@ -299,14 +299,14 @@ def test_what_comes_beside_an_object_is_announced_and_refused_before_memory_is_t
 
 
 @pytest.mark.fault(65, transport="local")
-def test_more_messages_beside_an_object_than_it_may_have_are_refused(monkeypatch):
+def test_too_many_side_messages_of_an_object_are_refused(monkeypatch):
     monkeypatch.setattr(apart, "MAX_APART", 2)
     data = codec.encode([bytes(40_000)] * 3, apart=[])
     with pytest.raises(ProtocolError, match="more is to come"):
         codec.decode(data, landing=apart.Landing(torch.device("cpu"), 120_000))
 
 
-def test_a_text_that_is_not_ascii_is_refused_and_not_shown():
+def test_non_ascii_text_message_raises_protocol_error():
     async def main():
         async with local_world(2) as (one, two):
             data = codec.encode(["x" * 40_000], apart=[])
@@ -324,7 +324,7 @@ def test_a_text_that_is_not_ascii_is_refused_and_not_shown():
     anyio.run(main)
 
 
-def test_large_tensors_bytes_and_texts_are_their_own_messages():
+def test_large_tensors_bytes_and_texts_travel_as_their_own_messages():
     """Sent from the program's memory, received into the result's."""
     cpu = torch.device("cpu")
     tensor, data, text = torch.ones(20_000), bytes(40_000), "x" * 40_000
@@ -343,7 +343,7 @@ def test_large_tensors_bytes_and_texts_are_their_own_messages():
     into[1].fill_(1)  # a transport may keep what it writes to, after the object is gone
 
 
-def test_what_is_not_on_the_communicators_device_is_copied_there_and_back():
+def test_object_memory_on_another_device_is_copied_to_the_communicators():
     """A device that is the CPU by another name stands for a GPU."""
     device = torch.device("cpu:0")
     obj = [torch.arange(20_000.0), bytes(range(250)) * 200, "y" * 40_000]
@@ -360,7 +360,7 @@ def test_what_is_not_on_the_communicators_device_is_copied_there_and_back():
     assert arrival.open(pickle=False)[1:] == obj[1:]
 
 
-def test_copies_are_made_by_a_thread(run, monkeypatch):
+def test_object_copies_are_made_by_a_thread(run, monkeypatch):
     made, message, copy = [], apart.message, apart.copy
 
     def noted(fn):
@@ -388,7 +388,7 @@ def test_copies_are_made_by_a_thread(run, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["send", "broadcast", "all_gather", "gather", "scatter"])
-def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
+def test_object_copies_are_freed_by_a_thread(run, monkeypatch, call):
     """Nothing else has them by then: to give memory back may take the kernel longer than a turn of the loop may."""
     freed, let_go = [], parcels.Parcel.let_go
 
@@ -420,7 +420,7 @@ def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
 @pytest.mark.real
 @pytest.mark.parametrize("end", ["close", "close of the sender", "abort"])
 @pytest.mark.parametrize("came", ["header", "one tensor"])
-def test_the_end_amid_an_objects_tensors(run, monkeypatch, end, came):
+def test_recv_object_fails_when_the_communicator_ends_amid_its_tensors(run, monkeypatch, end, came):
     monkeypatch.setattr(core, "CLOSE_GRACE", 0.1)
 
     async def main():
@@ -469,7 +469,7 @@ def test_debug_mode_guards_the_tensors_of_an_object(monkeypatch):
     anyio.run(main)
 
 
-def test_without_memory_for_its_own_copy_a_world_of_one_fails_alone(run, monkeypatch):
+def test_memory_error_while_copying_to_itself_fails_only_that_op(run, monkeypatch):
     """No other rank waits for it: what failed was asked of a thread, and nothing was sent."""
 
     def full(*_):

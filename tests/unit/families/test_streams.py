@@ -32,7 +32,7 @@ async def pair(one, two, **options):
     return await together(lambda: one.open_stream(1, **options), lambda: two.open_stream(0, **options))
 
 
-def test_any_shape_and_dtype(run):
+def test_stream_carries_any_shape_and_dtype(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
@@ -61,7 +61,7 @@ def test_any_shape_and_dtype(run):
     run(main)
 
 
-def test_both_directions_and_several_streams_at_once(run):
+def test_several_streams_carry_both_directions_concurrently(run):
     async def main():
         async with local_world(2) as (one, two):
             a = await pair(one, two, name="a")
@@ -86,7 +86,7 @@ def test_both_directions_and_several_streams_at_once(run):
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 8])
-def test_back_pressure(run, capacity):
+def test_stream_send_waits_when_capacity_is_used_up(run, capacity):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=capacity)
@@ -107,7 +107,7 @@ def test_back_pressure(run, capacity):
     run(main)
 
 
-def test_the_end_of_one_direction_leaves_the_other_open(run):
+def test_send_eof_of_one_direction_leaves_the_other_open(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
@@ -126,7 +126,7 @@ def test_the_end_of_one_direction_leaves_the_other_open(run):
     run(main)
 
 
-def test_a_closed_end(run):
+def test_closed_end_refuses_calls_and_breaks_the_other_end(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=2)
@@ -148,7 +148,7 @@ def test_a_closed_end(run):
     run(main)
 
 
-def test_messages_under_way_to_a_closed_end_do_not_hold_up_their_sender(run):
+def test_pending_sends_to_a_closed_end_return(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=4)
@@ -162,7 +162,7 @@ def test_messages_under_way_to_a_closed_end_do_not_hold_up_their_sender(run):
 
 @pytest.mark.real
 @pytest.mark.fault(104)
-def test_cancelled_receives_and_sends_lose_nothing(run):
+def test_cancelled_stream_receives_and_sends_lose_no_item(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=1)
@@ -180,7 +180,7 @@ def test_cancelled_receives_and_sends_lose_nothing(run):
 
 
 @pytest.mark.fault(104)
-def test_a_cancelled_send_keeps_its_tensor_until_the_other_end_has_the_message(run):
+def test_cancelled_stream_send_keeps_its_tensor_until_delivery(run):
     """And no longer: what was cancelled behind it, without a credit, keeps nothing."""
 
     async def main():
@@ -211,7 +211,7 @@ def test_a_cancelled_send_keeps_its_tensor_until_the_other_end_has_the_message(r
 
 
 @pytest.mark.real
-def test_an_opening_that_is_given_up_is_closed_for_the_other_end(run):
+def test_cancelled_open_stream_breaks_the_other_end(run):
     async def main():
         async with local_world(2) as (one, two):
             with anyio.move_on_after(0.01):
@@ -226,7 +226,7 @@ def test_an_opening_that_is_given_up_is_closed_for_the_other_end(run):
     run(main)
 
 
-def test_streams_end_with_their_communicator(run):
+def test_stream_fails_when_its_communicator_ends(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
@@ -253,7 +253,7 @@ def test_streams_end_with_their_communicator(run):
     run(main)
 
 
-def test_a_rank_that_closes_ends_its_streams_and_no_more(run):
+def test_rank_that_closes_ends_only_its_own_streams(run):
     async def main():
         async with local_world(3) as (one, two, three):
             there, here = await pair(one, two)
@@ -269,7 +269,7 @@ def test_a_rank_that_closes_ends_its_streams_and_no_more(run):
     run(main)
 
 
-def test_what_was_sent_before_a_close_is_received(run):
+def test_items_sent_before_close_are_received(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
@@ -310,7 +310,7 @@ def test_many_senders_and_receivers_share_a_stream(run, capacities):
 
 
 @pytest.mark.parametrize("closes", ["this end", "the other end"])
-def test_closing_ends_those_who_wait(run, closes):
+def test_stream_close_wakes_pending_sends_and_receives(run, closes):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=1)
@@ -335,7 +335,7 @@ def test_closing_ends_those_who_wait(run, closes):
 
 @pytest.mark.real
 @pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
-def test_what_a_stream_still_had_to_say_is_nobodys_failure(left, monkeypatch):
+def test_unsent_stream_messages_at_close_report_no_failure(left, monkeypatch):
     """Nor is it waited for: a close whose grace never ends would hang."""
     monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
 
@@ -360,7 +360,7 @@ def test_what_a_stream_still_had_to_say_is_nobodys_failure(left, monkeypatch):
     run_on("asyncio", main)
 
 
-def test_bad_arguments_send_nothing():
+def test_wrong_arguments_of_open_stream_send_nothing():
     async def main():
         async with local_world(2) as (one, two):
             for options, error, name in (
@@ -396,7 +396,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-def test_a_header_that_makes_no_sense_breaks_the_stream_only(header):
+def test_malformed_stream_header_breaks_only_the_stream(header):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
@@ -423,7 +423,7 @@ class Reply:
     text: str
 
 
-def test_dataclasses_and_mappings(run):
+def test_stream_carries_dataclasses_and_mappings(run):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, items=Request)
@@ -456,7 +456,7 @@ def test_dataclasses_and_mappings(run):
 
 @pytest.mark.real
 @pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
-def test_room_in_bytes(run, items):
+def test_stream_send_waits_for_room_in_bytes(run, items):
     """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""
 
     def item(count):
@@ -495,7 +495,7 @@ def test_room_in_bytes(run, items):
     run(main)
 
 
-def test_what_is_no_item_is_refused(run):
+def test_item_of_another_type_is_refused(run):
     async def main():
         async with local_world(2) as (one, two):
             for items in (int, "dict", list, Request(torch.ones(1), 0, []), None):
@@ -519,7 +519,7 @@ def test_what_is_no_item_is_refused(run):
     run(main)
 
 
-def test_ends_for_different_items_do_not_open():
+def test_stream_ends_with_different_item_types_do_not_open():
     async def main():
         async with local_world(2) as (one, two):
             outcomes = []
@@ -546,7 +546,7 @@ def test_ends_for_different_items_do_not_open():
     [[1], {"ids": 1}, {"ids": 1, "temperature": 2, "stop": 3, "seen": 4}, {"temperature": 2, "ids": 1, "stop": 3}],
     ids=["a list", "too few", "too many", "another order"],
 )
-def test_an_item_that_is_none_breaks_the_stream_only(obj):
+def test_malformed_item_breaks_only_the_stream(obj):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, items=Request)
@@ -562,7 +562,7 @@ def test_an_item_that_is_none_breaks_the_stream_only(obj):
 
 
 @pytest.mark.parametrize("ends", ["send_eof", "aclose"])
-def test_a_close_is_told_apart_from_an_end(run, ends):
+def test_stream_close_without_eof_raises_broken_resource_error(run, ends):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)

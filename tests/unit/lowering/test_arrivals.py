@@ -102,7 +102,7 @@ def from_any(*sources: int) -> ops.RecvAny:
     return ops.RecvAny(TENSOR, sources or (1, 2), 0)
 
 
-def test_one_probe_with_each_rank_whatever_waits() -> None:
+def test_recv_any_ops_share_one_probe_per_rank() -> None:
     wire = Wire()
     works = [wire.call(op) for op in (from_any(), from_any(2), from_any(), ops.ProbeAny((1,), 0))]
     assert wire.probes() == [1, 2]
@@ -124,7 +124,7 @@ def test_one_probe_with_each_rank_whatever_waits() -> None:
     assert wire.empty
 
 
-def test_who_finds_a_message_gone_waits_on_before_the_others() -> None:
+def test_recv_any_whose_message_is_gone_keeps_its_turn() -> None:
     wire = Wire()
     first, second = wire.call(from_any()), wire.call(from_any())
     wire.see(1)
@@ -141,7 +141,7 @@ def test_who_finds_a_message_gone_waits_on_before_the_others() -> None:
     assert wire.empty
 
 
-def test_whose_turn_it_is() -> None:
+def test_recv_any_takes_messages_of_all_ranks_in_turn() -> None:
     """A rank of whom nobody has taken a message has lost no turn; and of few tags it is known."""
     wire = Wire()
     work = wire.call(from_any())
@@ -160,7 +160,7 @@ def test_whose_turn_it_is() -> None:
     assert wire.arrivals.in_turn(0, [2, 1]) == [1, 2]
 
 
-def test_withdrawn_while_it_waits() -> None:
+def test_recv_any_withdrawn_while_pending_withdraws_its_probes() -> None:
     wire = Wire()
     works = [wire.call(from_any(1)), wire.call(from_any())]
     assert wire.arrivals.withdraw(cast("Any", works[1]))
@@ -175,7 +175,7 @@ def test_withdrawn_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("matched", [False, True])
-def test_withdrawn_while_it_takes(matched: bool) -> None:
+def test_recv_any_is_withdrawn_while_taking_unless_matched(matched: bool) -> None:
     """A transport that hands ops on later may not have begun."""
     wire = Wire()
     work = wire.call(from_any())
@@ -189,7 +189,7 @@ def test_withdrawn_while_it_takes(matched: bool) -> None:
     assert wire.empty
 
 
-def test_what_cannot_be_posted_fails() -> None:
+def test_recv_any_fails_when_its_probe_cannot_be_posted() -> None:
     wire = Wire()
     error = wire.fails = CommError("no")
     assert wire.call(from_any()).outcome is error
@@ -202,7 +202,7 @@ def test_what_cannot_be_posted_fails() -> None:
     assert wire.empty
 
 
-def test_ranks_that_are_gone() -> None:
+def test_recv_any_fails_only_if_all_other_sources_are_lost() -> None:
     """What waits for others goes on, and this rank is none of them."""
     wire = Wire()
     one, some, own = (wire.call(op) for op in (from_any(1), from_any(0, 1, 2), from_any(0)))
@@ -215,7 +215,7 @@ def test_ranks_that_are_gone() -> None:
     assert wire.probes() == [0]
 
 
-def test_a_lane_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_abort_fails_its_recv_any_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, error = Wire(), LaneAbortedError("enough")
 
     class Laned(Asked):
@@ -238,7 +238,7 @@ def test_a_lane_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not beside.done()
 
 
-def test_nothing_is_left_when_all_has_ended() -> None:
+def test_clear_leaves_no_probe_or_queue() -> None:
     wire = Wire()
     wire.call(from_any())
     wire.arrivals.clear()
@@ -248,7 +248,7 @@ def test_nothing_is_left_when_all_has_ended() -> None:
     assert not wire.arrivals._queues
 
 
-def test_a_transport_without_probes_is_refused() -> None:
+def test_recv_any_without_transport_probes_is_refused() -> None:
     transport = cast("Transport", SimpleNamespace(capabilities=Capabilities(ops=ops.P2P), post=lambda op, work: None))
     router = Router(cast("Any", SimpleNamespace(offload=None, rank=0, name="comm", calls=0)), {"p2p": transport})
     for op in (from_any(), ops.ProbeAny((1,), 0), ops.RecvMessage((1,), 0)):
@@ -259,7 +259,7 @@ def test_a_transport_without_probes_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_dies_ends_what_waits_for_any() -> None:
+async def test_dead_rank_fails_pending_recv_any_and_probe() -> None:
     async with local_world(3) as comms:
         works = [comms[0].recv_any(TENSOR), comms[0].recv_message([2]), comms[0].probe()]
         with inject(comms, kill(ranks=[1], op="barrier")):

@@ -64,5 +64,7 @@ LANES = frozenset({ops.AllReduce, ops.Barrier})
         (ops.Send(torch.ones(2), 1, 0), Capabilities(ops=ops.P2P, lanes=LANES), "messages"),
     ],
 )
-def test_the_way_of_an_op(op: ops.Op, capabilities: Capabilities | None, way: str) -> None:
+def test_each_op_takes_the_route_that_its_transport_allows(
+    op: ops.Op, capabilities: Capabilities | None, way: str
+) -> None:
     assert way_of(op, capabilities) == (way, 5)

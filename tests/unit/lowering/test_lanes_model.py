@@ -153,19 +153,19 @@ class Model(lane_models.Model):
 
 
 @every_order
-def test_every_state(order: tuple[int, ...]) -> None:
+def test_lanes_model_reaches_no_wrong_or_stuck_state(order: tuple[int, ...]) -> None:
     """Whatever rank 2 calls first, and awaits before it calls the next."""
     states = Model((*TASKS, order)).explore()
     print(f"{states} states")
     assert states > 100_000, "the model is not what it was"
 
 
-def test_the_checker_finds_messages_that_mix() -> None:
+def test_checker_finds_mixed_messages_without_lane_keys() -> None:
     with pytest.raises(AssertionError, match="the wrong message"):
         Model((*TASKS, FIRST), keyed=False).explore()
 
 
-def test_the_checker_finds_that_a_published_order_deadlocks() -> None:
+def test_checker_finds_the_deadlock_of_a_published_order() -> None:
     """With a rank that awaits the lane which is second in it before it calls the first."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
         Model((*TASKS, FIRST), published=True).explore()

@@ -106,7 +106,7 @@ def more(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 
 @every_order
-def test_every_state(order: tuple[int, ...]) -> None:
+def test_lanes_order_model_reaches_no_wrong_or_stuck_state(order: tuple[int, ...]) -> None:
     """Whatever rank 2 calls first, and awaits before it calls the next."""
     states = Model((*TASKS, order)).explore()
     print(f"{states} states")
@@ -114,7 +114,7 @@ def test_every_state(order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("callers", [1, 2])
-def test_the_checker_finds_that_an_order_of_what_some_have_called_deadlocks(callers: int) -> None:
+def test_checker_finds_the_deadlock_of_an_order_by_some_callers(callers: int) -> None:
     """With a rank that awaits the lane which is second in it before it calls the first."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
         Model((*TASKS, FIRST), callers).explore()

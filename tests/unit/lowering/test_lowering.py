@@ -66,7 +66,7 @@ def on_ranks(size, each, loop="asyncio"):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n", [0, 1, 7, 20_000])
-def test_reductions(size, n):
+def test_lowered_reductions_are_right(size, n):
     stack = torch.stack([values(r, n) for r in range(size)])
     cases = {op: reduce(stack) for op, reduce in REDUCED.items()}
     blocks = torch.stack([values(r, n * size) for r in range(size)]).sum(0)
@@ -99,7 +99,7 @@ def test_reductions(size, n):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("n", [0, 1, 7, 5_000])
-def test_moving(size, n):
+def test_lowered_data_movement_delivers_unchanged(size, n):
     async def each(comm):
         me, mine = comm.rank, values(comm.rank, n)
         for root in {0, size // 2, size - 1}:
@@ -129,7 +129,7 @@ def test_moving(size, n):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_accumulates_in_single(dtype):
+def test_lowered_half_precision_accumulates_in_float32(dtype):
     async def each(comm):
         got = torch.full((3,), 1.0 if comm.rank else 2048.0, dtype=torch.float16).to(dtype)
         await comm.all_reduce(got)  # in half precision 2048 + 1 is 2048
@@ -140,7 +140,7 @@ def test_half_accumulates_in_single(dtype):
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_barrier_holds_everybody_back(size, loop):
+def test_lowered_barrier_waits_for_all_ranks(size, loop):
     arrived = []
 
     async def each(comm):
@@ -153,7 +153,7 @@ def test_a_barrier_holds_everybody_back(size, loop):
     on_ranks(size, each, loop)
 
 
-def test_overlapping_ops_do_not_mix(loop):
+def test_overlapping_lowered_ops_stay_apart(loop):
     async def each(comm):
         small = [torch.full((4,), float(10 * i + comm.rank)) for i in range(5)]
         large = [torch.full((30_000,), float(i + comm.rank)) for i in range(3)]
@@ -168,7 +168,7 @@ def test_overlapping_ops_do_not_mix(loop):
     on_ranks(4, each, loop)
 
 
-def test_users_messages_do_not_mix_with_lowered_ones(loop):
+def test_user_messages_never_match_lowered_ones(loop):
     async def each(comm):
         peer = 1 - comm.rank
         got = [torch.empty(1) for _ in range(4)]
@@ -183,7 +183,7 @@ def test_users_messages_do_not_mix_with_lowered_ones(loop):
     on_ranks(2, each, loop)
 
 
-def test_ranks_that_disagree_on_the_size_are_told():
+def test_lowered_collective_with_sizes_that_differ_raises_mismatch_error():
     async def each(comm):
         with pytest.raises((MismatchError, CommAbortedError)) as caught:
             await comm.all_reduce(torch.ones(3 + comm.rank))
@@ -193,7 +193,7 @@ def test_ranks_that_disagree_on_the_size_are_told():
     assert any(isinstance(error, MismatchError) and "size" in str(error) for error in errors)
 
 
-def test_a_batch_is_its_parts(loop):
+def test_lowered_batch_completes_all_its_parts(loop):
     async def each(comm):
         n, me = comm.size, comm.rank
         into = torch.empty(2)
@@ -206,7 +206,7 @@ def test_a_batch_is_its_parts(loop):
 
 
 @pytest.mark.parametrize("first", ["batch", "message"])
-def test_a_batch_that_fails_keeps_no_receive(loop, first):
+def test_lowered_batch_that_fails_withdraws_its_recvs(loop, first):
     """Part 1 fails; nothing has matched part 2, and part 3 is complete."""
 
     async def main():
@@ -237,7 +237,7 @@ def test_a_batch_that_fails_keeps_no_receive(loop, first):
     run_on(loop, main)
 
 
-def test_what_cannot_be_expressed_is_refused():
+def test_map_remote_tensor_over_messages_is_refused():
     async def each(comm):
         window = await comm.new_window(torch.zeros(4))
         with pytest.raises(UnsupportedOperation, match="share no memory"):
@@ -248,7 +248,7 @@ def test_what_cannot_be_expressed_is_refused():
     on_ranks(2, each)
 
 
-def test_windows_over_messages(loop):
+def test_windows_over_messages_put_get_and_signal(loop):
     async def each(comm):
         mine = torch.zeros(8, dtype=torch.int64)
         window = await comm.new_window(mine)
@@ -277,7 +277,7 @@ def test_windows_over_messages(loop):
     on_ranks(3, each, loop)
 
 
-def test_a_rank_that_has_closed_a_window_has_its_puts_done_also_where_nobody_awaits_the_close(loop, monkeypatch):
+def test_window_close_by_an_error_completes_the_puts_of_others(loop, monkeypatch):
     """Rank 0 leaves its body with an error, and takes the data of rank 1's put only later; sends are done at once."""
     late = []
 
@@ -334,7 +334,7 @@ def test_a_rank_that_has_closed_a_window_has_its_puts_done_also_where_nobody_awa
     on_ranks(2, each, loop)
 
 
-def test_a_window_of_a_rank_that_is_gone(loop):
+def test_put_to_a_closed_rank_fails_alone(loop):
     async def main():
         async with local_world(2, "plain") as (one, two):
             windows = await ranks([one, two], lambda comm: comm.new_window(torch.zeros(2)))
@@ -348,7 +348,7 @@ def test_a_window_of_a_rank_that_is_gone(loop):
     run_on(loop, main)
 
 
-def test_a_lowered_op_ends_with_its_communicator(loop):
+def test_lowered_op_fails_when_its_communicator_aborts(loop):
     async def main():
         async with local_world(3, "plain") as (one, two, _):
             works = [one.all_reduce(torch.ones(1)), two.all_reduce(torch.ones(1))]

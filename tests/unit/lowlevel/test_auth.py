@@ -42,7 +42,7 @@ def file(tmp_path):
 # ------------------------------------------------------------------------------------------------------- the token
 
 
-def test_where_a_token_comes_from(file):
+def test_token_is_read_from_environment_or_file(file):
     assert read_token({}) is None
     assert read_token({"AIOCOMMS_TOKEN": TOKEN}) == read_token({"AIOCOMMS_TOKEN_FILE": str(file)}) == TOKEN.encode()
 
@@ -61,7 +61,7 @@ def test_where_a_token_comes_from(file):
     ],
     ids=str,
 )
-def test_a_token_that_cannot_be_had_is_an_error(environ, why):
+def test_unreadable_token_is_an_error(environ, why):
     """And never the same as none."""
     with pytest.raises(ArgumentError, match=why) as caught:
         read_token(environ)
@@ -69,20 +69,20 @@ def test_a_token_that_cannot_be_had_is_an_error(environ, why):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o666, 0o700 | 0o001])
-def test_a_file_that_others_may_use(file, mode):
+def test_token_file_open_to_others_is_refused(file, mode):
     file.chmod(mode)
     with pytest.raises(ArgumentError, match=rf"mode {mode:04o}; others may use it: chmod 600"):
         read_token({"AIOCOMMS_TOKEN_FILE": str(file)})
 
 
-def test_a_link_to_a_token(file, tmp_path):
+def test_symlink_to_a_token_file_is_refused(file, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(file)
     with pytest.raises(ArgumentError, match="it is a symbolic link"):
         read_token({"AIOCOMMS_TOKEN_FILE": str(link)})
 
 
-def test_a_pipe_in_place_of_a_token(tmp_path):
+def test_fifo_as_token_file_is_refused_without_blocking(tmp_path):
     """Opening it does not wait for somebody who writes."""
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ArgumentError, match="no regular file"):
@@ -90,13 +90,13 @@ def test_a_pipe_in_place_of_a_token(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
-def test_a_file_of_another_user(file):
+def test_token_file_of_another_user_is_refused(file):
     os.chown(file, 65534, -1)
     with pytest.raises(ArgumentError, match="belongs to user 65534, wanted 0"):
         read_token({"AIOCOMMS_TOKEN_FILE": str(file)})
 
 
-def test_a_long_file_is_not_read_to_its_end(file):
+def test_oversized_token_file_is_refused_without_reading_all(file):
     file.write_bytes(b"x" * 10**7)
     with pytest.raises(ArgumentError, match="of 4098 bytes, wanted 16 to 4096"):
         read_token({"AIOCOMMS_TOKEN_FILE": str(file)})
@@ -109,7 +109,7 @@ def seal(token=TOKEN, name="world", generation=1):
     return Seal(None if token is None else token.encode(), name, generation)
 
 
-def test_a_record_is_believed_where_it_belongs():
+def test_signature_binds_token_name_generation_key_and_rank():
     record = seal().sign("key", 3, b"value")
     assert seal().verify("key", 3, record) == b"value"
     for other, key, rank in (
@@ -125,7 +125,7 @@ def test_a_record_is_believed_where_it_belongs():
         assert caught.value.peer == rank
 
 
-def test_every_byte_of_a_record_counts():
+def test_changed_or_truncated_record_fails_verification():
     record = seal().sign("key", 0, b"value")
     for at in range(len(record)):
         for bit in (1, 128):
@@ -138,7 +138,7 @@ def test_every_byte_of_a_record_counts():
             seal().verify("key", 0, record[:cut])
 
 
-def test_ranks_with_and_without_a_token():
+def test_record_signed_by_only_one_side_raises_auth_error():
     with pytest.raises(AuthError, match="rank 1's record 'key' in the store is not signed: that rank has no token"):
         seal().verify("key", 1, seal(None).sign("key", 1, b"value"))
     with pytest.raises(AuthError, match="rank 1 has a token, and this rank has none"):
@@ -149,7 +149,7 @@ def test_ranks_with_and_without_a_token():
 
 
 @pytest.mark.fault(36)
-def test_a_record_has_a_bound():
+def test_oversized_record_is_refused():
     for token in (TOKEN, None):
         longest = b"x" * auth.MAX_RECORD
         assert seal(token).verify("k", 0, seal(token).sign("k", 0, longest)) == longest
@@ -159,14 +159,14 @@ def test_a_record_has_a_bound():
             seal(token).verify("k", 0, b"\x01" * 2**23)
 
 
-def test_values_do_not_run_together():
+def test_signature_separates_adjacent_fields():
     assert auth.mac(b"k", "ab", "c") != auth.mac(b"k", "a", "bc")
     assert auth.mac(b"k", "a", "") != auth.mac(b"k", "a")
     assert seal().secret("a") != seal().secret("b")
     assert seal().secret("a") != seal(generation=2).secret("a")
 
 
-def test_a_seal_shows_its_key_to_nobody():
+def test_seal_hides_its_key_in_repr_and_pickle():
     one = seal()
     assert repr(one) == str(one) == "<Seal: signed>"
     with pytest.raises(TypeError, match="cannot be pickled"):
@@ -181,7 +181,7 @@ def meeting(store, rank, token=TOKEN, size=2):
     return StoreRendezvous(store, rank, size, **place)
 
 
-def test_ranks_with_one_token_meet(run):
+def test_ranks_with_the_same_token_exchange_values(run):
     async def main():
         store = HashStore()
         both = [meeting(store, rank) for rank in range(2)]
@@ -197,7 +197,7 @@ def test_ranks_with_one_token_meet(run):
 
 
 @pytest.mark.parametrize("record", [b"forged", b"\xff", b"02" * 40])
-def test_a_forged_decision_is_refused(record):
+def test_forged_decision_raises_protocol_error(record):
     store = HashStore()
     store.set("k", record)
     for ask in (lambda it: it.decided("k"), lambda it: it.decide("k", b"mine")):
@@ -219,7 +219,7 @@ def test_a_forged_record_names_its_rank(record):
     anyio.run(main)
 
 
-def test_a_record_of_an_earlier_generation_is_not_believed(monkeypatch):
+def test_record_of_an_earlier_generation_is_refused(monkeypatch):
     """Its keys are others; but who can write to the store can copy it there."""
     monkeypatch.setenv("AIOCOMMS_TOKEN", TOKEN)
 
@@ -243,7 +243,7 @@ def test_a_record_of_an_earlier_generation_is_not_believed(monkeypatch):
     anyio.run(main)
 
 
-def test_a_wrong_token_shows_on_both_ranks(monkeypatch):
+def test_wrong_token_raises_auth_error_on_both_ranks(monkeypatch):
     async def main():
         store = HashStore()
 
@@ -271,7 +271,7 @@ def address():
         return probe.getsockname()[0]
 
 
-def test_nothing_is_opened_to_other_hosts_without_a_token(monkeypatch):
+def test_exposure_to_other_hosts_needs_a_token(monkeypatch):
     with pytest.raises(ArgumentError, match=r"x, and this job has no token.*AIOCOMMS_TOKEN.*AIOCOMMS_ALLOW_UNAUTHENTI"):
         check_exposed("x")
     for name, value in (("AIOCOMMS_ALLOW_UNAUTHENTICATED", "1"), ("AIOCOMMS_TOKEN", TOKEN)):
@@ -287,7 +287,7 @@ def test_nothing_is_opened_to_other_hosts_without_a_token(monkeypatch):
 
 
 @pytest.mark.real
-def test_the_store_is_not_served_to_other_hosts_without_a_token(monkeypatch):
+def test_store_is_served_to_other_hosts_only_with_a_token(monkeypatch):
     where = address()
     with socket.create_server((where, 0)) as taken:
         port = taken.getsockname()[1]

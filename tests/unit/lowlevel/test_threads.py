@@ -32,7 +32,7 @@ def left_behind():
     return lambda: [it for it in threading.enumerate() if it.name == NAME and it not in earlier]
 
 
-def test_a_call_runs_in_a_thread_of_its_own_and_returns(run, left_behind):
+def test_run_in_thread_uses_another_thread_and_leaves_none(run, left_behind):
     async def main():
         assert await run_in_thread(threading.get_ident) != threading.get_ident()
         assert left_behind() == []
@@ -40,7 +40,7 @@ def test_a_call_runs_in_a_thread_of_its_own_and_returns(run, left_behind):
     run(main)
 
 
-def test_what_it_raises_is_raised_where_it_is_awaited(run):
+def test_run_in_thread_raises_what_the_call_raises(run):
     async def main():
         with pytest.raises(ZeroDivisionError):
             await run_in_thread(lambda: 1 / 0)
@@ -53,7 +53,7 @@ def test_what_it_raises_is_raised_where_it_is_awaited(run):
     run(main)
 
 
-def test_what_a_failed_call_held_is_let_go_without_a_collection(run):
+def test_run_in_thread_frees_arguments_of_a_failed_call_without_gc(run):
     class Held:
         """A store's connection, say."""
 
@@ -75,7 +75,7 @@ def test_what_a_failed_call_held_is_let_go_without_a_collection(run):
         gc.enable()
 
 
-def test_many_at_once(run):
+def test_run_in_thread_runs_ten_calls_concurrently(run):
     async def main():
         together, results = threading.Barrier(10), []
 
@@ -91,30 +91,7 @@ def test_many_at_once(run):
     run(main)
 
 
-def test_what_a_call_held_is_let_go_though_who_has_started_its_thread_is_late(run, monkeypatch):
-    class Held:
-        def method(self):
-            return 1
-
-    late, start = threading.Event(), threading.Thread.start
-
-    def start_late(thread):
-        start(thread)
-        assert late.wait(HANGS)
-
-    async def main():
-        held = Held()
-        gone = weakref.ref(held)
-        monkeypatch.setattr(threading.Thread, "start", start_late)
-        assert await run_in_thread(held.method) == 1
-        del held
-        assert gone() is None
-        late.set()
-
-    run(main)
-
-
-def test_a_cancelled_wait_leaves_the_thread_behind_and_no_descriptor(run, left_behind):
+def test_cancelled_run_in_thread_leaves_the_thread_and_no_descriptor(run, left_behind):
     async def main():
         begun, release = threading.Event(), threading.Event()
         await run_in_thread(int)  # what the loop opens for its first reader
@@ -141,7 +118,7 @@ def test_a_cancelled_wait_leaves_the_thread_behind_and_no_descriptor(run, left_b
     run(main)
 
 
-def test_a_wait_that_is_cancelled_already_starts_the_call_all_the_same(run):
+def test_run_in_thread_in_a_cancelled_scope_starts_the_call(run):
     """What must be released is released."""
 
     async def main():
@@ -155,7 +132,7 @@ def test_a_wait_that_is_cancelled_already_starts_the_call_all_the_same(run):
 
 
 @pytest.mark.parametrize("missing", ["threads", "descriptors"])
-def test_none_are_left(run, monkeypatch, missing):
+def test_run_in_thread_without_threads_or_descriptors_fails_without_leaks(run, monkeypatch, missing):
     def fails(*_):
         raise RuntimeError("can't start new thread") if missing == "threads" else OSError(24, "Too many open files")
 
@@ -174,7 +151,7 @@ def test_none_are_left(run, monkeypatch, missing):
     run(main)
 
 
-def test_who_has_a_call_made_goes_on_before_the_thread_gets_a_core(monkeypatch):
+def test_call_in_thread_returns_before_the_thread_runs(monkeypatch):
     """A new thread that waits for a core keeps nobody: neither the loop, nor whoever else has it started."""
     waiting, calls = [], []
     monkeypatch.setattr(threads._thread, "start_new_thread", lambda run, args: waiting.append(run))
@@ -187,7 +164,7 @@ def test_who_has_a_call_made_goes_on_before_the_thread_gets_a_core(monkeypatch):
 
 
 @pytest.mark.real
-def test_the_interpreters_end_waits_for_a_call_that_was_given_up():
+def test_interpreter_exit_waits_for_an_abandoned_call():
     """Not for ever: it is a daemon's. Before Python 3.14 one that came back too late ended the process by SIGABRT."""
     program = """
 import anyio, atexit, threading

@@ -71,21 +71,23 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes, int, int]] = {
 
 @pytest.mark.fault(105)
 @pytest.mark.parametrize(("read", "data", "ours", "theirs"), PARSERS.values(), ids=PARSERS)
-def test_both_versions_are_named(read: Callable[[bytes], object], data: bytes, ours: int, theirs: int) -> None:
+def test_version_mismatch_names_both_versions(
+    read: Callable[[bytes], object], data: bytes, ours: int, theirs: int
+) -> None:
     with pytest.raises(ProtocolError, match=rf"version {theirs} .*version {ours}\b"):
         read(data)
 
 
 @pytest.mark.fault(105)
 @pytest.mark.parametrize("token", [None, b"a token of this test"])
-def test_a_version_is_no_way_around_a_signature(token: bytes | None) -> None:
+def test_record_of_another_version_fails_authentication_with_a_token(token: bytes | None) -> None:
     with pytest.raises(ProtocolError) as caught:
         Seal(token).verify("k", 1, of_other_version(RENDEZVOUS))
     assert isinstance(caught.value, AuthError) == (token is not None)
 
 
 @pytest.mark.fault(105)
-def test_what_is_of_no_version_is_shown() -> None:
+def test_message_without_a_version_is_quoted_in_the_error() -> None:
     with pytest.raises(ProtocolError, match=r"^rank 1 sent what makes no sense: it begins with 474554202f20") as caught:
         Dialect("a test", b"test", 1).check(b"GET / HTTP/1.1", "rank 1", 1)
     assert caught.value.peer == 1
@@ -108,7 +110,9 @@ def record(text: str) -> bytes:
 
 @pytest.mark.fault(105)
 @pytest.mark.parametrize("other", range(2))
-def test_a_rank_that_came_in_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+def test_rank_of_another_version_raises_protocol_error_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
     """It has seen this rank, so it is no process that is gone; and it did come."""
     store, mine, theirs = HashStore(), "0" * 16, "1" * 16
     monkeypatch.setattr(generations.secrets, "token_hex", lambda _: mine)
@@ -124,7 +128,7 @@ def test_a_rank_that_came_in_another_version_is_told_so(monkeypatch: pytest.Monk
 
 @pytest.mark.fault(105)
 @pytest.mark.parametrize("other", range(2))
-def test_a_process_of_another_version_that_is_gone_is_nobody(other: int) -> None:
+def test_record_of_a_gone_process_of_another_version_is_ignored(other: int) -> None:
     """It did not see the rank that is there now."""
     store, theirs = HashStore(), "1" * 16
     store.set(f"came/{other}", record(theirs if other else f"{theirs} digest "))
@@ -185,7 +189,9 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
 
 @pytest.mark.real
 @pytest.mark.fault(105)
-def test_a_handshake_between_versions_names_both(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
+def test_handshake_between_versions_names_both_versions(
+    monkeypatch: pytest.MonkeyPatch, listener: socket.socket
+) -> None:
     """Who connects knows at once. Who accepts does not know that it is a rank, but says what it was."""
     ours = handshake.HANDSHAKE
     accepts, connects = handshakes(monkeypatch, {0: ours, 1: ours._replace(version=OTHER)}, listener)

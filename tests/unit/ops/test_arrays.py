@@ -70,7 +70,7 @@ def reduce_(array: Any) -> ops.AllReduce:
     return checked(ops.AllReduce(array, ReduceOp.SUM), Group())
 
 
-def test_a_tensor_is_not_touched():
+def test_checked_op_of_tensors_is_the_same_op():
     asked = ops.AllReduce(torch.ones(3), ReduceOp.SUM)
     assert checked(asked, Group()) is asked
 
@@ -84,7 +84,7 @@ def test_a_tensor_is_not_touched():
     ],
     ids=lambda it: type(it).__name__,
 )  # fmt: skip
-def test_its_own_memory_is_what_is_written(array: Any):
+def test_as_tensor_shares_memory_with_the_array(array: Any):
     tensor = as_tensor("it", array, write=True)
     tensor.fill_(1)
     mine = array.tensor if isinstance(array, Exporter) else np.asarray(array)
@@ -94,7 +94,7 @@ def test_its_own_memory_is_what_is_written(array: Any):
         assert tensor.data_ptr() == (mine.data_ptr() if isinstance(array, Exporter) else mine.ctypes.data)
 
 
-def test_a_memory_map_is_written_to_its_file(tmp_path):
+def test_as_tensor_of_a_memmap_writes_to_its_file(tmp_path):
     array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(4,))
     as_tensor("it", array, write=True).fill_(2)
     array.flush()
@@ -102,7 +102,7 @@ def test_a_memory_map_is_written_to_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
-def test_dtypes_that_numpy_knows_by_ml_dtypes(name: str):
+def test_as_tensor_accepts_ml_dtypes(name: str):
     array = np.ones(4, getattr(ml_dtypes, name))
     tensor = as_tensor("it", array, write=True)
     assert (tensor.dtype, tensor.float().tolist()) == (getattr(torch, name), [1] * 4)
@@ -134,13 +134,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("array", "why"), REFUSED.values(), ids=list(REFUSED))
-def test_refused(array: Any, why: str):
+def test_unsupported_array_is_refused_with_a_reason(array: Any, why: str):
     with pytest.raises(ArgumentError, match=rf"^tensor .*{re.escape(why)}"):
         reduce_(array)
 
 
 @pytest.mark.fault(125)
-def test_an_array_is_told_what_to_give_in_words_of_its_library():
+def test_array_error_suggests_a_call_of_its_library():
     column = np.ones((4, 4), np.float32)[:, 0]
     with pytest.raises(ArgumentError, match=r"is not contiguous; give numpy\.ascontiguousarray\(tensor\)$"):
         checked(ops.Send(column, 1), Group())
@@ -150,7 +150,7 @@ def test_an_array_is_told_what_to_give_in_words_of_its_library():
         checked(ops.Send(np.ones(4, np.float32), 1), Group(device=torch.device("meta")))
 
 
-def test_what_is_no_array_is_refused_as_ever():
+def test_value_that_is_no_array_is_refused():
     for value in (None, [1.0], 3, np.float32(1), np.ndarray):
         with pytest.raises(ArgumentTypeError, match=r"tensor is .*, wanted a torch\.Tensor"):
             reduce_(value)
@@ -158,12 +158,12 @@ def test_what_is_no_array_is_refused_as_ever():
         checked(ops.Send(torch.ones(1), np.array(1)), Group())  # type: ignore[arg-type]
 
 
-def test_a_read_only_array_may_be_read_and_nothing_is_printed():
+def test_read_only_array_may_be_sent_without_a_warning():
     op = checked(ops.Send(READ_ONLY, 1), Group())  # for a warning is an error
     assert op.tensor.data_ptr() == READ_ONLY.ctypes.data
 
 
-def test_an_op_says_what_was_given_and_a_transport_sees_tensors():
+def test_checked_op_gives_tensors_and_its_result_the_given_arrays():
     outputs, mine = (np.zeros(2), torch.zeros(2, dtype=torch.float64)), np.ones(2)
     asked = ops.AllGather(outputs, mine)  # type: ignore[arg-type]
     op = checked(asked, Group())
@@ -173,7 +173,7 @@ def test_an_op_says_what_was_given_and_a_transport_sees_tensors():
     assert all(map(operator.is_, asked.result(), outputs))
 
 
-def test_an_array_that_is_read_and_written_is_one_tensor():
+def test_array_used_as_input_and_output_becomes_one_tensor():
     shared = np.ones(4, np.float32)
     op = checked(ops.AllGather((shared, np.ones(4, np.float32)), shared), Group())  # type: ignore[arg-type]
     assert op.input is op.outputs[0]
@@ -184,7 +184,7 @@ def test_an_array_that_is_read_and_written_is_one_tensor():
         checked(ops.Batch(parts), Group())
 
 
-def test_the_memory_lives_as_long_as_the_tensor():
+def test_tensor_of_an_array_keeps_its_memory_alive():
     array = np.ones(4)
     alive = weakref.ref(array)
     tensor = as_tensor("it", array, write=True)
@@ -195,7 +195,7 @@ def test_the_memory_lives_as_long_as_the_tensor():
     assert alive() is None
 
 
-def test_results_are_of_the_kind_that_was_given():
+def test_like_returns_the_library_of_its_model():
     tensor = torch.ones(2)
     assert like(tensor, tensor) is tensor
     assert like(Exporter(tensor), tensor) is tensor  # nobody knows how to make another one
@@ -205,7 +205,7 @@ def test_results_are_of_the_kind_that_was_given():
 
 
 @pytest.mark.real
-def test_numpy_is_not_imported():
+def test_arrays_without_numpy_installed_are_accepted():
     """Nor needed: torch warns where it is not installed, and takes arrays all the same."""
     program = (
         "import sys; sys.modules['numpy'] = None\n"

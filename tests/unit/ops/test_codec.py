@@ -46,13 +46,13 @@ def same(a, b):
 
 @given(objects)
 @settings(max_examples=300)
-def test_objects_come_back_as_they_were(obj):
+def test_codec_round_trip_preserves_objects(obj):
     assert same(codec.decode(codec.encode(obj)), obj)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (2, 3, 4), (1,) * codec.MAX_DIMS], ids=str)
-def test_tensors_come_back_bit_for_bit(dtype, shape):
+def test_codec_round_trip_preserves_tensors_bit_for_bit(dtype, shape):
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel() * dtype.itemsize,))
     tensor = raw.to(torch.uint8).view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
     back = codec.decode(codec.encode({"t": [tensor, (tensor,)]}))
@@ -62,7 +62,7 @@ def test_tensors_come_back_bit_for_bit(dtype, shape):
         assert got.flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
 
 
-def test_views_are_made_plain():
+def test_codec_decodes_views_as_contiguous_tensors():
     tensor = torch.arange(12.0).view(3, 4).T
     assert codec.decode(codec.encode(tensor)).equal(tensor)
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
@@ -109,13 +109,13 @@ def nested():
     ],
     ids=lambda obj: type(obj).__name__,
 )
-def test_other_types_are_refused_by_name(obj):
+def test_encode_of_an_unsupported_type_names_it(obj):
     with pytest.raises(ArgumentTypeError, match="obj holds"):
         codec.encode(obj)
 
 
 @pytest.mark.parametrize("left", [0, 8])
-def test_a_tensor_without_its_memory_is_refused(left):
+def test_encode_of_a_tensor_without_memory_is_refused(left):
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(left)
     with pytest.raises(ArgumentError, match="no memory"):
@@ -123,7 +123,7 @@ def test_a_tensor_without_its_memory_is_refused(left):
 
 
 @pytest.mark.fault(67, transport="local")
-def test_what_is_too_much_is_refused():
+def test_encode_beyond_a_limit_is_refused():
     deep: list[object] = []
     for _ in range(codec.MAX_DEPTH + 1):
         deep = [deep]
@@ -140,7 +140,7 @@ def test_what_is_too_much_is_refused():
         codec.encode(torch.zeros((1,) * (codec.MAX_DIMS + 1)))
 
 
-def test_a_pickle_is_never_loaded_unasked():
+def test_decode_loads_a_pickle_only_when_asked():
     assert codec.decode(codec.encode({1, 2}, pickle=True), pickle=True) == {1, 2}
     with pytest.raises(ProtocolError):
         codec.decode(pickle.dumps(Canary()))
@@ -170,7 +170,7 @@ BIG = torch.arange(20_000_000, dtype=torch.float32)
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_pickled_view_is_what_it_shows(value):
+def test_pickled_view_carries_only_its_own_elements(value):
     data = codec.encode(value, pickle=True)
     assert len(data) < 100_000
     found = codec.decode(data, pickle=True)
@@ -193,7 +193,7 @@ def tensors_of(value):
 @pytest.mark.parametrize(
     "value", [BIG, [BIG[1:]], torch.nn.Parameter(BIG), BIG.untyped_storage(), [BIG[: 2**22 + i] for i in range(5)]]
 )
-def test_what_is_too_large_is_refused_before_it_is_pickled(value, monkeypatch):
+def test_oversized_value_is_refused_before_it_is_pickled(value, monkeypatch):
     """Of what is larger than an object may be nobody makes a copy first."""
     saved, save = [], torch.save
 
@@ -209,7 +209,7 @@ def test_what_is_too_large_is_refused_before_it_is_pickled(value, monkeypatch):
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300)
-def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):
+def test_decode_of_any_bytes_returns_or_raises_protocol_error(data):
     try:
         codec.decode(data)
     except ProtocolError:
@@ -217,7 +217,7 @@ def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):
 
 
 @pytest.mark.fault(68, transport="local")
-def test_mutated_objects_give_an_object_or_a_protocol_error():
+def test_decode_of_mutated_bytes_returns_or_raises_protocol_error():
     rng = random.Random(7)
     sample = codec.encode(
         {
@@ -252,13 +252,13 @@ def test_mutated_objects_give_an_object_or_a_protocol_error():
     ],
     ids=["empty", "ones", "dims", "dtype", "negative", "overflow", "huge", "beyond"],
 )
-def test_descriptions_that_make_no_sense_are_refused(description):
+def test_malformed_tensor_description_is_refused(description):
     with pytest.raises(ProtocolError):
         codec.parse_tensor(description)
 
 
 @pytest.mark.fault(65)
-def test_a_length_from_the_wire_allocates_nothing():
+def test_length_from_the_wire_allocates_no_memory():
     bomb = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, forged.tensor(0, 1, 2**40)))
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="asks for"):
@@ -271,7 +271,7 @@ def test_a_length_from_the_wire_allocates_nothing():
 
 
 @pytest.mark.fault(99)
-def test_a_large_tensor_is_copied_twice_on_its_way_to_the_wire():
+def test_encode_copies_a_large_tensor_at_most_twice():
     """Once into its place behind its description, once into the message, which is sent as it is."""
     tensor = torch.ones(2**22)
     tracemalloc.start()
@@ -283,7 +283,7 @@ def test_a_large_tensor_is_copied_twice_on_its_way_to_the_wire():
 
 
 @pytest.mark.fault(67, transport="local")
-def test_nesting_bombs_are_refused():
+def test_decode_of_deeply_nested_bytes_is_refused():
     nested = b"\xc0"
     for _ in range(codec.MAX_DEPTH + 50):
         nested = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"\x91" + nested))

@@ -45,7 +45,7 @@ KINDS = [np.int64, np.uint8, Place, Indexed]
 
 
 @pytest.mark.parametrize("whole", KINDS)
-def test_every_number_of_an_operation(run: Any, whole: Whole) -> None:
+def test_operations_accept_any_integer_type(run: Any, whole: Whole) -> None:
     n0, n1, n2, n3 = map(whole, range(4))
 
     async def rank_of(comm: Any, peer: Any, me: Any) -> None:
@@ -101,7 +101,7 @@ def test_every_number_of_an_operation(run: Any, whole: Whole) -> None:
 
 
 @pytest.mark.parametrize("whole", KINDS)
-def test_every_number_of_what_is_opened(run: Any, whole: Whole) -> None:
+def test_constructors_accept_any_integer_type(run: Any, whole: Whole) -> None:
     async def main() -> None:
         async with aiocomms.new_comm("local", rank=whole(0), size=whole(1)) as comm:
             assert (comm.rank, comm.size, type(comm.rank), type(comm.size)) == (0, 1, int, int)
@@ -125,7 +125,7 @@ class Members:
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, np.float32(1), "1", None, np.array(1), torch.tensor(1)])
-def test_what_is_no_number_is_refused(value: Any) -> None:
+def test_value_that_is_no_integer_is_refused(value: Any) -> None:
     """A bool or a tensor is more often a mistake than a rank."""
     group: Any = Members()
     t = torch.ones(2)
@@ -139,7 +139,7 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("whole", [np.int64, Indexed])
-def test_a_number_out_of_bounds_is_said_as_an_int_is(whole: Whole) -> None:
+def test_integer_out_of_bounds_is_printed_as_an_int(whole: Whole) -> None:
     group: Any = Members()
     with pytest.raises(ArgumentError, match="dst is 2, wanted a rank of this communicator"):
         checked(ops.Send(torch.ones(2), whole(2), 0), group)

@@ -33,13 +33,13 @@ def loops() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == NAME]
 
 
-def test_it_has_the_arguments_of_the_other_one():
+def test_blocking_new_comm_has_the_arguments_of_new_comm():
     ours, theirs = inspect.signature(blocking.new_comm), inspect.signature(aiocomms.new_comm)
     assert list(ours.parameters) == list(theirs.parameters)
     assert "Form a communicator" in blocking.new_comm.__doc__
 
 
-def test_a_world_of_one_and_no_thread_left():
+def test_blocking_communicators_share_a_loop_thread_that_ends_with_the_last():
     with blocking.new_comm("local") as comm:
         assert comm.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
         assert loops() == [NAME]
@@ -55,13 +55,13 @@ def test_a_world_of_one_and_no_thread_left():
         comm.barrier()
 
 
-def test_wrong_arguments_start_no_thread():
+def test_blocking_new_comm_with_wrong_arguments_starts_no_thread():
     with pytest.raises(ArgumentError, match="store is missing"):
         blocking.new_comm("local", rank=0, size=2)
     assert loops() == []
 
 
-def test_without_a_descriptor_for_the_loop(monkeypatch):
+def test_blocking_new_comm_without_a_descriptor_raises_comm_error(monkeypatch):
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -72,13 +72,13 @@ def test_without_a_descriptor_for_the_loop(monkeypatch):
 
 
 @pytest.mark.real
-def test_one_that_cannot_form_leaves_no_thread():
+def test_blocking_new_comm_that_times_out_leaves_no_thread():
     with pytest.raises(CommTimeoutError):
         blocking.new_comm("local", store=HashStore(), rank=0, size=2, timeout=0.1)
     assert loops() == []
 
 
-def test_a_body_that_raises_aborts():
+def test_exception_in_the_with_block_aborts():
     store = HashStore()
     caught: list[BaseException] = []
 
@@ -96,7 +96,7 @@ def test_a_body_that_raises_aborts():
     assert loops() == []
 
 
-def test_a_hook_cannot_wait_for_its_own_loop():
+def test_close_within_a_hook_raises_runtime_error():
     errors: list[Exception] = []
 
     def close(work: object) -> None:
@@ -111,7 +111,7 @@ def test_a_hook_cannot_wait_for_its_own_loop():
     assert "close on 'world' was called on the loop's own thread" in str(errors[0])
 
 
-def test_a_second_thread_that_closes_waits_until_all_is_released(monkeypatch):
+def test_concurrent_close_waits_until_all_is_released(monkeypatch):
     """Another communicator that uses the loop goes on, whoever closes this one how often."""
     begun, second = threading.Event(), threading.Event()
     released: list[str] = []
@@ -194,7 +194,7 @@ def waiting():  # says so when the main thread waits, and not before
 
 
 @pytest.mark.real
-def test_ctrl_c_amid_a_wait_withdraws_the_receive():
+def test_ctrl_c_during_a_wait_withdraws_the_recv():
     program = """
 one, two = pair()
 waiting()
@@ -215,7 +215,7 @@ print("fine")
 
 
 @pytest.mark.real
-def test_ctrl_c_in_a_with_block_aborts_and_ends_the_program_as_python_does():
+def test_ctrl_c_in_a_with_block_aborts_and_ends_the_program():
     program = """
 one, two = pair()
 waiting()
@@ -240,7 +240,7 @@ finally:
 
 
 @pytest.mark.real
-def test_ctrl_c_while_it_forms():
+def test_ctrl_c_while_forming_leaves_no_thread():
     program = """
 import asyncio, concurrent.futures
 result = concurrent.futures.Future.result
@@ -258,7 +258,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.real
 @pytest.mark.parametrize("how", ["", "sys.exit(3)", "raise SystemExit(3)"])
-def test_a_program_that_ends_with_communicators_open_and_threads_that_wait(how):
+def test_program_exits_silently_with_open_communicators_and_waiting_threads(how):
     """Nothing is printed, and nothing hangs; the peers are told."""
     program = f"""
 one, two = pair()
@@ -271,7 +271,7 @@ for ask in (work.wait, lambda: two.open_stream(0), lambda: one.barrier().wait())
 
 
 @pytest.mark.real
-def test_a_forked_child_is_refused_at_once():
+def test_forked_child_of_a_blocking_communicator_is_refused():
     program = """
 one, two = pair()
 work = one.recv(torch.zeros(1), 1)
@@ -295,7 +295,7 @@ one.close(); two.close()
 
 
 @pytest.mark.real
-def test_warnings_as_errors_see_a_program_that_closes_nothing():
+def test_unclosed_blocking_communicator_warns_with_its_origin():
     """The warning says where it was opened, and what to write instead."""
     program = """
 import warnings

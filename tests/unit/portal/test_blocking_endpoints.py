@@ -57,7 +57,7 @@ def pair(transport: str) -> Iterator[Pair]:
 
 
 @pytest.mark.deterministic
-def test_it_has_the_arguments_of_the_other_one():
+def test_blocking_open_endpoint_has_the_arguments_of_open_endpoint():
     ours, theirs = inspect.signature(blocking.open_endpoint), inspect.signature(aiocomms.open_endpoint)
     assert list(ours.parameters) == list(theirs.parameters)
     with pytest.raises(ArgumentError, match="timeout"):
@@ -75,7 +75,7 @@ def test_it_has_the_arguments_of_the_other_one():
         (blocking.BlockingRemoteRegion, aiocomms.RemoteRegion),
     ],
 )
-def test_whatever_the_other_one_has(ours: type, theirs: type):
+def test_blocking_classes_have_the_methods_of_the_async_ones(ours: type, theirs: type):
     """The same names, but for ``close``, and the same arguments of what does not take a thread's patience besides."""
     names = {name for name in dir(theirs) if not name.startswith("_")} - {"aclose"}
     attributes = {"name", "device", "address", "transports", "tensor", "descriptor", "register_abort_hook"}
@@ -92,7 +92,7 @@ def test_whatever_the_other_one_has(ours: type, theirs: type):
             assert given == (wanted if given == wanted else [*wanted, "timeout"]), name
 
 
-def test_messages_and_streams(pair: Pair):
+def test_blocking_peers_exchange_messages_and_streams(pair: Pair):
     _, _, one, two = pair
     work = one.send(torch.arange(3), tag=4)
     assert two.recv(torch.zeros(3, dtype=torch.int64), tag=4).wait().tolist() == [0, 1, 2]
@@ -109,7 +109,7 @@ def test_messages_and_streams(pair: Pair):
         one.recv(torch.zeros(1)).wait(timeout=0)
 
 
-def test_put_get_and_signal_from_several_threads(pair: Pair):
+def test_puts_of_a_thread_are_visible_after_its_signal(pair: Pair):
     """Each thread's puts have arrived when its own signal has."""
     here, _, one, two = pair
     threads = 4
@@ -137,7 +137,7 @@ def test_put_get_and_signal_from_several_threads(pair: Pair):
     assert region.tensor is pages
 
 
-def test_one_connection_has_one_peer(pair: Pair):
+def test_concurrent_connects_return_the_same_peer(pair: Pair):
     one, two, peer, _ = pair
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(one.connect, two.address) for _ in range(8)]
@@ -147,7 +147,7 @@ def test_one_connection_has_one_peer(pair: Pair):
         one.accept(timeout=0.01)
 
 
-def test_a_revoked_region_and_a_foreign_descriptor(pair: Pair):
+def test_revoked_region_and_foreign_descriptor_raise_region_error(pair: Pair):
     here, there, one, two = pair
     memory = torch.zeros(PART)
     region = here.register(memory, read=False)
@@ -180,7 +180,7 @@ WAITS: dict[str, Callable[[Pair], object]] = {
 
 @pytest.mark.parametrize("what", WAITS)
 @pytest.mark.parametrize("how", ["abort", "close the connection", "close the endpoint"])
-def test_what_ends_a_thread_that_waits(pair: Pair, what: str, how: str):
+def test_close_or_abort_wakes_a_waiting_thread(pair: Pair, what: str, how: str):
     if what == "accept" and how != "close the endpoint":
         return  # it is not the connection's
     outcome: list[object] = []
@@ -209,7 +209,7 @@ def test_what_ends_a_thread_that_waits(pair: Pair, what: str, how: str):
         pair.one_sees.attach(b"")
 
 
-def test_a_closed_endpoint_refuses(pair: Pair):
+def test_closed_endpoint_refuses_calls(pair: Pair):
     one, two, peer, other = pair
     region = one.register(torch.zeros(1))
     one.close()
@@ -226,7 +226,7 @@ def test_a_closed_endpoint_refuses(pair: Pair):
         other.attach(region.descriptor)
 
 
-def test_a_second_thread_that_closes_waits_for_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_concurrent_endpoint_close_waits_for_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     one, _, peer, other = pair
     begun, second = threading.Event(), threading.Event()
     values = torch.arange(3_000_000.0)  # under way until it is received
@@ -260,7 +260,7 @@ def test_a_second_thread_that_closes_waits_for_the_first(pair: Pair, monkeypatch
     assert sending.wait() is values
 
 
-def test_an_error_in_the_body_aborts(transport: str):
+def test_exception_in_the_with_block_aborts_the_connection(transport: str):
     with blocking.open_endpoint(transport) as two:
         one = blocking.open_endpoint(transport)
         one.connect(two.address)
@@ -271,7 +271,7 @@ def test_an_error_in_the_body_aborts(transport: str):
     assert loops() == []
 
 
-def test_a_deadline_of_its_own(pair: Pair):
+def test_wait_signal_past_its_own_timeout_fails_alone(pair: Pair):
     with pytest.raises(CommTimeoutError):
         pair.one_sees.wait_signal(timeout=0.01).wait()
     with pytest.raises(ArgumentError, match="address"):
@@ -280,7 +280,7 @@ def test_a_deadline_of_its_own(pair: Pair):
     pair.one_sees.wait_signal().wait()
 
 
-def test_the_loops_own_thread_is_refused(pair: Pair):
+def test_blocking_calls_on_the_loops_thread_are_refused(pair: Pair):
     refused: list[BaseException] = []
 
     def hook(_: object) -> None:
@@ -307,7 +307,7 @@ region = two.register(torch.zeros(4))
 
 
 @pytest.mark.real
-def test_a_program_that_ends_with_all_of_it_open(transport: str):
+def test_program_exits_silently_with_open_endpoints_and_waiting_threads(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
 for wait in (peer.recv(torch.zeros(1)).wait, one.accept, peer.lost):
@@ -318,7 +318,7 @@ for wait in (peer.recv(torch.zeros(1)).wait, one.accept, peer.lost):
 
 @pytest.mark.search
 @pytest.mark.real
-def test_warnings_as_errors_see_it(transport: str):
+def test_unclosed_blocking_endpoint_warns_with_its_origin(transport: str):
     program = "import warnings\nwarnings.simplefilter('always', ResourceWarning)\n"
     printed = run(f"{program}from aiocomms import blocking\nhere = blocking.open_endpoint({transport!r})\n")
     assert "unclosed <Endpoint 'endpoint'" in printed
@@ -326,7 +326,7 @@ def test_warnings_as_errors_see_it(transport: str):
 
 
 @pytest.mark.real
-def test_ctrl_c_ends_accept(transport: str):
+def test_ctrl_c_interrupts_accept(transport: str):
     program = """
 from aiocomms.communicator.portal import pending
 block = pending.Pending._block
@@ -350,7 +350,7 @@ print(threading.enumerate() == [threading.main_thread()])
 
 
 @pytest.mark.real
-def test_a_forked_child_is_refused(transport: str):
+def test_forked_child_of_a_blocking_endpoint_is_refused(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
 child = os.fork()
@@ -378,7 +378,7 @@ one.close(); two.close()
 
 
 @pytest.mark.real
-def test_a_peer_that_is_killed():
+def test_killed_peer_fails_pending_ops_with_peer_died_error():
     program = """
 import sys, torch
 from aiocomms import blocking

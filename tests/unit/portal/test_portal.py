@@ -59,7 +59,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     return await anyio.to_thread.run_sync(call)
 
 
-def test_it_is_always_the_same(run):
+def test_portal_of_a_communicator_is_always_the_same(run):
     async def main() -> None:
         async with local_world(2) as (one, two):
             assert one.portal() is one.portal() is await in_thread(one.portal) is not two.portal()
@@ -67,7 +67,7 @@ def test_it_is_always_the_same(run):
     run(main)
 
 
-def test_calls_start_in_their_order_and_each_in_the_context_of_its_thread(run):
+def test_portal_calls_start_in_order_and_in_their_threads_context(run):
     async def main() -> None:
         async with aiocomms.new_comm("local") as comm:
             portal, seen = comm.portal(), []
@@ -90,7 +90,7 @@ def test_calls_start_in_their_order_and_each_in_the_context_of_its_thread(run):
     run(main)
 
 
-def test_the_loops_own_thread_is_refused(run):
+def test_portal_call_on_the_loops_thread_is_refused(run):
     async def main() -> None:
         async with local_world(2) as (one, _):
             portal = one.portal()
@@ -107,7 +107,7 @@ def test_the_loops_own_thread_is_refused(run):
 
 
 @pytest.mark.parametrize("how", ["healthy", "lost"])
-def test_a_close_that_comes_too_late_has_nothing_left_to_do(run, how):
+def test_portal_close_after_the_communicator_ended_returns(run, how):
     async def main() -> None:
         async with local_world(2) as (one, two):
             portal, come, closed = one.portal(), threading.Semaphore(0), threading.Event()
@@ -134,7 +134,7 @@ def test_a_close_that_comes_too_late_has_nothing_left_to_do(run, how):
 
 
 @pytest.mark.parametrize("how", ["healthy", "lost"])
-def test_a_transport_that_breaks_while_it_closes_is_heard_of(run, monkeypatch, how):
+def test_portal_close_raises_the_transports_error(run, monkeypatch, how):
     async def main() -> None:
         async with local_world(2) as (one, _):
             (transport,) = set(one._core.transports)
@@ -154,7 +154,7 @@ def test_a_transport_that_breaks_while_it_closes_is_heard_of(run, monkeypatch, h
     run(main)
 
 
-def test_a_wrong_patience(run):
+def test_portal_wait_with_a_wrong_timeout_is_refused(run):
     async def main() -> None:
         async with local_world(2) as (one, _):
             work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
@@ -166,7 +166,7 @@ def test_a_wrong_patience(run):
     run(main)
 
 
-def test_what_a_hook_raises_is_the_waits_error(run):
+def test_portal_wait_raises_what_a_pre_hook_raised(run):
     async def main() -> None:
         async with aiocomms.new_comm("local") as comm:
 
@@ -182,7 +182,7 @@ def test_what_a_hook_raises_is_the_waits_error(run):
     run(main)
 
 
-def test_on_a_gpu_an_op_comes_after_its_threads_stream(run, monkeypatch):
+def test_portal_op_uses_the_current_cuda_stream_of_its_thread(run, monkeypatch):
     """The current stream is each thread's own."""
     entered: list[object] = []
 
@@ -206,7 +206,7 @@ def test_on_a_gpu_an_op_comes_after_its_threads_stream(run, monkeypatch):
     run(main)
 
 
-def test_a_thread_goes_on_after_the_hooks(run):
+def test_portal_wait_returns_after_the_post_hooks(run):
     async def main() -> None:
         async with local_world(2) as (one, two):
             heard: list[object] = []
@@ -218,7 +218,7 @@ def test_a_thread_goes_on_after_the_hooks(run):
     run(main)
 
 
-def test_a_failure_that_nobody_waits_for_is_reported_once(run, caplog):
+def test_portal_failure_that_is_never_retrieved_is_reported_once(run, caplog):
     async def main() -> None:
         reports: list[str] = []
         if aiocomms_loop := _asyncio_loop():
@@ -249,7 +249,7 @@ def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def test_the_loop_ends_with_threads_that_wait(run):
+def test_threads_waiting_on_a_portal_are_released_when_the_loop_ends(run):
     """The communicator was left open; so it is closed with the loop."""
     threads: list[Thread] = []
 
@@ -272,7 +272,7 @@ def test_the_loop_ends_with_threads_that_wait(run):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_that_is_closed_by_hand_amid_a_wait(impatient):
+def test_portal_wait_raises_when_the_loop_is_closed_by_hand(impatient):
     """Nothing tells anybody."""
     loop = asyncio.new_event_loop()
     comm = loop.run_until_complete(_open())
@@ -295,7 +295,7 @@ async def _open(**place: Any) -> aiocomms.Communicator:
     return await aiocomms.new_comm("local", **place)
 
 
-def test_a_loop_that_stands_still_past_the_deadline(run, impatient):
+def test_portal_call_times_out_when_the_loop_is_stuck(run, impatient):
     """A call that has not begun by its deadline never begins; a collective takes the communicator with it."""
 
     async def main() -> None:
@@ -318,7 +318,7 @@ def test_a_loop_that_stands_still_past_the_deadline(run, impatient):
     run(main)
 
 
-def test_a_loop_that_stands_still_while_the_communicator_is_lost(run, impatient):
+def test_portal_wait_raises_the_abort_when_the_loop_is_stuck(run, impatient):
     async def main() -> None:
         async with local_world(2) as (one, two):
             begun = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
@@ -330,7 +330,7 @@ def test_a_loop_that_stands_still_while_the_communicator_is_lost(run, impatient)
     run(main)
 
 
-def test_another_thread_may_wait_for_a_work(run):
+def test_several_threads_may_wait_for_one_portal_work(run):
     async def main() -> None:
         async with local_world(2) as (one, two):
             work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
@@ -341,7 +341,7 @@ def test_another_thread_may_wait_for_a_work(run):
     run(main)
 
 
-def test_synchronous_code_on_the_loops_thread_serves_threads(run):
+def test_wait_blocking_on_the_loops_thread_runs_portal_calls(run):
     """``wait_blocking`` there starts what they call."""
 
     async def main() -> None:
@@ -355,7 +355,7 @@ def test_synchronous_code_on_the_loops_thread_serves_threads(run):
     run(main)
 
 
-def test_a_stream_gives_up_in_time_and_loses_nothing(run):
+def test_portal_stream_receive_that_times_out_loses_no_item(run):
     async def main() -> None:
         async with local_world(2) as (one, two):
 
@@ -381,7 +381,7 @@ def test_a_stream_gives_up_in_time_and_loses_nothing(run):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_step_is_nobody_who_waits(run, waits):
+def test_interrupted_portal_recv_is_withdrawn_unless_a_callback_waits(run, waits):
     """A receive of an interrupted thread is withdrawn if only a step follows it, and goes on for a callback."""
 
     async def main() -> None:
@@ -419,7 +419,7 @@ class Interrupting(list[Any]):
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_as_soon_as_a_thread_waits(run: Callable[..., Any]) -> None:
+def test_interrupt_at_the_start_of_a_portal_wait_withdraws_the_recv(run: Callable[..., Any]) -> None:
     """Nobody is taken for waiting any more: the receive is withdrawn."""
 
     async def main() -> None:

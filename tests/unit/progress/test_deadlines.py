@@ -39,7 +39,7 @@ COLLECTIVES = {
 
 @pytest.mark.real
 @pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
+def test_op_past_its_deadline_aborts_the_communicator_on_every_rank(run, call):
     async def main():
         async with local_world(2) as world:
             others = [comm.recv(torch.zeros(1), 1 - comm.rank, tag=9) for comm in world]
@@ -63,7 +63,7 @@ def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
 
 @pytest.mark.fault(16, transport="local")
 @pytest.mark.parametrize("n", [2, 4])
-def test_the_message_says_who_was_missing(run, n):
+def test_timeout_error_names_the_missing_ranks(run, n):
     async def main():
         async with local_world(n) as world:
             for comm in world[2:]:
@@ -93,7 +93,7 @@ LATE_BATCH = (
     ids=["local-send", "local-batch", "c10d-batch"],
 )
 @pytest.mark.usefixtures("patient")
-def test_a_late_message_names_its_peer_and_tag_and_what_that_does(run, transport, late):
+def test_timeout_error_of_a_message_names_peer_tag_and_peers_op(run, transport, late):
     call, named = late
 
     async def main():
@@ -116,7 +116,7 @@ RECEIVES = {
 
 
 @pytest.mark.parametrize("call", RECEIVES.values(), ids=RECEIVES)
-def test_a_receive_that_nothing_matched_fails_alone(run, call):
+def test_unmatched_recv_past_its_deadline_fails_alone(run, call):
     async def main():
         async with local_world(2) as world:
             other = world[0].recv(torch.zeros(1), 1, tag=3)
@@ -140,7 +140,7 @@ def test_a_receive_that_nothing_matched_fails_alone(run, call):
     run(main)
 
 
-def test_a_wait_for_a_signal_fails_alone(run):
+def test_wait_signal_past_its_deadline_fails_alone(run):
     async def main():
         async with local_world(2) as world:
             windows = await ranks(world, lambda comm: comm.new_window(torch.zeros(1)))
@@ -155,7 +155,7 @@ def test_a_wait_for_a_signal_fails_alone(run):
 
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["seconds", "timedelta"])
 @pytest.mark.parametrize("said", ["by the op", "when opened", "later"])
-def test_where_a_deadline_may_be_said(run, timeout, said):
+def test_deadline_may_be_set_by_op_communicator_or_new_comm(run, timeout, said):
     async def main():
         async with local_world(2) as world:
             place = {"store": HashStore(), "size": 2, "name": "timed"}
@@ -181,7 +181,7 @@ BAD = [0, -1, -0.5, float("nan"), float("inf"), True, False, "1", [1], 1j, timed
 
 
 @pytest.mark.parametrize("bad", BAD, ids=repr)
-def test_what_is_no_timeout(run, bad):
+def test_invalid_timeout_is_refused(run, bad):
     async def main():
         async with local_world(2) as world:
             calls = [
@@ -202,7 +202,7 @@ def test_what_is_no_timeout(run, bad):
 
 @pytest.mark.real
 @pytest.mark.fault(14, transport="local")
-def test_a_deadline_passes_while_the_loop_is_busy(loop):
+def test_deadline_passes_while_the_loop_is_busy(loop):
     """The peer, whose loop is not, hears of it meanwhile."""
     store, heard = HashStore(), threading.Event()
 
@@ -222,7 +222,7 @@ def test_a_deadline_passes_while_the_loop_is_busy(loop):
     in_threads(*(lambda r=r: run_on(loop, rank, r) for r in range(2)))
 
 
-def test_a_deadline_is_nothing_to_an_op_that_is_done(run):
+def test_deadline_of_a_completed_op_is_dropped(run):
     async def main():
         async with local_world(2) as world:
             for _ in range(2):
@@ -234,7 +234,7 @@ def test_a_deadline_is_nothing_to_an_op_that_is_done(run):
 
 
 @pytest.mark.real
-def test_each_deadline_passes_in_its_own_time(run):
+def test_deadlines_expire_in_order_of_time(run):
     async def main():
         async with local_world(2) as world:
             started = time.monotonic()
@@ -250,7 +250,7 @@ def test_each_deadline_passes_in_its_own_time(run):
     run(main)
 
 
-def test_the_watchdogs_thread_lives_from_the_first_deadline_to_the_last_close(run):
+def test_watchdog_thread_lives_from_the_first_deadline_to_the_last_close(run):
     async def main():
         async with local_world(2) as world:
             assert not watching()
@@ -267,7 +267,7 @@ def test_the_watchdogs_thread_lives_from_the_first_deadline_to_the_last_close(ru
     run(main)
 
 
-def test_an_aborted_communicator_has_no_deadlines(run):
+def test_abort_drops_all_deadlines(run):
     async def main():
         async with local_world(2) as world:
             works = [comm.recv(torch.zeros(1), 1 - comm.rank) for comm in world]
@@ -281,7 +281,7 @@ def test_an_aborted_communicator_has_no_deadlines(run):
 
 
 @pytest.mark.fault(59)
-def test_without_a_thread_the_communicator_is_lost_at_once(run):
+def test_communicator_is_lost_when_no_watchdog_thread_can_start(run):
     """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""
 
     async def main():
@@ -301,7 +301,7 @@ def test_without_a_thread_the_communicator_is_lost_at_once(run):
 
 
 @pytest.mark.fault(59)
-def test_without_a_thread_nothing_opens_but_a_world_of_one(run):
+def test_new_comm_without_threads_opens_only_a_single_rank(run):
     async def main():
         with no_threads():
             async with aiocomms.new_comm() as comm:
@@ -328,7 +328,7 @@ class Expiring:
         return min(self.deadlines, default=float("inf"))
 
 
-def test_a_watchdog_by_itself():
+def test_watchdog_expires_each_owner_at_its_deadlines():
     dog, now = Watchdog(), time.monotonic()
     who = Expiring(now + 0.04, now + 0.02, now + 0.06)
     other = Expiring(now + 0.03)
@@ -353,7 +353,7 @@ def test_a_watchdog_by_itself():
 
 
 @pytest.mark.parametrize("runs", [False, True], ids=["before it runs", "when it runs"])
-def test_a_watchdog_whose_start_a_signal_handler_broke_off_starts_at_the_next_deadline(monkeypatch, runs):
+def test_watchdog_whose_start_was_interrupted_starts_at_the_next_deadline(monkeypatch, runs):
     dog, start, broken_off = Watchdog(), threading.Thread.start, []
 
     def interrupted(thread):
@@ -376,7 +376,7 @@ def test_a_watchdog_whose_start_a_signal_handler_broke_off_starts_at_the_next_de
     dog.unregister(who)
 
 
-def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
+def test_watchdog_starts_no_thread_for_an_owner_that_unregistered():
     dog, now, left = Watchdog(), time.monotonic(), threading.Event()
 
     class Leaving:
@@ -396,7 +396,7 @@ def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
     assert dog.wakes_at == float("inf")
 
 
-def test_a_watchdog_does_not_keep_what_it_watches_alive():
+def test_watchdog_keeps_no_owner_alive():
     dog, now, gone = Watchdog(), time.monotonic(), threading.Event()
     dog.register(Expiring())
     assert not list(dog._watched)

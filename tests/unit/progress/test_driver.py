@@ -68,7 +68,7 @@ def run_counting(loop, main):
 
 @pytest.mark.real
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_nothing_wakes_up_when_there_is_nothing_to_do(loop):
+def test_idle_communicator_never_wakes_the_loop(loop):
     async def main():
         async with local_world(3) as world:
             await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
@@ -85,7 +85,7 @@ def test_nothing_wakes_up_when_there_is_nothing_to_do(loop):
 # ----------------------------------------------------------------------------------------------------- waker
 
 
-def test_a_waker_loses_no_wake_up():
+def test_waker_loses_no_wake_up():
     """As a driver uses it: look, and sleep only if there was nothing; against threads that never pause."""
     waker, todo, count, threads = Waker(), deque(), 20_000, 4
 
@@ -110,7 +110,7 @@ def test_a_waker_loses_no_wake_up():
     waker.close()
 
 
-def test_an_inbox_makes_every_call_in_the_order_of_each_thread():
+def test_inbox_makes_every_call_in_the_order_of_its_thread():
     inbox, made, count, threads = Inbox(), [], 5_000, 4
     assert not inbox.drain()
 
@@ -139,7 +139,7 @@ def readable(waker):
     return bool(select.select([waker.fileno()], [], [], 0)[0])
 
 
-def test_a_waker_is_readable_from_wake_to_clear():
+def test_waker_is_readable_from_wake_to_clear():
     waker = Waker()
     assert not readable(waker)
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_waker_is_readable_from_wake_to_clear():
     waker.close()
 
 
-def test_a_waker_may_be_woken_after_it_was_closed():
+def test_waker_ignores_wake_after_close():
     waker = Waker()
     fd = waker.fileno()
     assert not os.get_inheritable(fd)
@@ -169,7 +169,7 @@ def test_a_waker_may_be_woken_after_it_was_closed():
 
 
 @pytest.mark.parametrize("loops", [*([name] * 3 for name in LOOPS), list(LOOPS)], ids=[*LOOPS, "one of each"])
-def test_ranks_in_several_threads_loops(loops):
+def test_ranks_on_loops_of_several_threads_exchange_messages(loops):
     store, size = HashStore(), len(loops)
 
     async def rank(r):
@@ -196,7 +196,7 @@ def test_one_driver_serves_all_communicators_of_a_loop(run):
     run(main)
 
 
-def test_what_other_threads_call_is_called_on_the_loops_thread_in_order(run):
+def test_calls_of_other_threads_run_on_the_loop_in_order(run):
     async def main():
         async with local_world(1) as (comm,):
             called, all_called = [], Promise(comm._core.driver)
@@ -220,7 +220,7 @@ def test_what_other_threads_call_is_called_on_the_loops_thread_in_order(run):
 
 
 @pytest.mark.real
-def test_a_promise_lets_every_waiter_go_on(run):
+def test_promise_wakes_every_waiter(run):
     async def main():
         promise, gone_on = Promise(LoopDriver.current()), []
 
@@ -241,7 +241,7 @@ def test_a_promise_lets_every_waiter_go_on(run):
     run(main)
 
 
-def test_no_loop_is_an_error_that_says_what_to_do():
+def test_loop_driver_without_a_running_loop_raises_runtime_error():
     with pytest.raises(RuntimeError, match=r"needs a running event loop .*: call it in a coroutine"):
         LoopDriver.current()
 
@@ -270,7 +270,7 @@ def transport_of(comm):
     return comm._core.by_family["p2p"]
 
 
-def test_a_transport_that_spins_is_polled_for_its_turns_and_then_left_alone(run, install):
+def test_spinning_transport_is_polled_for_its_turns_and_then_sleeps(run, install):
     install(spinning=Spinning)
 
     async def main():
@@ -288,7 +288,7 @@ def test_a_transport_that_spins_is_polled_for_its_turns_and_then_left_alone(run,
     run(main)
 
 
-def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
+def test_spinning_transport_is_woken_from_its_sleep(loop, install):
     install(spinning=Spinning)
     store, sent = HashStore(), threading.Event()
 
@@ -311,7 +311,7 @@ def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
 
 
 @pytest.mark.parametrize("when", ["polled", "parked"])
-def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else(run, loop, install, caplog, when):
+def test_transport_that_breaks_loses_only_its_communicator(run, loop, install, caplog, when):
     install(spinning=Spinning)
 
     async def main():
@@ -343,7 +343,7 @@ def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else
 
 
 @pytest.mark.fault(54, transport="local")
-def test_fifty_loops_one_after_the_other(loop):
+def test_fifty_successive_loops_leak_nothing(loop):
     async def main():
         async with local_world(2) as world:
             assert [t.item() for t in await ranks(world, lambda comm: comm.all_reduce(torch.tensor(1)))] == [2, 2]
@@ -364,7 +364,7 @@ def python(script, *args):
 
 @pytest.mark.real
 @pytest.mark.fault(53, 56, transport="local")
-def test_a_loop_that_ends_with_works_pending_ends(loop):
+def test_loop_with_pending_works_ends_without_hanging(loop):
     script = """
 import sys, warnings
 import anyio, torch
@@ -402,7 +402,7 @@ print("end")
 
 @pytest.mark.real
 @pytest.mark.fault(57, transport="local")
-def test_a_forked_child_is_refused_and_does_its_parent_no_harm():
+def test_forked_child_is_refused_and_leaves_its_parent_usable():
     script = """
 import asyncio, os, threading
 import torch
@@ -502,7 +502,7 @@ def several():
         waker.close()
 
 
-def test_those_that_have_one_descriptor_are_served_as_one(run, several):
+def test_transports_that_share_a_descriptor_are_polled_once(run, several):
     async def main():
         driver = LoopDriver.current()
         those, asked = several()
@@ -531,7 +531,7 @@ def test_those_that_have_one_descriptor_are_served_as_one(run, several):
     run(main)
 
 
-def test_what_breaks_one_of_them_breaks_all(run, loop, several, caplog):
+def test_failure_of_a_shared_descriptor_breaks_all_its_transports(run, loop, several, caplog):
     async def main():
         if loop != "trio":
             asyncio.get_running_loop().set_exception_handler(lambda *_: None)

@@ -49,7 +49,7 @@ def line_of(text):
 # ------------------------------------------------------------------------------------------------ never awaited
 
 
-def test_a_work_of_a_lane_that_nobody_awaits_is_reported(run, debug):
+def test_work_of_a_lane_that_is_never_awaited_is_reported(run, debug):
     async def main():
         async with local_world(2) as (one, two):
             with heard() as said:
@@ -67,7 +67,7 @@ def test_a_work_of_a_lane_that_nobody_awaits_is_reported(run, debug):
     run(main)
 
 
-def test_a_work_that_nobody_awaits_is_reported_with_the_line_that_started_it(run, debug):
+def test_work_that_is_never_awaited_is_reported_with_its_line(run, debug):
     async def main():
         async with local_world(2) as (one, two):
             with heard() as said:
@@ -81,7 +81,7 @@ def test_a_work_that_nobody_awaits_is_reported_with_the_line_that_started_it(run
     run(main)
 
 
-def test_one_that_ends_within_its_call_too(run, debug):
+def test_work_done_within_its_call_and_never_awaited_is_reported(run, debug):
     async def main():
         async with aiocomms.new_comm("local") as comm:
             with heard() as said:
@@ -91,7 +91,7 @@ def test_one_that_ends_within_its_call_too(run, debug):
     run(main)
 
 
-def test_a_receive_that_nothing_matches_is_reported_when_the_communicator_is_closed(run, debug):
+def test_unmatched_recv_that_is_never_awaited_is_reported_at_close(run, debug):
     async def main():
         with heard() as said:
             async with local_world(2) as (one, _):
@@ -102,7 +102,7 @@ def test_a_receive_that_nothing_matches_is_reported_when_the_communicator_is_clo
     run(main)
 
 
-def test_nothing_is_said_outside_of_debug_mode(run, monkeypatch):
+def test_forgotten_work_is_not_reported_outside_debug_mode(run, monkeypatch):
     monkeypatch.delenv("AIOCOMMS_DEBUG", raising=False)
 
     async def main():
@@ -117,7 +117,7 @@ def test_nothing_is_said_outside_of_debug_mode(run, monkeypatch):
 
 @pytest.mark.parametrize("how", ["await", "wait", "result", "exception", "a callback", "blocking", "forget", "cancel"])
 @pytest.mark.parametrize("pending", [False, True], ids=["done", "pending"])
-def test_a_work_that_somebody_asked_for_is_not_reported(run, debug, how, pending):
+def test_work_that_was_asked_for_is_not_reported(run, debug, how, pending):
     async def ask(work):
         if how == "await":
             await work
@@ -153,7 +153,7 @@ def test_a_work_that_somebody_asked_for_is_not_reported(run, debug, how, pending
     run(main)
 
 
-def test_asyncios_own_ways_to_wait_are_ways_to_ask(debug):
+def test_work_awaited_by_asyncio_functions_is_not_reported(debug):
     async def main():
         async with local_world(2) as (one, two):
             with heard() as said:
@@ -176,7 +176,7 @@ def test_asyncios_own_ways_to_wait_are_ways_to_ask(debug):
     asyncio.run(main())
 
 
-def test_what_fails_is_reported_once_and_what_is_lost_not_at_all(debug):
+def test_forgotten_failure_is_reported_once_and_a_lost_work_never(debug):
     async def main():
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
@@ -195,7 +195,7 @@ def test_what_fails_is_reported_once_and_what_is_lost_not_at_all(debug):
     asyncio.run(main())
 
 
-def test_an_op_that_is_not_posted_is_not_reported(run, debug):
+def test_op_refused_by_a_hook_is_not_reported(run, debug):
     async def main():
         async with aiocomms.new_comm("local") as comm:
 
@@ -211,7 +211,7 @@ def test_an_op_that_is_not_posted_is_not_reported(run, debug):
     run(main)
 
 
-def test_the_library_forgets_none_of_its_own(run, debug):
+def test_internal_works_are_never_reported(run, debug):
     """Streams, windows, objects and splits start works of which their users know nothing."""
 
     async def each(comm):
@@ -271,7 +271,7 @@ MISUSES = [
 
 @pytest.mark.parametrize("misuse", range(len(MISUSES)))
 @pytest.mark.parametrize("mode", ["0", "1"])
-def test_a_work_is_no_tensor(run, monkeypatch, mode, misuse):
+def test_work_used_as_a_tensor_suggests_await(run, monkeypatch, mode, misuse):
     monkeypatch.setenv("AIOCOMMS_DEBUG", mode)
 
     async def main():
@@ -286,7 +286,7 @@ def test_a_work_is_no_tensor(run, monkeypatch, mode, misuse):
 
 
 @pytest.mark.parametrize("name", ["shape", "dtype", "item", "tolist", "numel", "to", "T", "data", "keys"])
-def test_a_work_has_no_attributes_of_its_result(run, name):
+def test_attribute_of_the_result_on_a_work_suggests_await(run, name):
     async def main():
         async with aiocomms.new_comm("local") as comm:
             work = comm.all_reduce(torch.ones(2))
@@ -301,7 +301,7 @@ def test_a_work_has_no_attributes_of_its_result(run, name):
     run(main)
 
 
-def test_what_else_programs_do_with_works_goes_on(run):
+def test_work_supports_truth_equality_and_hashing(run):
     async def main():
         async with aiocomms.new_comm("local") as comm:
             one, two = comm.barrier(), comm.barrier()
@@ -318,7 +318,7 @@ def test_what_else_programs_do_with_works_goes_on(run):
     run(main)
 
 
-def test_a_work_or_a_coroutine_as_an_argument(run):
+def test_work_or_coroutine_as_an_argument_suggests_await(run):
     async def main():
         async with local_world(2) as (one, _):
             work = one.recv(torch.zeros(1), 1)
@@ -337,7 +337,7 @@ def test_a_work_or_a_coroutine_as_an_argument(run):
 
 
 @pytest.mark.parametrize("name", ["rank", "size", "all_reduce", "aclose"])
-def test_a_communicator_that_was_not_awaited(run, name):
+def test_attribute_of_an_unopened_communicator_suggests_await(run, name):
     async def main():
         comm = aiocomms.new_comm("local")
         with pytest.raises(
@@ -356,7 +356,7 @@ def test_a_communicator_that_was_not_awaited(run, name):
 
 @pytest.mark.parametrize("transport", ["local", "c10d"])
 @pytest.mark.parametrize("end", ["abort", "close", "deadline"])
-def test_an_error_of_new_window_names_it(run, transport, end):
+def test_error_of_new_window_names_the_call(run, transport, end):
     async def main():
         async with local_world(2, transport) as (one, two), anyio.create_task_group() as tasks:
             caught = []
@@ -379,7 +379,7 @@ def test_an_error_of_new_window_names_it(run, transport, end):
     run(main)
 
 
-def test_a_wrong_argument_of_new_window_names_it(run):
+def test_wrong_argument_of_new_window_names_the_call(run):
     async def main():
         async with local_world(2) as (one, two):
             odd = torch.frombuffer(bytearray(17), dtype=torch.int64, offset=1)
@@ -392,7 +392,7 @@ def test_a_wrong_argument_of_new_window_names_it(run):
     run(main)
 
 
-def test_windows_of_two_dtypes(run):
+def test_new_window_with_dtypes_that_differ_names_the_call(run):
     async def main():
         async with local_world(2) as world:
 
@@ -418,7 +418,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_a_wrong_object_names_the_operation(run, name):
+def test_wrong_object_argument_names_the_operation(run, name):
     async def main():
         async with local_world(2) as (one, _):
             for pickle in (False, True):

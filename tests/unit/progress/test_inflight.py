@@ -39,7 +39,7 @@ class Queues(dict[float, Queue]):
 
 
 @pytest.mark.parametrize("when", ["before_drop", "after_look"])
-def test_a_work_is_added_while_its_empty_queue_is_dropped(when: str) -> None:
+def test_work_added_while_its_empty_queue_is_dropped_stays_tracked(when: str) -> None:
     """Another thread, which makes the queue of another timeout, drops those that are empty."""
 
     async def main() -> None:

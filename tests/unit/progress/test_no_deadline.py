@@ -50,7 +50,7 @@ WAITS = {
 
 @pytest.mark.parametrize("said", ["by the op", "later", "when opened"])
 @pytest.mark.parametrize("op", WAITS)
-def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
+def test_op_without_a_deadline_outlives_the_deadline_of_others(run, op, said):
     wait, answer = WAITS[op]
 
     async def main():
@@ -69,7 +69,7 @@ def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
     run(main)
 
 
-def test_windows_wait_without_a_deadline(run):
+def test_window_ops_may_have_no_deadline(run):
     async def main():
         async with local_world(2, {"p2p": "local"}) as world:  # windows over messages
             for comm in world:
@@ -94,7 +94,7 @@ def test_windows_wait_without_a_deadline(run):
 
 
 @pytest.mark.parametrize("end", ["an abort", "a peer's abort", "a close", "a peer's close", "a deadline"])
-def test_it_ends_with_its_communicator(run, end):
+def test_op_without_a_deadline_fails_when_its_communicator_ends(run, end):
     async def main():
         async with local_world(2, timeout=None) as (here, there):
             collective, receive = here.all_reduce(torch.ones(1)), here.recv(torch.zeros(1), 1)
@@ -127,7 +127,7 @@ def test_it_ends_with_its_communicator(run, end):
 # ------------------------------------------------------------------------------------------------- the watchdog
 
 
-def test_without_deadlines_there_is_no_watchdog(run):
+def test_ops_without_deadlines_start_no_watchdog(run):
     async def main():
         async with local_world(2, timeout=None) as world:
             stream, other = await together(
@@ -147,7 +147,7 @@ def test_without_deadlines_there_is_no_watchdog(run):
     run(main)
 
 
-def test_beside_deadlines_it_is_not_looked_at(run):
+def test_watchdog_ignores_ops_without_a_deadline(run):
     """When the last deadline has passed the watchdog sleeps for good, whatever is pending without one."""
 
     async def main():
@@ -165,7 +165,7 @@ def test_beside_deadlines_it_is_not_looked_at(run):
     run(main)
 
 
-def test_the_recorder_knows_since_when_it_waits(run, tmp_path):
+def test_recorder_has_the_start_of_an_op_without_a_deadline(run, tmp_path):
     async def main():
         async with local_world(2, timeout=None) as world:
             before = time.monotonic()
@@ -187,7 +187,7 @@ def test_the_recorder_knows_since_when_it_waits(run, tmp_path):
 # -------------------------------------------------------------------------------------------- where it is said
 
 
-def test_an_op_that_is_given_none_of_its_own_has_the_communicators(run):
+def test_op_without_a_timeout_argument_uses_the_communicators(run):
     """At the time of the call; ``COMM_TIMEOUT`` says so in words, for functions that hand a timeout on."""
 
     async def main():
@@ -209,7 +209,7 @@ def test_an_op_that_is_given_none_of_its_own_has_the_communicators(run):
     run(main)
 
 
-def test_every_op_takes_it_in_one_way():
+def test_every_op_has_the_same_timeout_parameter():
     found = []
     for owner in (aiocomms.Communicator, aiocomms.Window, aiocomms.communicator.p2p.Batch):
         for name, method in inspect.getmembers(owner, inspect.isfunction):
@@ -221,7 +221,7 @@ def test_every_op_takes_it_in_one_way():
     assert repr(COMM_TIMEOUT) == "COMM_TIMEOUT"
 
 
-def test_what_is_wanted_where_there_may_be_none(run):
+def test_invalid_timeout_error_mentions_none_for_no_deadline(run):
     async def main():
         async with local_world(1) as (comm,):
             for call in (
@@ -246,7 +246,7 @@ def test_what_is_wanted_where_there_may_be_none(run):
 
 
 @pytest.mark.real
-def test_forming_has_an_end_all_the_same(run, monkeypatch):
+def test_new_comm_without_a_timeout_still_ends(run, monkeypatch):
     async def main():
         monkeypatch.setattr(rendezvous, "FORMING", 0.2)
         with pytest.raises(CommTimeoutError, match=r"after 0\.2 s these ranks had not come: 1"):
@@ -257,7 +257,7 @@ def test_forming_has_an_end_all_the_same(run, monkeypatch):
     run(main)
 
 
-def test_communicators_made_of_one_without_deadlines_have_none_either(run):
+def test_communicators_derived_from_one_without_a_timeout_have_none(run):
     async def main():
         store = HashStore()
         place = {"store": store, "size": 2, "timeout": None}
@@ -275,7 +275,7 @@ def test_communicators_made_of_one_without_deadlines_have_none_either(run):
     run(main)
 
 
-def test_a_thread_may_wait_without_a_deadline(run):
+def test_wait_blocking_on_a_thread_may_have_no_deadline(run):
     async def main():
         async with local_world(2) as world:
             world[0].set_timeout(SHORT)

@@ -72,7 +72,7 @@ async def failed(world):
 # ------------------------------------------------------------------------------------------------------- awaiting
 
 
-def test_awaiting_gives_the_result(run):
+def test_await_returns_the_result(run):
     async def main():
         async with local_world(2) as world:
             x, y = torch.ones(3), torch.zeros(3)
@@ -85,7 +85,7 @@ def test_awaiting_gives_the_result(run):
     run(main)
 
 
-def test_awaiting_what_is_done_does_not_suspend(run):
+def test_await_of_a_completed_work_does_not_suspend(run):
     async def main():
         async with local_world(1) as (comm,):
             work = comm.all_reduce(torch.ones(1))
@@ -98,7 +98,7 @@ def test_awaiting_what_is_done_does_not_suspend(run):
     run(main)
 
 
-def test_many_may_await(run):
+def test_many_awaiters_get_the_result(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[1].recv(torch.zeros(1), 0)
@@ -112,7 +112,7 @@ def test_many_may_await(run):
     run(main)
 
 
-def test_all_who_await_see_the_failure(run):
+def test_every_awaiter_gets_the_failure(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[1].recv(torch.zeros(2), 0)
@@ -125,7 +125,7 @@ def test_all_who_await_see_the_failure(run):
     run(main)
 
 
-def test_the_traceback_does_not_grow_with_each_await(run):
+def test_traceback_of_a_failure_does_not_grow_with_each_await(run):
     async def main():
         async with local_world(2) as world:
             work, _ = await failed(world)
@@ -140,7 +140,7 @@ def test_the_traceback_does_not_grow_with_each_await(run):
 
 
 @pytest.mark.real
-def test_asyncio_takes_it_for_an_awaitable():
+def test_work_is_an_awaitable_for_asyncio():
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -160,7 +160,7 @@ def test_asyncio_takes_it_for_an_awaitable():
 # ------------------------------------------------------------------------------------- as asyncio.Future
 
 
-def test_a_pending_work_has_no_result_yet(run):
+def test_pending_work_raises_invalid_state_for_its_result(run):
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -173,7 +173,7 @@ def test_a_pending_work_has_no_result_yet(run):
     run(main)
 
 
-def test_a_done_work_has_a_result_and_no_exception(run):
+def test_completed_work_has_a_result_and_no_exception(run):
     async def main():
         async with local_world(2) as world:
             send, recv = world[0].send(torch.ones(1), 1), world[1].recv(torch.zeros(1), 0)
@@ -185,7 +185,7 @@ def test_a_done_work_has_a_result_and_no_exception(run):
     run(main)
 
 
-def test_a_failed_work_has_an_exception_and_raises_it(run):
+def test_failed_work_has_an_exception_that_result_raises(run):
     async def main():
         async with local_world(2) as world:
             work, _ = await failed(world)
@@ -200,7 +200,7 @@ def test_a_failed_work_has_an_exception_and_raises_it(run):
     run(main)
 
 
-def test_callbacks_are_called_on_a_later_turn_in_order(run):
+def test_done_callbacks_run_on_a_later_turn_in_order(run):
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -220,7 +220,7 @@ def test_callbacks_are_called_on_a_later_turn_in_order(run):
     run(main)
 
 
-def test_what_a_callback_raises_is_reported_and_stops_nothing(run, loop, caplog):
+def test_done_callback_that_raises_is_reported_and_stops_no_other(run, loop, caplog):
     async def main():
         async with local_world(2) as world:
             reports = Reports(loop, caplog)
@@ -241,7 +241,7 @@ def test_what_a_callback_raises_is_reported_and_stops_nothing(run, loop, caplog)
 # ------------------------------------------------------------------------------------------------------- cancelling
 
 
-def test_a_cancelled_await_detaches_that_awaiter_only(run):
+def test_cancelled_awaiter_leaves_the_others_waiting(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[0].send(torch.ones(1), 1)
@@ -259,7 +259,7 @@ def test_a_cancelled_await_detaches_that_awaiter_only(run):
     run(main)
 
 
-def test_nothing_but_a_receive_is_withdrawn_with_its_last_awaiter(run):
+def test_send_and_collective_survive_their_last_awaiter(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             works = [world[0].send(torch.ones(1), 1), world[0].all_reduce(torch.ones(2))]
@@ -277,7 +277,7 @@ def test_nothing_but_a_receive_is_withdrawn_with_its_last_awaiter(run):
     run(main)
 
 
-def test_a_receive_is_withdrawn_with_its_last_awaiter(run):
+def test_recv_is_withdrawn_with_its_last_awaiter(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[1].recv(torch.zeros(1), 0)
@@ -298,7 +298,7 @@ def test_a_receive_is_withdrawn_with_its_last_awaiter(run):
     run(main)
 
 
-def test_a_receive_that_nobody_ever_awaited_is_not_withdrawn(run):
+def test_recv_that_was_never_awaited_is_not_withdrawn(run):
     async def main():
         async with local_world(2) as world:
             y = torch.zeros(1)
@@ -312,7 +312,7 @@ def test_a_receive_that_nobody_ever_awaited_is_not_withdrawn(run):
 
 
 @pytest.mark.parametrize("first", ["the message comes", "the await is cancelled"])
-def test_a_message_is_not_lost_when_both_happen_in_one_turn(run, first):
+def test_recv_completed_and_cancelled_in_one_turn_loses_no_message(run, first):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[1].recv(torch.zeros(1), 0)
@@ -336,7 +336,7 @@ def test_a_message_is_not_lost_when_both_happen_in_one_turn(run, first):
     run(main)
 
 
-def test_a_task_cancelled_with_asyncios_own_means():
+def test_asyncio_task_cancel_withdraws_its_recv():
     async def main():
         async with local_world(2) as world:
 
@@ -358,7 +358,7 @@ def test_a_task_cancelled_with_asyncios_own_means():
     asyncio.run(main())
 
 
-def test_cancel_takes_back_a_receive_that_nothing_matched(run):
+def test_cancel_withdraws_an_unmatched_recv(run):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             work = world[1].recv(torch.zeros(1), 0)
@@ -375,7 +375,7 @@ def test_cancel_takes_back_a_receive_that_nothing_matched(run):
     run(main)
 
 
-def test_cancel_waits_for_what_cannot_be_taken_back(run):
+def test_cancel_of_a_send_waits_for_its_completion(run):
     async def main():
         async with local_world(2) as world:
             work = world[0].send(torch.ones(1), 1)
@@ -387,7 +387,7 @@ def test_cancel_waits_for_what_cannot_be_taken_back(run):
     run(main)
 
 
-def test_cancel_of_a_failed_work_raises_nothing(run):
+def test_cancel_of_a_failed_work_returns_false(run):
     async def main():
         async with local_world(2) as world:
             work, _ = await failed(world)
@@ -399,7 +399,7 @@ def test_cancel_of_a_failed_work_raises_nothing(run):
 
 
 @pytest.mark.real
-def test_a_cancel_that_is_itself_cancelled_changes_nothing(run):
+def test_cancelled_cancel_leaves_the_work_pending(run):
     async def main():
         async with local_world(2) as world:
             work = world[0].send(torch.ones(1), 1)
@@ -418,7 +418,7 @@ def test_a_cancel_that_is_itself_cancelled_changes_nothing(run):
 
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("elsewhere", LOOPS)
-def test_awaiting_in_another_loop_is_an_error(run, loop, elsewhere):
+def test_await_in_another_loop_is_refused(run, loop, elsewhere):
     alike = (loop == "trio") == (elsewhere == "trio")  # where they are not, the loop itself says so
 
     async def main():
@@ -453,7 +453,7 @@ def duo(loop, main, **options):
 
 
 @pytest.mark.real
-def test_wait_blocking_on_the_loops_own_thread(loop):
+def test_wait_blocking_on_the_loops_thread_returns_the_result(loop):
     async def main(comm):
         if comm.rank == 0:
             return comm.recv(torch.zeros(1), 1).wait_blocking(10).item()
@@ -463,7 +463,7 @@ def test_wait_blocking_on_the_loops_own_thread(loop):
     assert duo(loop, main) == [1, 1]
 
 
-def test_wait_blocking_on_another_thread(run):
+def test_wait_blocking_on_another_thread_returns_the_result(run):
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -480,7 +480,7 @@ def test_wait_blocking_on_another_thread(run):
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_wait_blocking_loses_patience_and_the_op_goes_on(run, where):
+def test_wait_blocking_that_times_out_leaves_the_op_pending(run, where):
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -493,7 +493,7 @@ def test_wait_blocking_loses_patience_and_the_op_goes_on(run, where):
     run(main)
 
 
-def test_wait_blocking_raises_the_ops_error(run):
+def test_wait_blocking_raises_the_error_of_the_op(run):
     async def main():
         async with local_world(2) as world:
             work, _ = await failed(world)
@@ -505,7 +505,7 @@ def test_wait_blocking_raises_the_ops_error(run):
 
 @pytest.mark.real
 @pytest.mark.parametrize("ends", ["its deadline", "an abort on another thread", "an abort of the peer"])
-def test_wait_blocking_ends_with_the_op_however_that_ends(loop, ends):
+def test_wait_blocking_raises_when_the_op_is_late_or_aborted(loop, ends):
     ended = threading.Event()
 
     async def main(comm):
@@ -529,7 +529,7 @@ def test_wait_blocking_ends_with_the_op_however_that_ends(loop, ends):
 
 
 @pytest.mark.fault(50)
-def test_a_failure_that_nobody_asks_for_is_reported_once(run, loop, caplog):
+def test_failure_that_is_never_retrieved_is_reported_once(run, loop, caplog):
     async def main():
         async with local_world(2) as world:
             reports = Reports(loop, caplog)
@@ -545,7 +545,7 @@ def test_a_failure_that_nobody_asks_for_is_reported_once(run, loop, caplog):
 
 
 @pytest.mark.parametrize("how", ["await", "result", "exception", "wait_blocking", "an awaiter", "a callback"])
-def test_a_failure_that_somebody_asked_for_is_not_reported(run, loop, caplog, how):
+def test_failure_that_was_retrieved_is_not_reported(run, loop, caplog, how):
     async def main():
         async with local_world(2) as world, anyio.create_task_group() as tasks:
             reports = Reports(loop, caplog)
@@ -570,7 +570,7 @@ def test_a_failure_that_somebody_asked_for_is_not_reported(run, loop, caplog, ho
     run(main)
 
 
-def test_works_that_were_aborted_or_withdrawn_are_not_reported(run, loop, caplog):
+def test_aborted_or_withdrawn_work_is_not_reported(run, loop, caplog):
     async def main():
         async with local_world(2) as world:
             reports = Reports(loop, caplog)
@@ -588,7 +588,7 @@ def test_works_that_were_aborted_or_withdrawn_are_not_reported(run, loop, caplog
 # --------------------------------------------------------------------------------------------- for transports
 
 
-def test_a_transport_that_completes_twice_is_told(run):
+def test_second_completion_by_a_transport_raises_runtime_error(run):
     async def main():
         async with local_world(2) as world:
             send, recv = world[0].send(torch.ones(1), 1), world[1].recv(torch.zeros(1), 0)
@@ -600,7 +600,7 @@ def test_a_transport_that_completes_twice_is_told(run):
     run(main)
 
 
-def test_what_a_transport_says_of_a_work_that_was_given_up_is_not_heard(run):
+def test_completion_of_an_aborted_work_is_ignored(run):
     async def main():
         async with local_world(2) as world:
             work = world[0].send(torch.ones(1), 1)
@@ -618,7 +618,7 @@ def test_what_a_transport_says_of_a_work_that_was_given_up_is_not_heard(run):
 
 
 @pytest.mark.fault(38, 49, transport="local")
-def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then(run):
+def test_unreferenced_work_completes_and_keeps_its_tensors_until_then(run):
     async def main():
         async with local_world(2) as world:
             tensors = [torch.full((3,), 7.0), torch.zeros(3), torch.ones(2)]
@@ -644,7 +644,7 @@ def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_unt
 
 @pytest.mark.fault(49, 77, transport="local")
 @pytest.mark.parametrize("move", [lambda tensor: tensor.untyped_storage().resize_(4096), torch.Tensor.share_memory_])
-def test_a_storage_that_is_moved_during_an_op_is_an_error(run, move):
+def test_storage_moved_during_an_op_is_an_error(run, move):
     async def main():
         async with local_world(2) as (one, two):
             tensor = torch.zeros(3)
@@ -661,7 +661,7 @@ def test_a_storage_that_is_moved_during_an_op_is_an_error(run, move):
 
 
 @pytest.mark.fault(49, 77, 132, transport="local")
-def test_a_storage_that_is_freed_during_a_collective_is_an_error_and_no_crash(run):
+def test_storage_freed_during_a_collective_is_an_error(run):
     async def main():
         async with local_world(2) as comms:
             tensor = torch.zeros(3)
@@ -676,7 +676,7 @@ def test_a_storage_that_is_freed_during_a_collective_is_an_error_and_no_crash(ru
 
 
 @pytest.mark.fault(49, transport="local")
-def test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given(run):
+def test_memory_of_an_op_stays_alive_when_its_tensor_is_reset(run):
     async def main():
         async with local_world(2) as (one, two):
             given, lists = torch.zeros(3), [torch.zeros(3) for _ in range(2)]
@@ -698,7 +698,7 @@ def test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given(run):
     run(main)
 
 
-def test_it_says_what_it_is(run):
+def test_work_shows_op_and_state_in_attributes_and_repr(run):
     async def main():
         async with local_world(2) as world:
             x = torch.ones(1)
@@ -715,7 +715,7 @@ def test_it_says_what_it_is(run):
     run(main)
 
 
-def test_there_is_no_stream_to_wait_for_on_the_cpu(run):
+def test_wait_stream_on_the_cpu_is_refused(run):
     async def main():
         async with local_world(1) as (comm,):
             with pytest.raises(UnsupportedOperation, match="await the work instead") as caught:
