@@ -99,7 +99,9 @@ async def alone(place: Rank, store: Any) -> None:
 
 
 @pytest.mark.fault(31, 32)
-def test_a_store_that_stops_and_dies(ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]) -> None:
+def test_stopped_and_dead_store_is_noticed_in_time(
+    ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]
+) -> None:
     late, lost = zip(*ranks(2, lose_the_store, *server()), strict=True)
     assert min(late) >= 0, late
     notice(list(lost))
@@ -130,7 +132,9 @@ async def split_without_a_store(place: Rank, port: int, pid: int) -> float:
 
 
 @pytest.mark.fault(31)
-def test_a_split_without_a_store(ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]) -> None:
+def test_split_without_a_store_ends_in_time_and_keeps_its_parent(
+    ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]
+) -> None:
     notice(ranks(2, split_without_a_store, *server()))
 
 
@@ -147,7 +151,7 @@ async def speak_another_version(place: Rank, what: str) -> str:
 
 
 @pytest.mark.fault(30)
-def test_ranks_of_two_versions(ranks: Run, transport: str) -> None:
+def test_ranks_of_two_versions_name_both_versions(ranks: Run, transport: str) -> None:
     versions = __import__(f"aiocomms_{transport}.wire").wire.VERSION
     for message in ranks(2, speak_another_version, "version"):
         assert "version" in message, message
@@ -171,14 +175,14 @@ async def speak_in_another_shape(place: Rank) -> str:
 
 
 @pytest.mark.fault(105)
-def test_versions_are_compared_before_records_are_decoded(ranks: Run) -> None:
+def test_record_of_another_version_is_refused_before_it_is_decoded(ranks: Run) -> None:
     for message in ranks(2, speak_in_another_shape):
         assert {"4711", str(RENDEZVOUS.version)} <= set(re.findall(r"\d+", message)), message
         assert "version" in message
 
 
 @pytest.mark.fault(30)
-def test_ranks_of_two_byte_orders(ranks: Run) -> None:
+def test_ranks_of_two_byte_orders_name_both(ranks: Run) -> None:
     for message in ranks(2, speak_another_version, "byte order"):
         assert "little" in message, message
         assert "big" in message, message
@@ -228,7 +232,7 @@ async def both_give_up(place: Rank) -> tuple[str, float]:
 
 
 @pytest.mark.fault(33)
-def test_a_rank_that_is_late(ranks: Run, notice: Notice) -> None:
+def test_late_rank_is_named_by_the_others_at_their_deadline(ranks: Run, notice: Notice) -> None:
     said, late = zip(*ranks(3, come_late), strict=True)
     for message, missing in zip(said, ["2", "2", "0, 1"], strict=True):
         assert f"these ranks had not come: {missing}." in message, message
@@ -260,7 +264,7 @@ async def opened(place: Rank, **more: Any) -> Any:
 
 
 @pytest.mark.fault(34)
-def test_a_rank_that_is_there_twice(ranks: Run) -> None:
+def test_earlier_process_of_a_duplicate_rank_fails_and_the_later_joins(ranks: Run) -> None:
     first, second, third = ranks(3, come_twice)
     assert "another process has come as rank 1" in second
     assert first == third == ""

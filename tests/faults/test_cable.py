@@ -75,7 +75,7 @@ async def put(comm: Communicator, count: int) -> None:
     "weather",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.search) for name in WEATHERS],
 )
-def test_every_byte_is_right(ranks: Run, line: tuple[list[str], Cable], weather: str) -> None:
+def test_transfers_over_a_bad_cable_are_right(ranks: Run, line: tuple[list[str], Cable], weather: str) -> None:
     names, wire = line
     wire.set(WEATHERS[weather])
     ranks(2, talk, (3, 1000, 20_000), before=Enter(names, "01", **ROUTE))
@@ -108,7 +108,7 @@ def amid_a_transfer(ranks: Run, line: tuple[list[str], Cable], happens: Callable
 
 @pytest.mark.fault(106, 107)
 @pytest.mark.parametrize("cut", [(0,), (1,), (0, 1)], ids=str)
-def test_an_outage_that_ends(ranks: Run, line: tuple[list[str], Cable], cut: tuple[int, ...]) -> None:
+def test_transfer_survives_a_temporary_outage(ranks: Run, line: tuple[list[str], Cable], cut: tuple[int, ...]) -> None:
     """It takes long enough that TCP sends what was lost again in vain, several times."""
     wire = line[1]
 
@@ -121,7 +121,7 @@ def test_an_outage_that_ends(ranks: Run, line: tuple[list[str], Cable], cut: tup
 
 
 @pytest.mark.fault(107)
-def test_frames_that_get_smaller(ranks: Run, line: tuple[list[str], Cable]) -> None:
+def test_transfer_survives_a_smaller_mtu(ranks: Run, line: tuple[list[str], Cable]) -> None:
     def happens() -> None:
         for name in line[0]:
             ip("-n", name, "link", "set", "net0", "mtu", "600")

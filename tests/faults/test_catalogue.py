@@ -30,13 +30,13 @@ def tests() -> Counts:
     return Counter((int(number), transport) for number, transport in found)
 
 
-def test_every_case_is_there_once() -> None:
+def test_catalogue_numbers_are_unique_and_complete() -> None:
     numbers = [case.number for case in CASES]
     assert numbers == sorted(set(numbers))
     assert numbers[:70] == list(range(1, 71))
 
 
-def test_no_test_shows_a_case_that_there_is_not(tests: Counts) -> None:
+def test_every_fault_mark_names_a_case_of_the_catalogue(tests: Counts) -> None:
     assert {number for number, _ in tests} <= {case.number for case in CASES}
 
 

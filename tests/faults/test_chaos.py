@@ -16,5 +16,5 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("what", disturbances.NAMES)
-def test_chaos(ranks: Run, transport: str, what: str) -> None:
+def test_random_faults_never_hang_or_corrupt_data(ranks: Run, transport: str, what: str) -> None:
     ranks(1 if transport == "local" else chaos_rank.SIZE, chaos_rank.play, what, 1, 10)

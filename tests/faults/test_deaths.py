@@ -82,7 +82,9 @@ async def lose_amid(place: Rank, count: int, victim: int, delay: float) -> float
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("count", [8, HUGE])
-def test_amid_a_collective(ranks: Run, notice: Notice, count: int, victim: int, delay: float) -> None:
+def test_death_amid_a_collective_is_noticed_in_time(
+    ranks: Run, notice: Notice, count: int, victim: int, delay: float
+) -> None:
     took = ranks(3, lose_amid, count, victim, delay)
     assert took.pop(victim) is KILLED
     notice(took)
@@ -113,7 +115,7 @@ async def lose_while_idle(place: Rank) -> float:
 
 
 @pytest.mark.fault(1)
-def test_while_idle_without_a_deadline(ranks: Run, notice: Notice) -> None:
+def test_death_while_idle_without_a_deadline_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_while_idle)
     assert took.pop(1) is KILLED
     notice(took)
@@ -143,7 +145,7 @@ async def lose_a_sender(place: Rank) -> float:
 
 
 @pytest.mark.fault(2)
-def test_a_sender_whose_message_waits(ranks: Run, notice: Notice) -> None:
+def test_death_of_a_sender_with_an_unreceived_message_is_noticed(ranks: Run, notice: Notice) -> None:
     took, killed = ranks(2, lose_a_sender)
     assert killed is KILLED
     notice([took])
@@ -177,7 +179,7 @@ async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> 
 @pytest.mark.fault(3, 4)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
-def test_amid_a_message(ranks: Run, notice: Notice, victim: str, delay: float) -> None:
+def test_death_amid_a_message_is_noticed_in_time(ranks: Run, notice: Notice, victim: str, delay: float) -> None:
     took, killed = ranks(2, lose_amid_a_message, victim == "sender", delay)
     assert killed is KILLED
     notice([took])
@@ -220,7 +222,7 @@ async def lose_a_target(place: Rank, what: str) -> float:
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("what", ACCESSES if FULL else ["get", "flush"])
-def test_the_target_of_a_window(ranks: Run, notice: Notice, what: str) -> None:
+def test_death_of_a_window_target_is_noticed_in_time(ranks: Run, notice: Notice, what: str) -> None:
     took = ranks(3, lose_a_target, what)
     assert took.pop(1) is KILLED
     notice(took)
@@ -255,7 +257,7 @@ async def lose_two(place: Rank, port: int) -> float:
 
 
 @pytest.mark.fault(6)
-def test_two_at_once_and_the_host_of_the_store(ranks: Run, notice: Notice) -> None:
+def test_simultaneous_deaths_with_the_store_host_are_noticed_in_time(ranks: Run, notice: Notice) -> None:
     first, *took, last = ranks(4, lose_two, free_port())
     assert (first, last) == (KILLED, KILLED)
     notice(took)
@@ -290,7 +292,7 @@ async def lose_politely(place: Rank) -> float:
 
 
 @pytest.mark.fault(7)
-def test_sigterm_and_a_close(ranks: Run, notice: Notice) -> None:
+def test_sigterm_with_a_close_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, lose_politely))
 
 
@@ -325,7 +327,7 @@ async def lose_somehow(place: Rank, how: str) -> float:
 
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("how", ENDS if FULL else ["os._exit", "segfault"])
-def test_other_ends(ranks: Run, notice: Notice, how: str) -> None:
+def test_death_by_any_signal_or_exit_is_noticed_in_time(ranks: Run, notice: Notice, how: str) -> None:
     took = ranks(3, lose_somehow, how, codes={1: ENDS[how][1]})
     assert took.pop(1) is KILLED
     notice(took)
@@ -376,7 +378,7 @@ async def run_out_of_memory(place: Rank) -> float:
 
 
 @pytest.mark.fault(9)
-def test_no_memory(ranks: Run, notice: Notice) -> None:
+def test_memory_error_on_one_rank_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, run_out_of_memory, before=one_arena))
 
 
@@ -401,7 +403,7 @@ async def lose_before_the_first_op(place: Rank) -> float:
 
 
 @pytest.mark.fault(10)
-def test_before_the_first_op(ranks: Run, notice: Notice) -> None:
+def test_death_before_the_first_op_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_before_the_first_op)
     assert took.pop(1) is KILLED
     notice(took)
@@ -438,7 +440,7 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
 
 
 @pytest.mark.fault(10, 33)
-def test_while_it_forms(ranks: Run, notice: Notice) -> None:
+def test_death_while_forming_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_while_forming, 1)
     assert took.pop(1) is KILLED
     notice(took)
@@ -455,5 +457,5 @@ async def lose_while_late(place: Rank) -> None:
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("transport", ["c10d"])  # gloo does not say for whom it waits; ucx does
-def test_while_it_forms_and_one_is_late(ranks: Run) -> None:
+def test_death_while_forming_is_named_although_another_rank_was_late(ranks: Run) -> None:
     assert ranks(3, lose_while_late) == [None, KILLED, None]

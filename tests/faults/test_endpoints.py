@@ -117,7 +117,7 @@ async def stream_of(peer: aiocomms.Peer) -> None:
 
 @pytest.mark.fault(112, transport="ucx")
 @pytest.mark.parametrize("doing", ["receiving", "a stream", "attaching", "waiting for a signal", "nothing"])
-def test_a_death_ends_one_connection(ranks: Run, notice: Notice, doing: str) -> None:
+def test_death_of_a_peer_ends_only_its_connection(ranks: Run, notice: Notice, doing: str) -> None:
     noticed, total, killed = ranks(3, hub_and_two, doing)
     assert killed == KILLED
     assert total == MIB
@@ -154,7 +154,7 @@ async def die_amid_puts(place: Rank, rounds: int) -> Any:
 
 
 @pytest.mark.fault(112, transport="ucx")
-def test_the_owner_dies_amid_puts(ranks: Run) -> None:
+def test_death_of_the_region_owner_amid_puts_fails_them(ranks: Run) -> None:
     assert ranks(2, die_amid_puts, 3) == [None, KILLED]
 
 
@@ -196,7 +196,7 @@ async def leave_amid_puts(place: Rank, mapped: bool, how: str) -> Any:
 @pytest.mark.fault(108, transport="ucx")
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-def test_a_close_amid_puts(ranks: Run, mapped: bool, how: str) -> None:
+def test_puts_write_nothing_once_their_sender_has_closed(ranks: Run, mapped: bool, how: str) -> None:
     assert ranks(2, leave_amid_puts, mapped, how) == [None, True]
 
 
@@ -233,7 +233,7 @@ async def signal_behind_puts(place: Rank, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["twice", "cancelled", "closed"])
-def test_no_signal_overtakes_puts(ranks: Run, how: str) -> None:
+def test_signal_arrives_behind_earlier_puts(ranks: Run, how: str) -> None:
     assert ranks(2, signal_behind_puts, how) == [None, True]
 
 
@@ -260,7 +260,7 @@ async def hold_on(place: Rank) -> Any:
 
 
 @pytest.mark.fault(111, transport="ucx")
-def test_an_owner_is_told_who_holds_on(ranks: Run) -> None:
+def test_revoke_times_out_for_a_peer_whose_loop_is_busy(ranks: Run) -> None:
     assert ranks(2, hold_on) == [True, True]
 
 
@@ -305,7 +305,7 @@ async def cancel_puts(place: Rank) -> Any:
 
 
 @pytest.mark.fault(113, transport="ucx")
-def test_cancelled_puts(ranks: Run) -> None:
+def test_cancelled_puts_complete(ranks: Run) -> None:
     assert ranks(2, cancel_puts) == [1000, True]
 
 
@@ -339,7 +339,7 @@ async def come_and_go(place: Rank, count: int) -> Any:
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.search)])
-def test_endpoints_come_and_go(ranks: Run, count: int) -> None:
+def test_repeated_connections_leak_no_memory(ranks: Run, count: int) -> None:
     growth, _ = ranks(2, come_and_go, count)
     assert growth < (2**16 if count < 100 else 2**12), "bytes for each"
 
@@ -371,7 +371,7 @@ async def knock(place: Rank) -> Any:
 
 
 @pytest.mark.fault(22, transport="ucx")
-def test_strangers_knock(ranks: Run) -> None:
+def test_foreign_connections_leave_the_endpoint_usable(ranks: Run) -> None:
     assert ranks(1, knock) == [None]
 
 
@@ -399,7 +399,7 @@ async def close_on_the_silent(place: Rank) -> Any:
 
 
 @pytest.mark.fault(22, transport="ucx")
-def test_the_silent_keep_nobody_from_closing(ranks: Run) -> None:
+def test_silent_connections_do_not_delay_close(ranks: Run) -> None:
     assert ranks(1, close_on_the_silent) == [True]
 
 
@@ -422,7 +422,7 @@ async def connect_and_give_up(place: Rank) -> Any:
     return True
 
 
-def test_calls_that_are_given_up(ranks: Run) -> None:
+def test_cancelled_connects_leak_nothing(ranks: Run) -> None:
     assert ranks(1, connect_and_give_up) == [True]
 
 
@@ -442,7 +442,7 @@ async def call_and_hang_up(place: Rank) -> Any:
 
 
 @pytest.mark.fault(110, transport="ucx")
-def test_a_call_in_anothers_name(ranks: Run) -> None:
+def test_connect_in_anothers_name_leaves_its_connection_open(ranks: Run) -> None:
     assert ranks(1, call_and_hang_up) == [True]
 
 
@@ -461,7 +461,7 @@ def set_token(rank: int) -> None:
 
 
 @pytest.mark.fault(110, transport="ucx")
-def test_another_token(ranks: Run) -> None:
+def test_connect_with_another_token_raises_auth_error(ranks: Run) -> None:
     assert ranks(2, other_tokens, before=set_token) == [True, True]
 
 
@@ -491,7 +491,7 @@ async def lie(place: Rank, word: str) -> Any:
 
 @pytest.mark.fault(110, transport="local")
 @pytest.mark.parametrize("word", ["nonsense", "a decision", "what nobody wants"])
-def test_an_end_that_lies(ranks: Run, word: str) -> None:
+def test_peer_with_malformed_messages_ends_only_its_connection(ranks: Run, word: str) -> None:
     assert ranks(1, lie, word) == [[1.0] * 4]
 
 
@@ -516,5 +516,5 @@ async def connect_anew(place: Rank) -> Any:
 
 
 @pytest.mark.fault(112, transport="ucx")
-def test_a_process_that_was_restarted(ranks: Run) -> None:
+def test_restarted_process_connects_anew(ranks: Run) -> None:
     assert ranks(3, connect_anew) == ["anew", KILLED, True]

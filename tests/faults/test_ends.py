@@ -82,7 +82,7 @@ def collecting() -> Iterator[None]:
 
 @pytest.mark.real
 @pytest.mark.fault(71)
-def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], collecting: None) -> None:
+def test_watchdog_survives_finalizers_on_its_thread(run: Callable[..., Any], collecting: None) -> None:
     """While works come and go, it copies what is pending: it must do so whatever runs in between, and go on after."""
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], coll
 
 @pytest.mark.fault(71)
 @pytest.mark.parametrize("what", [BrokenError("expire"), SystemExit()], ids=repr)
-def test_the_deadlines_of_others_pass_when_one_cannot_be_watched(
+def test_exception_in_one_expiry_leaves_other_deadlines_watched(
     run: Callable[..., Any], caplog: Any, what: BaseException
 ) -> None:
     """Whatever raises on the thread of the deadlines ends neither the thread nor the others' deadlines."""
@@ -127,7 +127,7 @@ def test_the_deadlines_of_others_pass_when_one_cannot_be_watched(
 
 @pytest.mark.fault(71)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
+def test_dead_watchdog_thread_is_started_again(run: Callable[..., Any]) -> None:
     """Not even an end of that thread, by a defect of ours, leaves deadlines unwatched."""
 
     def end(self: object) -> None:
@@ -151,7 +151,7 @@ def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
 
 @pytest.mark.fault(72)
 @pytest.mark.parametrize("method", ["waiting_for", "progress", "try_cancel", "last_heard"])
-def test_a_method_that_raises_ends_that_communicator_by_name(
+def test_transport_method_that_raises_loses_only_its_communicator(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], method: str, caplog: Any
 ) -> None:
     install(broken=breaking(base, method))
@@ -185,7 +185,7 @@ def test_a_method_that_raises_ends_that_communicator_by_name(
 
 
 @pytest.mark.fault(72)
-def test_an_abort_that_raises_does_not_keep_the_others_from_being_told(
+def test_transport_abort_that_raises_leaves_other_transports_informed(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], caplog: Any
 ) -> None:
     install(broken=breaking(base, "abort"))
@@ -206,7 +206,7 @@ def test_an_abort_that_raises_does_not_keep_the_others_from_being_told(
 
 
 @pytest.mark.fault(72)
-def test_a_close_that_raises_releases_the_rest(
+def test_transport_close_that_raises_releases_the_rest(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any]
 ) -> None:
     class Unclosable(base):  # type: ignore[misc,valid-type]
@@ -256,7 +256,7 @@ def flaky(base: type[Any]) -> type[Any]:
 
 @pytest.mark.fault(73)
 @pytest.mark.parametrize("part", [1, 2])
-def test_a_post_that_raises_amid_a_step(
+def test_post_that_raises_fails_its_op_or_loses_the_communicator(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], part: int
 ) -> None:
     """At the first message nothing was sent, and all goes on; at the second no rank may ever take it for another's."""
@@ -295,7 +295,9 @@ def test_a_post_that_raises_amid_a_step(
 @pytest.mark.fault(74)
 @pytest.mark.parametrize("what", ["a peer aborts", "this rank aborts", "a deadline passes"])
 @pytest.mark.parametrize("transport", BASES)
-def test_a_communicator_that_closes_is_not_deaf(run: Callable[..., Any], transport: str, what: str) -> None:
+def test_pending_op_of_a_closing_communicator_fails_with_the_event(
+    run: Callable[..., Any], transport: str, what: str
+) -> None:
     """The op under way fails with what happened, and not with the close, which would have waited for it."""
 
     async def main() -> None:

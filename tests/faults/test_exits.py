@@ -105,7 +105,7 @@ asyncio.run_coroutine_threadsafe(start(), loop).result()
 
 @pytest.mark.fault(81)
 @pytest.mark.parametrize("order", ["before", "after", "at last"])
-def test_the_order_of_exit_handlers_does_not_matter(tmp_path: Path, transport: str, order: str) -> None:
+def test_exit_handler_may_communicate_whatever_its_order(tmp_path: Path, transport: str, order: str) -> None:
     """A program's exit handler sends, receives and closes as ever, also if it was there before this library."""
     check(run(LATE, transport, tmp_path, order), ["[1.0, 100000.0, 3.0]\nCommAbortedError\n", ""])
 
@@ -165,7 +165,7 @@ started.wait()
 
 
 @pytest.mark.fault(83, transport="ucx")
-def test_a_daemon_thread_that_is_in_the_engine_at_the_end_makes_no_noise() -> None:
+def test_interpreter_exit_with_a_daemon_thread_in_the_engine_is_silent() -> None:
     """It takes long to start UCX: most of these end amid that."""
     for _ in range(5):
         check(run(STARTING, quiet=True, ranks=2), ["", ""])
@@ -173,7 +173,9 @@ def test_a_daemon_thread_that_is_in_the_engine_at_the_end_makes_no_noise() -> No
 
 @pytest.mark.fault(83)
 @pytest.mark.parametrize("how", ["held by C", "idle", "busy"])
-def test_what_is_left_at_the_end_makes_no_noise(tmp_path: Path, transport: str, how: str) -> None:
+def test_interpreter_exit_with_open_or_unfreed_communicators_is_silent(
+    tmp_path: Path, transport: str, how: str
+) -> None:
     """Neither a communicator that is open on a daemon thread's loop nor one that is closed and never freed."""
     if (transport, how) == ("c10d", "busy"):
         pytest.skip("gloo may end a process that stops amid a collective: see what is known to fail")
@@ -200,7 +202,7 @@ finally:
 
 
 @pytest.mark.fault(126)
-def test_the_root_cause_that_torchrun_names(tmp_path: Path, transport: str) -> None:
+def test_torchrun_names_the_failed_rank_as_root_cause(tmp_path: Path, transport: str) -> None:
     """It is the rank that has failed, though another one has heard of it and would leave before it."""
     script = tmp_path / "at_fault.py"
     script.write_text(AT_FAULT)
@@ -231,7 +233,7 @@ asyncio.run(main())
 
 
 @pytest.mark.fault(122)
-def test_who_waits_for_a_rank_hears_what_has_ended_it() -> None:
+def test_rank_that_waits_to_form_hears_why_another_failed() -> None:
     """They have 600 s to meet, and this test has fewer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -81,7 +81,9 @@ async def die_with_a_child(place: Rank, victim: int, fork: Callable[[Rank, set[s
 @pytest.mark.fault(79)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fork", [by_fork, by_multiprocessing])
-def test_a_rank_that_dies_and_leaves_a_child(ranks: Run, victim: int, fork: Callable[[Rank, set[str]], None]) -> None:
+def test_death_of_a_rank_with_a_forked_child_is_noticed_at_once(
+    ranks: Run, victim: int, fork: Callable[[Rank, set[str]], None]
+) -> None:
     """Its connections end with it, and the others hear of it at once: there is no heartbeat here.
 
     Of any two ranks one has connected, and the other one was connected with.
@@ -119,7 +121,7 @@ async def stores_host_dies(place: Rank, port: int) -> None:
 
 @pytest.mark.fault(79)
 @pytest.mark.parametrize("transport", ["c10d"])  # the store is the same one for all
-def test_a_stores_host_that_dies_and_leaves_a_child(ranks: Run) -> None:
+def test_death_of_the_store_host_with_a_forked_child_is_noticed(ranks: Run) -> None:
     ranks(2, stores_host_dies, free_port())
 
 
@@ -159,7 +161,7 @@ loop.close()
 
 
 @pytest.mark.fault(80)
-def test_a_child_with_a_communicator_of_its_own(tmp_path: Path, transport: str) -> None:
+def test_forked_child_may_open_its_own_communicator(tmp_path: Path, transport: str) -> None:
     """It uses and closes its own, throws away its parent's, and ends by `sys.exit`; the parent goes on."""
     command = [sys.executable, "-c", WITH_CHILDREN, transport, str(tmp_path)]
     processes = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]

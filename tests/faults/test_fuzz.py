@@ -156,7 +156,7 @@ def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", PARSERS)
-def test_what_is_right_is_read(what: str) -> None:
+def test_well_formed_sample_is_parsed(what: str) -> None:
     """Else the rest of this file would find nothing."""
     parse, sample = PARSERS[what]
     parse(sample)
@@ -194,7 +194,7 @@ def mutations(sample: bytes, turns: int) -> Iterator[bytes]:
 
 @pytest.mark.fault(65, 68)
 @pytest.mark.parametrize("what", PARSERS)
-def test_mutations(what: str) -> None:
+def test_mutated_sample_is_parsed_or_raises_protocol_error(what: str) -> None:
     parse, sample = PARSERS[what]
     refused = 0
     tracemalloc.start()
@@ -211,7 +211,7 @@ def test_mutations(what: str) -> None:
 
 @pytest.mark.fault(68)
 @pytest.mark.parametrize("what", PARSERS)
-def test_any_bytes(what: str) -> None:
+def test_any_bytes_are_parsed_or_raise_protocol_error(what: str) -> None:
     parse, _ = PARSERS[what]
 
     @given(st.binary(max_size=400))
@@ -226,7 +226,7 @@ def test_any_bytes(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", PARSERS)
-def test_a_pickle_is_not_run(what: str) -> None:
+def test_embedded_pickle_is_never_loaded(what: str) -> None:
     """Neither as it is, nor where the format has room for bytes."""
     parse, sample = PARSERS[what]
     canary = pickle.dumps(Canary())
@@ -256,7 +256,7 @@ values = st.integers(-2, 5).map(str) | st.sampled_from(
 
 @given(st.dictionaries(st.sampled_from(NAMES), values, max_size=8))
 @settings(max_examples=500)
-def test_any_environment(environ: dict[str, str]) -> None:
+def test_any_environment_gives_a_launch_none_or_one_error(environ: dict[str, str]) -> None:
     """A launch, none, or one error."""
     try:
         launch = launchers.read_environment(environ)
@@ -265,7 +265,7 @@ def test_any_environment(environ: dict[str, str]) -> None:
     assert launch is None or 0 <= launch.rank < launch.size
 
 
-def test_a_list_of_hosts_is_not_spelt_out() -> None:
+def test_huge_hostlist_range_allocates_no_memory() -> None:
     """A huge range costs nothing until somebody asks for it."""
     tracemalloc.start()
     launchers.read_environment({
@@ -280,7 +280,7 @@ def test_a_list_of_hosts_is_not_spelt_out() -> None:
 # ------------------------------------------------------------------------------------------------------- streams
 
 
-def test_a_streams_header_allocates_no_more_than_comes() -> None:
+def test_stream_header_allocates_no_more_than_arrives() -> None:
     """A tensor that is announced exists in full only when its bytes have come."""
     import psutil
 

@@ -146,13 +146,15 @@ async def stand(place: Rank, port: int, host: str, each: int) -> int:
 
 
 @pytest.mark.fault(22, 64)
-def test_strangers_at_every_listener(ranks: Run, transport: str) -> None:
+def test_foreign_connections_to_every_listener_are_harmless(ranks: Run, transport: str) -> None:
     """On one host there is none once it is open: neither the store's nor ucx's, and gloo does not hear."""
     assert ranks(2, stand, free_port(), "127.0.0.1", 300) == [0, 0]
 
 
 @pytest.mark.fault(22)
-def test_strangers_at_every_listener_between_hosts(ranks: Run, transport: str, names: list[str]) -> None:
+def test_foreign_connections_to_listeners_between_hosts_are_harmless(
+    ranks: Run, transport: str, names: list[str]
+) -> None:
     """UCX's own, of which each rank has several; the store's is closed by then."""
     met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"))
     assert [it >= 200 for it in met] == [transport == "ucx"] * 2, met
@@ -196,7 +198,7 @@ async def opened(place: Rank) -> Any:
 
 @pytest.mark.fault(22, 64)
 @on_ucx  # gloo's listener is known to nobody before it is full of ranks
-def test_strangers_come_first(ranks: Run, transport: str) -> None:
+def test_foreign_connections_before_the_ranks_are_harmless(ranks: Run, transport: str) -> None:
     ranks(2, come_late, before=in_job)
 
 
@@ -228,7 +230,7 @@ async def work(place: Rank) -> str:
         return kept + (place.folder / "store").read_bytes().decode(errors="replace")
 
 
-def test_a_job_with_a_token(ranks: Run, transport: str) -> None:
+def test_job_with_a_token_works_and_shows_it_nowhere(ranks: Run, transport: str) -> None:
     """It works, and the token stands nowhere."""
     for said in ranks(2, work, before=in_job):
         assert TOKEN not in said
@@ -244,7 +246,7 @@ async def refused(place: Rank) -> tuple[str, int | None]:
 
 @pytest.mark.fault(64)
 @pytest.mark.parametrize("before", [with_another_token, with_none])
-def test_a_rank_of_another_job(ranks: Run, transport: str, before: Callable[[int], None]) -> None:
+def test_rank_of_another_job_is_refused_by_both(ranks: Run, transport: str, before: Callable[[int], None]) -> None:
     """Each rank learns whose record it does not believe, and no memory, thread or descriptor is left."""
     for rank, (message, peer) in enumerate(ranks(2, refused, before=before)):
         assert peer == 1 - rank, message
@@ -284,14 +286,14 @@ async def forged_arrival(place: Rank, what: str) -> str:
 
 @pytest.mark.fault(94)
 @pytest.mark.parametrize("what", ["a counter", "a name", "a long name", "an arrival"])
-def test_a_forged_arrival(ranks: Run, transport: str, what: str) -> None:
+def test_forged_arrival_is_refused_or_ignored(ranks: Run, transport: str, what: str) -> None:
     """Who shows that it sees this rank, and no token, is an error at once; a name that anybody may write is nobody."""
     wanted = r"rank 1's record 'here/2/\w+' in the store is not signed" if what == "an arrival" else "had not come: 1"
     assert re.search(wanted, ranks(2, forged_arrival, what, before=in_job)[0])
 
 
 @pytest.mark.fault(36)
-def test_a_stranger_in_the_store(ranks: Run, transport: str) -> None:
+def test_forged_store_entry_raises_protocol_error_with_its_rank(ranks: Run, transport: str) -> None:
     assert ranks(2, impersonated, before=in_job)[0] == "1"
 
 
@@ -311,7 +313,7 @@ async def tampered(place: Rank) -> str:
 
 @pytest.mark.fault(36)
 @on_c10d  # UCX reads nothing there: its addresses come in signed records
-def test_gloo_does_not_believe_the_store(ranks: Run, transport: str) -> None:
+def test_tampered_gloo_address_is_refused(ranks: Run, transport: str) -> None:
     assert "not signed with this job's token" in ranks(2, tampered, before=in_job)[0]
 
 
@@ -365,7 +367,7 @@ async def bombed(place: Rank) -> None:
 
 @pytest.mark.fault(65)
 @on_c10d
-def test_header_bombs(ranks: Run, transport: str) -> None:
+def test_oversized_c10d_headers_raise_protocol_error(ranks: Run, transport: str) -> None:
     """Of frames of c10d; of ucx's headers see engine_hostile.hpp, and of its control frames the next test."""
     ranks(2, bombed)
 
@@ -402,7 +404,7 @@ async def bombed_frames(place: Rank) -> None:
 
 @pytest.mark.fault(65)
 @on_ucx
-def test_control_frames_that_make_no_sense(ranks: Run, transport: str) -> None:
+def test_malformed_control_frames_are_refused(ranks: Run, transport: str) -> None:
     ranks(2, bombed_frames)
 
 
@@ -483,7 +485,7 @@ async def sing(place: Rank) -> None:
 
 
 @pytest.mark.fault(66)
-def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
+def test_unrequested_pickle_is_never_loaded_on_any_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
     """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""
     ranks(2, sing)
     assert not list(tmp_path.rglob("sung"))
@@ -491,7 +493,7 @@ def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -
 
 @pytest.mark.deterministic
 @pytest.mark.fault(66, transport="local")
-def test_a_pickle_on_local(tmp_path: Path) -> None:
+def test_unrequested_pickle_is_never_loaded_on_local(tmp_path: Path) -> None:
     song = tmp_path / "sung"
 
     async def main() -> None:
@@ -549,7 +551,7 @@ async def too_much(place: Rank) -> None:
 
 @pytest.mark.deterministic
 @pytest.mark.fault(67, transport="local")
-def test_objects_beyond_each_limit_on_local() -> None:
+def test_objects_beyond_each_limit_are_refused_on_local() -> None:
     async def main() -> None:
         async with local_world(2) as (one, two):
             refuse_too_much(one)
@@ -561,7 +563,7 @@ def test_objects_beyond_each_limit_on_local() -> None:
 
 
 @pytest.mark.fault(67)
-def test_objects_beyond_each_limit(ranks: Run, transport: str) -> None:
+def test_objects_beyond_each_limit_are_refused(ranks: Run, transport: str) -> None:
     ranks(2, too_much)
 
 
@@ -620,7 +622,7 @@ async def guarded(place: Rank) -> list[tuple[str, str]]:
 
 @pytest.mark.fault(69)
 @needs_root
-def test_another_user_opens_nothing(ranks: Run, transport: str) -> None:
+def test_other_user_cannot_open_shared_memory_or_sockets(ranks: Run, transport: str) -> None:
     for tried in ranks(2, guarded):
         assert len(tried) > 1 or transport == "c10d"
         assert {outcome for _, outcome in tried} == {"EACCES"}, tried
@@ -631,7 +633,7 @@ def test_another_user_opens_nothing(ranks: Run, transport: str) -> None:
 
 @pytest.mark.fault(69)
 @needs_root
-def test_another_user_cannot_read_the_token(tmp_path: Path) -> None:
+def test_other_user_cannot_read_the_token_file(tmp_path: Path) -> None:
     """By a descriptor of the folder: each pytest that begins on this machine closes those above it to others."""
     tmp_path.chmod(0o755)
     for name, mode in (("token", 0o600), ("for all", 0o644)):
@@ -658,7 +660,7 @@ def test_ucx_shares_nothing_with_the_group() -> None:
 @pytest.mark.deterministic
 @pytest.mark.fault(69, transport="ucx")
 @pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])
-def test_memory_that_is_not_a_ranks_own(tmp_path: Path, what: str) -> None:
+def test_foreign_memory_descriptor_is_refused_before_mapping(tmp_path: Path, what: str) -> None:
     """A descriptor that a rank names is looked at before it is mapped."""
     if what == "file":
         (tmp_path / "file").write_bytes(bytes(10**6))
@@ -728,7 +730,7 @@ async def out_of_bounds(place: Rank) -> None:
 
 @pytest.mark.fault(70)
 @on_ucx
-def test_windows_are_bounded_in_the_engine(ranks: Run, transport: str) -> None:
+def test_engine_refuses_window_access_out_of_bounds(ranks: Run, transport: str) -> None:
     ranks(2, out_of_bounds)
 
 
@@ -749,7 +751,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
 @pytest.mark.parametrize(
     ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]
 )
-def test_a_request_beyond_a_window(offset: int, count: int) -> None:
+def test_window_request_out_of_bounds_is_refused_by_span(offset: int, count: int) -> None:
     """On c10d, whose windows go over messages."""
     from aiocomms.lowering.windows import _Window
 
@@ -764,12 +766,12 @@ def test_a_request_beyond_a_window(offset: int, count: int) -> None:
 
 @pytest.mark.fault(70)
 @on_c10d
-def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
+def test_window_requests_out_of_bounds_are_refused(ranks: Run, transport: str) -> None:
     ranks(2, out_of_bounds_requests)
 
 
 @pytest.mark.deterministic
-def test_a_key_of_memory_is_not_shown() -> None:
+def test_memory_key_is_hidden_in_repr() -> None:
     part = ucx_windows.WindowPart(3, 0, (4,), 2**47, b"secret key")
     for text in (repr(part), str(part)):
         assert "secret" not in text

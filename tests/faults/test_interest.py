@@ -356,7 +356,9 @@ async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: st
 @pytest.mark.fault(78)
 @pytest.mark.parametrize(("loop", "way", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_way_to_lose_interest(transport: str, loop: str, way: str, case: Case) -> None:
+def test_abandoned_work_is_withdrawn_or_completes_as_documented(
+    transport: str, loop: str, way: str, case: Case
+) -> None:
     outcome = table()[way]
 
     async def main() -> None:
@@ -375,7 +377,7 @@ def test_a_way_to_lose_interest(transport: str, loop: str, way: str, case: Case)
     run_on(loop, main)
 
 
-def test_the_table_has_a_row_for_each_case() -> None:
+def test_documented_table_has_a_row_for_each_case() -> None:
     rows = table()
     assert set(rows) == {way for _, way, _ in CASES}
     assert set(rows.values()) == {"withdrawn", "goes on", "not called"}

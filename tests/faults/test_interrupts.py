@@ -81,7 +81,7 @@ def watchdog_looks(*comms: Communicator) -> None:
     "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.search) for loop in ("uvloop", "trio"))]
 )
 @pytest.mark.parametrize("does", [completes, aborts, lets_deadlines_pass])
-def test_nobody_waits_for_ever(
+def test_interrupt_at_any_instruction_leaves_no_task_waiting(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, does: Callable[[Communicator, Communicator], None]
 ) -> None:
     monkeypatch.setattr("aiocomms.core.core.AGAIN", 0.0)

@@ -73,7 +73,7 @@ async def come_late(place: Rank) -> float:
 
 
 @pytest.mark.fault(17)
-def test_a_straggler(ranks: Run, notice: Notice) -> None:
+def test_straggler_is_noticed_at_the_deadline(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, come_late))
 
 
@@ -108,7 +108,7 @@ def heed_interrupts(rank: int) -> None:
 
 
 @pytest.mark.fault(46)
-def test_an_interrupt(ranks: Run, notice: Notice) -> None:
+def test_keyboard_interrupt_of_a_rank_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     first, interrupted, last = ranks(3, interrupt, before=heed_interrupts)
     assert interrupted == INTERRUPTED
     notice([first, last])
@@ -148,7 +148,7 @@ async def abort_a_thousand(place: Rank, how: str) -> float:
 
 @pytest.mark.fault(48)
 @pytest.mark.parametrize("how", ["thread", "signal", "task"] if FULL else ["signal"])
-def test_an_abort_of_a_thousand(ranks: Run, notice: Notice, how: str) -> None:
+def test_abort_ends_a_thousand_pending_works_in_time(ranks: Run, notice: Notice, how: str) -> None:
     notice(ranks(2, abort_a_thousand, how))
 
 
@@ -176,7 +176,7 @@ async def resize(place: Rank, count: int) -> None:
 @pytest.mark.fault(49, 77)
 @pytest.mark.parametrize("transport", ["c10d"])  # of ucx's torch refuses that: tests/transports/ucx/test_ucx_kept.py
 @pytest.mark.parametrize("count", [20, 2**22] if FULL else [20])
-def test_a_storage_that_is_resized(ranks: Run, transport: str, count: int) -> None:
+def test_storage_resized_during_an_op_is_an_error(ranks: Run, transport: str, count: int) -> None:
     ranks(2, resize, count)
 
 
@@ -204,7 +204,7 @@ async def swap_tensors(place: Rank) -> None:
 
 
 @pytest.mark.fault(49)
-def test_a_tensor_that_is_set(ranks: Run) -> None:
+def test_tensor_set_during_an_op_keeps_its_memory(ranks: Run) -> None:
     ranks(2, swap_tensors)
 
 
@@ -265,13 +265,13 @@ def failed(call: Callable[[], None]) -> list[BaseException]:
 
 @pytest.mark.fault(54)
 @pytest.mark.filterwarnings("ignore")
-def test_loops_come_and_go(ranks: Run) -> None:
+def test_successive_loops_leak_nothing(ranks: Run) -> None:
     ranks(2, come_and_go, True)
 
 
 @pytest.mark.fault(53)
 @pytest.mark.filterwarnings("ignore")
-def test_loops_end_with_works_pending(ranks: Run) -> None:
+def test_successive_loops_with_pending_works_leak_nothing(ranks: Run) -> None:
     ranks(2, come_and_go, False)
 
 
@@ -313,7 +313,9 @@ if place.rank == 1:
 
 @pytest.mark.fault(56)
 @pytest.mark.parametrize("how", ENDS if FULL else ["an exception"])
-def test_an_interpreters_end(tmp_path: Path, transport: str, notice: Notice, how: str) -> None:
+def test_interpreter_exit_with_an_open_communicator_is_noticed_in_time(
+    tmp_path: Path, transport: str, notice: Notice, how: str
+) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support"), "AIOCOMMS_HEARTBEAT": "0"}
     warnings = ["-W", "error::RuntimeWarning", "-W", "always::ResourceWarning"]
     command = [sys.executable, *warnings, "-c", END, transport]
@@ -364,12 +366,12 @@ async def exec_a_child(place: Rank, close: bool) -> None:
 
 
 @pytest.mark.fault(58)
-def test_a_child_inherits_nothing(ranks: Run) -> None:
+def test_exec_of_a_child_inherits_no_descriptor(ranks: Run) -> None:
     ranks(2, exec_a_child, True)
 
 
 @pytest.mark.fault(58)
-def test_nothing_is_inheritable(ranks: Run) -> None:
+def test_no_descriptor_is_inheritable(ranks: Run) -> None:
     ranks(2, exec_a_child, False)
 
 
@@ -428,7 +430,9 @@ async def run_out(place: Rank, what: str, room: int) -> None:
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("room", [2, 4, 6, 8, 10] if FULL else [4])
-def test_no_descriptors(request: pytest.FixtureRequest, ranks: Run, transport: str, room: int) -> None:
+def test_exhausted_descriptors_raise_comm_error_and_leak_nothing(
+    request: pytest.FixtureRequest, ranks: Run, transport: str, room: int
+) -> None:
     if transport == "c10d" and room > 4:  # below, gloo has no listener yet
         why = "gloo may end a process that cannot accept a connection: see what is known to fail"
         request.applymarker(pytest.mark.xfail(reason=why, strict=False))
@@ -437,7 +441,7 @@ def test_no_descriptors(request: pytest.FixtureRequest, ranks: Run, transport: s
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("transport", ["ucx"])
-def test_no_shared_memory(ranks: Run) -> None:
+def test_exhausted_shared_memory_raises_comm_error_and_leaks_nothing(ranks: Run) -> None:
     ranks(2, run_out, "shared memory", 4096)
 
 
@@ -466,7 +470,7 @@ async def run_out_of_threads(place: Rank) -> None:
 
 
 @pytest.mark.fault(59)
-def test_no_threads(ranks: Run) -> None:
+def test_new_comm_without_threads_fails_and_an_open_communicator_goes_on(ranks: Run) -> None:
     ranks(2, run_out_of_threads)
 
 
@@ -502,7 +506,7 @@ async def run_out_at_last(place: Rank) -> None:
 
 
 @pytest.mark.fault(59)
-def test_no_thread_of_its_own(ranks: Run) -> None:
+def test_transport_without_its_own_thread_fails_to_open_and_leaks_nothing(ranks: Run) -> None:
     ranks(2, run_out_at_last)
 
 
@@ -520,7 +524,7 @@ async def run_out_amid(place: Rank) -> None:
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("transport", ["c10d"])  # the engine of ucx has its only thread from the beginning
-def test_no_thread_for_a_large_collective(ranks: Run) -> None:
+def test_large_collective_without_a_thread_raises_comm_error(ranks: Run) -> None:
     ranks(2, run_out_amid)
 
 
@@ -543,7 +547,7 @@ def wall_clocks(path: Path) -> Iterator[str]:
 
 @pytest.mark.deterministic
 @pytest.mark.fault(61)
-def test_no_clock_that_can_be_set() -> None:
+def test_wall_clock_is_used_only_in_files_and_credentials() -> None:
     """But for what is written into files for people, and for what expires: other hosts read when."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
     sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
@@ -558,7 +562,7 @@ def test_no_clock_that_can_be_set() -> None:
 
 @pytest.mark.deterministic
 @pytest.mark.fault(61)
-def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_ignore_jumps_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours forth and back while deadlines run: one of an hour does not pass, and one of a moment does."""
 
     async def main() -> None:
@@ -589,7 +593,7 @@ async def collect_all_the_time(place: Rank) -> None:
 
 @pytest.mark.search
 @pytest.mark.fault(62)
-def test_a_storm_of_collections(ranks: Run) -> None:
+def test_ops_survive_constant_garbage_collection(ranks: Run) -> None:
     ranks(2, collect_all_the_time)
 
 
@@ -618,7 +622,7 @@ async def close_in_a_callback(place: Rank) -> None:
 
 
 @pytest.mark.fault(63)
-def test_callbacks(ranks: Run) -> None:
+def test_done_callback_may_start_ops_raise_and_close(ranks: Run) -> None:
     ranks(2, close_in_a_callback)
 
 
@@ -634,7 +638,7 @@ except interpreters.RunFailedError as error:
 
 
 @pytest.mark.fault(62)
-def test_a_subinterpreter() -> None:
+def test_import_in_a_subinterpreter_works_or_is_refused() -> None:
     if sys.version_info >= (3, 13):
         pytest.skip("_xxsubinterpreters has another name from Python 3.13 on")
     done = subprocess.run([sys.executable, "-c", SUBINTERPRETER], capture_output=True, text=True, check=False)

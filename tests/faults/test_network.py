@@ -71,7 +71,7 @@ async def pull_the_plug(place: Rank, names: list[str], seconds: float) -> None:
 
 
 @pytest.mark.fault(18, 20)
-def test_a_link_that_comes_back(ranks: Run, names: list[str]) -> None:
+def test_transfer_survives_a_link_that_comes_back(ranks: Run, names: list[str]) -> None:
     ranks(2, pull_the_plug, names, 0.3, before=Enter(names, "01", **ROUTE))
 
 
@@ -111,7 +111,7 @@ async def lose_the_link(place: Rank, names: list[str]) -> float:
 
 
 @pytest.mark.fault(18)
-def test_a_link_that_is_lost(ranks: Run, names: list[str], notice: Notice) -> None:
+def test_lost_link_is_noticed_in_time(ranks: Run, names: list[str], notice: Notice) -> None:
     notice(ranks(2, lose_the_link, names, before=Enter(names, "01", **ROUTE)))
 
 
@@ -134,7 +134,7 @@ async def lose_one_way(place: Rank, names: list[str]) -> float:
 
 
 @pytest.mark.fault(19)
-def test_one_way_is_lost(ranks: Run, names: list[str], notice: Notice) -> None:
+def test_link_lost_in_one_direction_is_noticed_in_time(ranks: Run, names: list[str], notice: Notice) -> None:
     notice(ranks(2, lose_one_way, names, before=Enter(names, "01", **ROUTE)))
 
 
@@ -209,7 +209,7 @@ async def break_connections(place: Rank, how: str) -> float:
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("how", BREAKS)
-def test_a_connection_that_breaks(ranks: Run, names: list[str], notice: Notice, how: str) -> None:
+def test_broken_connection_is_noticed_in_time(ranks: Run, names: list[str], notice: Notice, how: str) -> None:
     notice(ranks(2, break_connections, how, before=Enter(names, "01", **ROUTE)))
 
 
@@ -228,7 +228,7 @@ async def dribble(place: Rank) -> None:
 
 
 @pytest.mark.fault(20)
-def test_a_dribble(ranks: Run, names: list[str]) -> None:
+def test_ops_are_right_over_segments_of_a_few_bytes(ranks: Run, names: list[str]) -> None:
     ranks(2, dribble, before=Enter(names, "01", **ROUTE))
 
 
@@ -262,7 +262,7 @@ async def go_slow(place: Rank, rate: str) -> tuple[float, float]:
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize("rate", ["1mbit", "8mbit"] if FULL else ["16mbit"])
-def test_a_slow_link(ranks: Run, names: list[str], rate: str) -> None:
+def test_slow_link_transfers_without_a_timeout(ranks: Run, names: list[str], rate: str) -> None:
     (began, _), (_, ended) = ranks(2, go_slow, rate, before=Enter(names, "01", **ROUTE))
     # From one clock of the machine: rank 1 may come to its receive when much is there.
     assert ended - began > 0.8 * 8.4 / int(rate.removesuffix("mbit")), "the link was not slow"

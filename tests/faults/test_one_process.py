@@ -30,7 +30,7 @@ pytestmark = pytest.mark.deterministic
 
 @pytest.mark.real
 @pytest.mark.fault(14, transport="local")
-def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_callback_is_reported_by_asyncio_debug_mode(caplog: pytest.LogCaptureFixture) -> None:
     """By asyncio's debug mode, which says whose it is; the peer's deadline passes meanwhile, and nobody is dead."""
 
     def hog(_: object) -> None:
@@ -59,7 +59,7 @@ def _heeded() -> Iterator[None]:
 
 @pytest.mark.fault(46, transport="local")
 @pytest.mark.usefixtures("_heeded")
-def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_an_await_closes_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during an await: the loop ends, and what was open is closed; were that to wait for its grace, it hangs."""
     monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
     kept: list[Any] = []
@@ -89,7 +89,7 @@ def descriptors() -> set[int]:
 @pytest.mark.real
 @pytest.mark.fault(59, transport="local")
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_no_descriptors(room: int) -> None:
+def test_local_world_without_descriptors_fails_and_leaks_nothing(room: int) -> None:
     """A world does not open for want of them, leaves none behind, and opens when there are some."""
 
     async def main() -> None:
@@ -119,7 +119,7 @@ def test_no_descriptors(room: int) -> None:
 
 
 @pytest.mark.fault(62, transport="local")
-def test_a_storm_of_collections() -> None:
+def test_local_ops_survive_constant_garbage_collection() -> None:
     async def main() -> None:
         async with local_world(2) as world:
             await asyncio.gather(*(exchange(comm, 5) for comm in world))

@@ -62,7 +62,9 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.fault(102)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_an_object_collective(run: Callable[..., Any], transport: str, name: str, monkeypatch: Any) -> None:
+def test_unreadable_object_header_on_one_rank_ends_all_ranks(
+    run: Callable[..., Any], transport: str, name: str, monkeypatch: Any
+) -> None:
     """The first rank to read a header cannot make sense of it, while others wait for what it was to send or take."""
     whole, refusing = objects.ArrivingObject, [True]
 
@@ -102,7 +104,7 @@ class Refused:
 @pytest.mark.fault(102, transport="local")
 @pytest.mark.fault(102, transport="ucx")
 @pytest.mark.parametrize("base", [LocalTransport, UcxTransport])
-def test_a_window_that_one_rank_cannot_open(
+def test_window_that_one_rank_cannot_open_fails_on_all(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any]
 ) -> None:
     class Roomless(base):  # type: ignore[misc,valid-type]
@@ -131,7 +133,9 @@ def test_a_window_that_one_rank_cannot_open(
 
 @pytest.mark.fault(102)
 @pytest.mark.parametrize("step", ["_on_hello", "_on_header"])
-def test_a_stream(run: Callable[..., Any], transport: str, monkeypatch: Any, step: str) -> None:
+def test_malformed_stream_data_at_one_end_ends_the_other(
+    run: Callable[..., Any], transport: str, monkeypatch: Any, step: str
+) -> None:
     """One end can do nothing with what it gets; the other one waits for credits and messages, without a deadline."""
     whole = getattr(TensorStream, step)
 
@@ -161,7 +165,9 @@ def test_a_stream(run: Callable[..., Any], transport: str, monkeypatch: Any, ste
 
 @pytest.mark.fault(102)
 @pytest.mark.parametrize("how", ["raises", "is cancelled"])
-def test_a_split(run: Callable[..., Any], install: Callable[..., None], transport: str, how: str) -> None:
+def test_split_that_fails_on_one_rank_ends_the_others(
+    run: Callable[..., Any], install: Callable[..., None], transport: str, how: str
+) -> None:
     """One rank's transport cannot be split, or the program gives up there: the others would meet it for 600 s."""
     base: type[Any] = BASES[transport]
 
@@ -202,7 +208,9 @@ def test_a_split(run: Callable[..., Any], install: Callable[..., None], transpor
 
 @pytest.mark.fault(102)
 @pytest.mark.parametrize("how", ["raises", "is cancelled"])
-def test_forming(run: Callable[..., Any], transport: str, how: str, monkeypatch: Any) -> None:
+def test_failure_of_one_rank_while_forming_ends_the_others(
+    run: Callable[..., Any], transport: str, how: str, monkeypatch: Any
+) -> None:
     """A rank fails, or the program gives up there, when it has met the others for the first time of several."""
     whole, scope = StoreRendezvous.exchange, list[anyio.CancelScope]()
 

@@ -106,7 +106,7 @@ async def port(place: Rank) -> int:
 
 @pytest.mark.parametrize("victims", [[1], [0], [2]])
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_survivors_of_a_death_go_on(ranks: Run, transport: str, victims: list[int]) -> None:
+def test_survivors_of_a_death_reconfigure(ranks: Run, transport: str, victims: list[int]) -> None:
     results = ranks(3, outlive, victims, False, False)
     assert results.pop(victims[0]) is KILLED
     assert results == [("world@2", 0, 2), ("world@2", 1, 2)]
@@ -114,7 +114,7 @@ def test_survivors_of_a_death_go_on(ranks: Run, transport: str, victims: list[in
 
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
+def test_survivors_of_two_deaths_reconfigure(ranks: Run, transport: str, explicit: bool) -> None:
     results = ranks(4, outlive, [1, 2], explicit, False)
     assert results[1:3] == [KILLED, KILLED]
     assert [results[0], results[3]] == [("world@2", 0, 2), ("world@2", 1, 2)]
@@ -122,7 +122,7 @@ def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
 
 @pytest.mark.fault(31, transport="ucx")
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_store_dies_too(ranks: Run, size: int) -> None:
+def test_survivors_reconfigure_without_the_store(ranks: Run, size: int) -> None:
     killed, *results = ranks(size, outlive, [0], False, True)
     assert killed is KILLED
     assert results == [("world@2", rank, size - 1) for rank in range(size - 1)]
@@ -148,7 +148,7 @@ async def outlive_again(place: Rank) -> list[str]:
     return names
 
 
-def test_one_after_the_other(ranks: Run) -> None:
+def test_survivors_reconfigure_after_each_of_several_deaths(ranks: Run) -> None:
     assert ranks(4, outlive_again)[3] == ["world@2", "world@3", "world@4"]
 
 
@@ -169,7 +169,7 @@ async def without_a_store(place: Rank) -> str:
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("transport", ["c10d"])
-def test_a_transport_that_needs_the_store_says_so(ranks: Run, transport: str) -> None:
+def test_reconfigure_that_needs_a_lost_store_says_so(ranks: Run, transport: str) -> None:
     assert all("store is gone" in text for text in ranks(3, without_a_store)[1:])
 
 
@@ -201,7 +201,7 @@ async def leave_one_out(place: Rank) -> str:
 
 
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_who_comes_too_late_is_out(ranks: Run, transport: str) -> None:
+def test_rank_that_reconfigures_too_late_is_excluded(ranks: Run, transport: str) -> None:
     first, second, text = ranks(3, leave_one_out)
     assert first == second == "world@2"
     assert "ranks [0, 1] go on without it" in text
@@ -253,7 +253,7 @@ async def be_stopped(place: Rank, comm: Communicator) -> str:
 
 
 @pytest.mark.fault(11, 12, transport="ucx")
-def test_a_stopped_rank_is_out(ranks: Run) -> None:
+def test_stopped_rank_is_excluded(ranks: Run) -> None:
     first, second, text = ranks(3, stop_one)
     assert first == second == 2
     assert "this rank is excluded" in text
@@ -287,7 +287,7 @@ async def be_reported() -> None:
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_a_blocked_loop_is_no_death(ranks: Run, transport: str) -> None:
+def test_blocked_loop_is_not_taken_for_dead(ranks: Run, transport: str) -> None:
     ranks(3, block)
 
 
@@ -304,7 +304,7 @@ async def hold_the_lock(place: Rank) -> None:
 
 @pytest.mark.search
 @pytest.mark.fault(14, transport="ucx")
-def test_a_long_call_that_holds_the_interpreter_is_no_death(ranks: Run) -> None:
+def test_long_call_that_holds_the_gil_is_not_taken_for_dead(ranks: Run) -> None:
     ranks(3, hold_the_lock)
 
 
@@ -337,7 +337,7 @@ async def starve(place: Rank) -> None:
 @pytest.mark.search
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
+def test_starved_rank_is_not_taken_for_dead(ranks: Run, transport: str) -> None:
     ranks(8, starve)
 
 
@@ -368,7 +368,7 @@ async def be_replaced(place: Rank) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run, transport: str) -> None:
+def test_newcomer_replaces_a_dead_rank(ranks: Run, transport: str) -> None:
     results = ranks(4, be_replaced)
     assert results.pop(1) is KILLED
     assert results == [("world@2", 0, 3), ("world@2", 2, 3), ("world@2", 1, 3)]
@@ -396,7 +396,7 @@ async def take_one_in(place: Rank) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_a_healthy_one_takes_a_newcomer_in(ranks: Run, transport: str) -> None:
+def test_healthy_communicator_admits_a_newcomer(ranks: Run, transport: str) -> None:
     assert ranks(3, take_one_in) == [("world@2", rank, 3) for rank in range(3)]
 
 
@@ -421,7 +421,7 @@ async def be_replaced_again(place: Rank) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_one_place_is_taken_twice(ranks: Run, transport: str) -> None:
+def test_second_newcomer_replaces_a_rank_that_died_again(ranks: Run, transport: str) -> None:
     results = ranks(4, be_replaced_again)
     assert results == [("world@3", 0, 2), KILLED, KILLED, ("world@3", 1, 2)]
 
@@ -439,7 +439,7 @@ async def nobody_joins(place: Rank) -> str:
     return str(caught.value)
 
 
-def test_waiting_for_newcomers_has_an_end(ranks: Run) -> None:
+def test_reconfigure_without_a_newcomer_times_out(ranks: Run) -> None:
     ranks(2, nobody_joins)
 
 
@@ -464,7 +464,7 @@ async def form_again(place: Rank) -> tuple[str, int]:
 @pytest.mark.search
 @pytest.mark.fault(11, 34)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_a_store_that_a_crashed_run_has_used(ranks: Run, transport: str) -> None:
+def test_new_run_forms_on_the_store_of_a_crashed_run(ranks: Run, transport: str) -> None:
     assert ranks(3, form_again) == [("world", 0), KILLED, ("world", 1)]
 
 
@@ -487,7 +487,7 @@ asyncio.run(main())
 
 @pytest.mark.fault(11)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:
+def test_torchrun_restart_forms_a_new_communicator(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]

@@ -78,7 +78,9 @@ async def the_windows_body_raises(world: list[Any]) -> None:
     ids=lambda case: case.__name__,
 )
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_a_caught_error_of_a_window(transport: str, case: Callable[[list[Any]], Awaitable[None]]) -> None:
+def test_caught_error_of_a_window_is_not_reported_again(
+    transport: str, case: Callable[[list[Any]], Awaitable[None]]
+) -> None:
     reported: list[Any] = []
 
     async def main() -> None:

@@ -68,7 +68,7 @@ def _call(node: ast.Call) -> Iterator[str]:
         yield f"{ast.unparse(function)}(shell=...)"
 
 
-def test_python_does_nothing_forbidden_but_what_is_asked_for() -> None:
+def test_python_sources_have_no_forbidden_calls_beyond_the_exceptions() -> None:
     found = {
         ((str(path.relative_to(ROOT)), inside, text), line)
         for path in PYTHON
@@ -81,7 +81,7 @@ def test_python_does_nothing_forbidden_but_what_is_asked_for() -> None:
     assert {key for key, _ in found} == ASKED_FOR
 
 
-def test_native_code_does_nothing_forbidden() -> None:
+def test_native_sources_have_no_forbidden_calls() -> None:
     rule = re.compile(r"INADDR_ANY|in6addr_any|0\.0\.0\.0|\bsystem\s*\(|\bpopen\s*\(|\bstrcpy\b|\bsprintf\b")
     texts = {path.relative_to(ROOT): re.sub(r"//.*", "", path.read_text()) for path in NATIVE}
     found = [(name, text, it) for name, text in texts.items() for it in rule.finditer(text)]
@@ -112,7 +112,7 @@ def makes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.fault(115)
-def test_buffers_are_made_in_one_place() -> None:
+def test_buffers_are_allocated_in_one_module() -> None:
     names = {str(path.relative_to(ROOT)): path for path in PYTHON}
     ours = [name for name in names if not name.startswith(("examples/", *OWN_PROGRAMS)) and "/tests/" not in name]
     found = {name: list(makes(ast.parse(names[name].read_text()))) for name in ours}
@@ -138,6 +138,6 @@ SNIPPETS = [
 ]
 
 
-def test_the_rule_finds_what_it_is_for() -> None:
+def test_forbidden_call_rule_finds_every_snippet() -> None:
     missed = [text for text in SNIPPETS if not list(forbidden(ast.parse(text)))]
     assert not missed, "\n".join(missed)

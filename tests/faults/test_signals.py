@@ -54,7 +54,7 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.fault(84)
-def test_a_transport_changes_no_signal(transport: str) -> None:
+def test_transport_changes_no_signal_handler(transport: str) -> None:
     """Neither its import nor a communicator; nor do they leave anything in the environment."""
     done = run(TOUCHED, transport)
     assert done.stdout.split() == ["unchanged"] * 3, done.stderr
@@ -63,7 +63,7 @@ def test_a_transport_changes_no_signal(transport: str) -> None:
 
 @pytest.mark.fault(84, transport="ucx")
 @pytest.mark.parametrize(("variable", "value"), [("UCX_DEBUG_SIGNO", "SIGUSR2"), ("UCX_HANDLE_ERRORS", "bt")])
-def test_ucx_handles_the_signals_that_the_user_asks_it_to(variable: str, value: str) -> None:
+def test_ucx_handles_signals_only_as_its_variables_ask(variable: str, value: str) -> None:
     done = run(TOUCHED, "ucx", **{variable: value})
     assert done.stdout.split() == ["changed"] * 3, done.stderr
     assert done.returncode == -signal.SIGHUP  # it was asked for other signals than this one
@@ -87,7 +87,7 @@ print(*os.listdir(os.environ["AIOCOMMS_RECORDER_DIR"]))
 
 
 @pytest.mark.fault(85)
-def test_a_signal_before_the_first_communicator(tmp_path: Path) -> None:
+def test_recorder_signal_before_the_first_communicator_is_survived(tmp_path: Path) -> None:
     """Whoever asks for the handler by the variable has it from the import on; there is nothing to write down yet."""
     done = run(EARLY, AIOCOMMS_RECORDER_SIGNAL="1", AIOCOMMS_RECORDER_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_a_signal_before_the_first_communicator(tmp_path: Path) -> None:
 
 @pytest.mark.fault(85)
 @pytest.mark.parametrize("asked", ["", "0"])
-def test_a_signal_that_nobody_asked_for(tmp_path: Path, asked: str) -> None:
+def test_unrequested_recorder_signal_ends_the_process(tmp_path: Path, asked: str) -> None:
     done = run(EARLY, AIOCOMMS_RECORDER_SIGNAL=asked, AIOCOMMS_RECORDER_DIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (-signal.SIGUSR1, ""), done.stderr
 
@@ -117,7 +117,7 @@ asyncio.run(main())
 
 
 @pytest.mark.fault(85)
-def test_an_import_on_another_thread() -> None:
+def test_import_on_another_thread_installs_the_handler_later() -> None:
     """Python lets only the main thread install a handler: it does so with the first communicator."""
     done = run(ON_ANOTHER_THREAD, AIOCOMMS_RECORDER_SIGNAL="1", AIOCOMMS_RECORDER_DIR="")
     assert (done.returncode, done.stderr) == (0, "")
@@ -132,6 +132,6 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.fault(85)
-def test_what_the_program_does_at_the_signal_is_done_after_it() -> None:
+def test_recorder_signal_runs_the_programs_own_handler_too() -> None:
     done = run(BEFORE, AIOCOMMS_RECORDER_SIGNAL="1")
     assert (done.returncode, done.stdout) == (0, "the program's own\n"), done.stderr

@@ -102,7 +102,7 @@ async def be_told(place: Rank, comm: Communicator) -> str:
 
 
 @pytest.mark.fault(12)
-def test_stopped_past_a_deadline(ranks: Run, notice: Notice) -> None:
+def test_rank_stopped_past_a_deadline_is_excluded(ranks: Run, notice: Notice) -> None:
     *times, text = ranks(3, stop_past_a_deadline)
     notice([took - DEADLINE for took in times])
     assert "ranks [0, 1] go on without it" in text
@@ -137,7 +137,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
 
 
 @pytest.mark.fault(12)
-def test_the_host_of_the_store_is_stopped(ranks: Run, notice: Notice) -> None:
+def test_stopped_store_host_is_noticed_at_the_deadline(ranks: Run, notice: Notice) -> None:
     _, *times = ranks(3, stop_the_host_of_the_store, free_port())
     notice([took - DEADLINE for took in times])
 
@@ -167,7 +167,7 @@ def stop_and_go(pid: int, back: threading.Event) -> None:
 
 
 @pytest.mark.fault(13)
-def test_stopped_for_a_moment(ranks: Run) -> None:
+def test_rank_stopped_for_a_moment_goes_on(ranks: Run) -> None:
     ranks(3, stop_for_a_moment)
 
 
@@ -199,5 +199,5 @@ async def late_receive(comm: Communicator) -> str:
 
 
 @pytest.mark.fault(13)
-def test_who_is_stopped_does_not_say_what_it_is_doing(ranks: Run) -> None:
+def test_stopped_rank_is_said_not_to_answer(ranks: Run) -> None:
     ranks(2, ask_who_is_stopped)

@@ -103,7 +103,7 @@ async def lets_go(place: Rank, port: int) -> None:
 
 
 @pytest.mark.fault(82)
-def test_the_last_communicator_lets_the_store_go(ranks: Run, transport: str) -> None:
+def test_last_close_frees_the_port_of_the_store(ranks: Run, transport: str) -> None:
     """Once it is closed the port is free, though somebody still holds the communicator and nothing was collected."""
     ranks(2, lets_go, free_port())
 
@@ -130,7 +130,7 @@ async def goes_on(place: Rank, port: int) -> None:
 
 
 @pytest.mark.fault(82)
-def test_who_still_needs_the_store_has_it(ranks: Run, transport: str) -> None:
+def test_store_stays_while_a_communicator_needs_it(ranks: Run, transport: str) -> None:
     ranks(3, goes_on, free_port())
 
 
@@ -155,7 +155,7 @@ async def takes_in(place: Rank, port: int) -> None:
 
 
 @pytest.mark.fault(82)
-def test_a_newcomer_finds_the_store(ranks: Run, transport: str) -> None:
+def test_newcomer_finds_the_store(ranks: Run, transport: str) -> None:
     ranks(3, takes_in, free_port())
 
 
@@ -182,7 +182,7 @@ async def let_go_of_the_callers(place: Rank, port: int) -> None:
 
 
 @pytest.mark.fault(82, 138)
-def test_a_closed_communicator_holds_no_store_of_its_callers(ranks: Run, transport: str) -> None:
+def test_closed_communicator_keeps_no_store_of_its_caller(ranks: Run, transport: str) -> None:
     ranks(2, let_go_of_the_callers, free_port())
 
 
@@ -262,7 +262,9 @@ async def works(comm: Any) -> None:
 @pytest.mark.fault(94, 101)
 @pytest.mark.parametrize("early", [True, False], ids=["while it forms", "when it is formed"])
 @pytest.mark.parametrize("before", [with_a_token], ids=["token"])
-def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before: Callable[[int], None]) -> None:
+def test_foreign_store_clients_consume_no_memory_or_descriptors(
+    ranks: Run, transport: str, early: bool, before: Callable[[int], None]
+) -> None:
     """Neither memory nor descriptors go to whoever does not prove to be of the job; its counters count for nothing."""
     ranks(2, withstands, free_port(), early, before=before)
 
@@ -271,7 +273,7 @@ def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before
 @pytest.mark.fault(101, transport="c10d")
 @pytest.mark.fault(101, transport="ucx")
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), PermissionError("not here")])
-def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
+def test_os_error_while_opening_a_transport_becomes_comm_error(error: OSError) -> None:
     plan = Selection({"p2p": "some"}, {"p2p": Transport}, {})
 
     async def fail(cls: type[Transport], family: Any) -> Transport:
@@ -284,7 +286,7 @@ def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
 
 @pytest.mark.deterministic
 @pytest.mark.fault(101, transport="ucx")
-def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead() -> None:
+def test_unreachable_rank_is_not_taken_for_dead() -> None:
     """UCX says so, too, where this process has no descriptors left; of a death the rank's connection tells."""
     unreachable, reset = 6, 25
     op = ops.Send(torch.ones(3), 1)
