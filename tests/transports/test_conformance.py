@@ -179,7 +179,7 @@ time.sleep(1000)
 
 
 def test_a_process_that_hangs_gets_the_time_to_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on when it has been looked for twice."""
+    """The process goes on when it has been looked for twice."""
     dump, sleep, looks = tmp_path / "dump", time.sleep, list[float]()
     with subprocess.Popen([sys.executable, "-c", HANGING, str(dump)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

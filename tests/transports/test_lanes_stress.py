@@ -48,7 +48,7 @@ async def request(comm: Communicator, seed: int, key: int, mix: random.Random, f
                 await asyncio.sleep(0)
                 waiting.cancel()
             elif mix.random() < 0.1:
-                continue  # nobody awaits it
+                continue  # no task awaits this work
             else:
                 want = comm.size * (1000 * step + key) + sum(range(comm.size))
                 assert torch.equal(await work, torch.full((count,), float(want))), (key, step)
@@ -82,7 +82,7 @@ async def serve(comm: Communicator, seed: int, failing: float) -> None:
             assert isinstance(end, int), (key, end)
         elif failures[key][0] == comm.rank:
             assert isinstance(end, GivesUpError), (key, end)
-        else:  # it may have called all, and have awaited no more of them
+        else:  # the rank may have called all, and have awaited no more of them
             assert isinstance(end, int) or (isinstance(end, LaneAbortedError) and "GivesUpError" in str(end)), (
                 key,
                 end,
@@ -106,7 +106,7 @@ async def many(place: Rank, seeds: int, failing: float) -> None:
 
 
 def living() -> Counter[str]:
-    """How many works, lanes, schedules and tensors something still holds."""
+    """Count the works, lanes, schedules and tensors that something still holds."""
     gc.collect()
     types = (Lane, LaneWork, lanes._LaneRun, lanes._Turn, torch.Tensor)
     return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in types)

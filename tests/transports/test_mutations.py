@@ -26,21 +26,24 @@ SUITE = "aiocomms.testing.conformance"
 MODULES = sorted(set(mutants.OPTIONS.values()))
 
 CHILDREN = threading.Lock()
-"""Of this process: to start one reads the exit codes of the others, which are to be read once, whoever joins them."""
+"""The lock of this process's children.
+
+The start of one reads the exit codes of the others, which are to be read once.
+"""
 
 QUICK = ["-x", "-q", "--assert=plain", "-Wignore", *(f"-pno:{name}" for name in ("hypothesispytest", "cacheprovider"))]
-"""Without what takes longer to start than the checks take to run."""
+"""The options that leave out what takes longer to start than the checks take to run."""
 
 
 def run_suite(mutant: str, modules: list[str], folder: str) -> None:
-    """In a process of its own: install a mutant as a transport, and run parts of the suite against it."""
+    """Install a mutant as a transport in a process of its own, and run parts of the suite against it."""
     info = Path(folder) / "mutant-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mutant\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[aiocomms.transports]\nmutant = mutants:with_{mutant}\n")
     sys.path[:0] = [folder, str(Path(__file__).parents[1] / "support")]
     os.chdir(folder)
-    deadline = 1.5 if mutant in mutants.OPTIONS else 100  # of which a mutant that hangs takes all
+    deadline = 1.5 if mutant in mutants.OPTIONS else 100  # a mutant that hangs takes all of it
     options = ["--transport=mutant", "--loops=asyncio", "--ranks=2,3", f"--deadline={deadline}", "--seed=1"]
     chosen = [f"{SUITE}.{module}" for module in modules]
     with (
@@ -68,7 +71,7 @@ def outcome(mutant: str, modules: list[str], folder: Path) -> tuple[int | None, 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """What becomes of the mutants that are asked for; as many at a time as there are processors."""
+    """Yield the outcomes of the mutants that are asked for; as many run at a time as there are processors."""
     pool = ThreadPoolExecutor(os.cpu_count())
     chosen = [item.callspec.params.get("mutant") for item in request.session.items if hasattr(item, "callspec")]
     runs = {"control": MODULES, **{name: [mutants.OPTIONS[name]] for name in chosen if name in mutants.OPTIONS}}

@@ -1,4 +1,4 @@
-"""What every transport between processes must do there. What needs no real processes is in the conformance suite."""
+"""The duties of every transport between processes. Duties that need no real processes are in the conformance suite."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def reduce_everything(place: Rank) -> None:
 
 @pytest.mark.search
 def test_every_reduction_of_large_tensors(ranks: Run) -> None:
-    """Whether the library below does them or not."""
+    """Reduce, whether the library below does it or not."""
     ranks(3, reduce_everything)
 
 
@@ -170,7 +170,7 @@ async def mix(place: Rank, turns: int) -> None:
 
 
 def wide(src: int, dst: int, turn: int) -> int:
-    """How many elements one rank gives another."""
+    """Return the number of elements that one rank gives another."""
     return (src + 2 * dst + turn) % 4 * (30_000 if turn % 2 else 5)
 
 
@@ -207,7 +207,7 @@ def test_splits_that_disagree_are_told_to_all(ranks: Run) -> None:
 
 
 async def longest_turn(place: Rank) -> tuple[float, float]:
-    """What a turn of the loop takes of the CPU at most while 128 MiB are reduced, and what it takes to copy them once.
+    """Return the most CPU time of a turn of the loop while 128 MiB are reduced, and the time to copy them once.
 
     The CPU's time and not the clock's, which runs on while others have the core; and the least of five rounds, for
     a virtual machine's kernel may count what its host takes away. What waits takes none: so rank 1 comes when
@@ -235,7 +235,7 @@ async def longest_turn(place: Rank) -> tuple[float, float]:
 
 
 def cpu_of(call: Callable[[], object]) -> float:
-    """What it takes of the CPU in this thread, in seconds."""
+    """Return the CPU time that a call takes in this thread, in seconds."""
     began = time.thread_time()
     call()
     return time.thread_time() - began
@@ -260,7 +260,7 @@ LOSING: dict[str, Callable[[Communicator, int], Any]] = {
     "broadcast": lambda comm, victim: comm.broadcast(torch.zeros(2**20), victim),
 }
 ALONE = ("recv", "send")
-"""What the victim has no part in."""
+"""The ops in which the victim has no part."""
 
 
 async def lose_a_rank(place: Rank, what: str, victim: int) -> str:
@@ -310,7 +310,7 @@ async def lose_the_owner_of_a_window(place: Rank, what: str, victim: int) -> Non
 
 
 async def put_for_ever(window: Window, dst: int) -> None:
-    """Which may never let the loop run."""
+    """Put without end, which may never let the loop run."""
     while True:
         await window.put(torch.ones(LARGE), dst)
 
@@ -340,7 +340,7 @@ async def die_amid_a_close(place: Rank) -> None:
 
 @pytest.mark.fault(74)
 def test_a_death_amid_a_close(ranks: Run) -> None:
-    """It is heard: the work says who has died, and not that this rank has closed."""
+    """The death is heard: the work says who has died, and not that this rank has closed."""
     assert ranks(2, die_amid_a_close) == [None, KILLED]
 
 

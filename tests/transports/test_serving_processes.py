@@ -158,7 +158,7 @@ def test_workers_end_when_the_driver_dies(ranks: Run) -> None:
 
 
 async def inferring(place: Rank) -> str:
-    """What a model makes in torch's inference mode may be written by any op, which ends outside of it."""
+    """Any op may write to a tensor that a model makes in torch's inference mode, also an op that ends outside of it."""
     comm = await place.open()
     lane, other = comm.lane("x"), 1 - comm.rank
     for count in (5, LARGE):
@@ -186,7 +186,7 @@ async def inferring(place: Rank) -> str:
         mine = torch.zeros(2)
     await window.get(mine, other)
     assert mine.tolist() == [1, 1]
-    await comm.barrier()  # nobody closes before the other has read
+    await comm.barrier()  # no rank closes before the other has read
     await comm.aclose()
     return "inferred"
 

@@ -94,7 +94,7 @@ async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
             got = await turned.broadcast(torch.full((LARGE,), place.rank), root=0)
             assert (got == 1).all()
             place.tell(f"split {place.rank}")
-    await place.all_told("split", 0, 1)  # who has closed an adopted group's communicator still owns the group
+    await place.all_told("split", 0, 1)  # a rank that closes an adopted group's communicator still owns the group
 
 
 def test_a_part_of_an_adopted_group_is_split(ranks: Run) -> None:
@@ -244,10 +244,10 @@ async def give_up_amid(place: Rank, what: str) -> None:
                 assert (got[:WHOLE] == 1).all(), "rank 1 has taken for data what rank 0 wrote later"
             return
         await asyncio.to_thread(place.told, "ready")
-        send_abort = C10dTransport._send_abort  # so that the connection's end is heard before the reason
+        send_abort = C10dTransport._send_abort  # the connection's end is heard before the reason
 
         def send_abort_late(transport: C10dTransport, error: CommError) -> None:
-            with contextlib.suppress(AssertionError):  # nobody reads it all where a connection has broken
+            with contextlib.suppress(AssertionError):  # where a connection has broken, no rank reads it all
                 place.told("read")
             send_abort(transport, error)
 

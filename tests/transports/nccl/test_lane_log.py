@@ -20,7 +20,7 @@ from aiocomms.errors import CommError, LaneAbortedError
 pytestmark = pytest.mark.deterministic
 
 COUNT = 3
-"""How many collectives each lane has."""
+"""The number of collectives of each lane."""
 
 
 class LoggedWork:
@@ -60,7 +60,7 @@ class LoggedRank:
         self.ended = 0
         self.works: dict[int, list[LoggedWork]] = {}
         self.given_up: set[int] = set()
-        self.lost: list[LoggedWork] = []  # what was pending in lanes when they were given up
+        self.lost: list[LoggedWork] = []  # the works that were pending in lanes when they were given up
         self.log = LaneLog(cast("LaneOwner", self))
 
     def send(self, peer: int, frame: wire.Frame) -> None:
@@ -90,7 +90,7 @@ class LoggedRank:
 
     def call(self, lane: int) -> None:
         works = self.works.setdefault(lane, [])
-        op = ops.Broadcast(torch.tensor([lane, len(works)]), 0)  # what the test knows it by
+        op = ops.Broadcast(torch.tensor([lane, len(works)]), 0)  # the tensor by which the test knows it
         works.append(LoggedWork(op))
         self.log.post(op, lane, works[-1])
 
@@ -150,7 +150,7 @@ class LoggedWorld:
         self.ranks[dst].log.turn(True)
 
     def may_end(self, rank: LoggedRank) -> bool:
-        """Whether all ranks have launched what is next on one."""
+        """Return whether all ranks have launched the collective after a rank's last one that ended."""
         return rank.ended < min(len(other.launched) for other in self.ranks)
 
     def end(self, rank: LoggedRank) -> None:

@@ -23,40 +23,43 @@ from lane_models import LOST, RANKS, TASKS, alive, called, lost, placed
 pytestmark = pytest.mark.deterministic
 
 PROGRAM = (2, 1)
-"""How many collectives each lane has."""
+"""The number of collectives of each lane."""
 LANES = range(len(PROGRAM))
 GIVEN_UP: Final = 0
 """The lane that is given up in some states."""
 T = TypeVar("T")
 Rows = tuple[tuple[int, ...], ...]
 END: Final = -1
-"""In place of a lane, on its way to the sequencer: the sender gives it up. From there: it ends for the receiver."""
+"""An entry in place of a lane.
+
+To the sequencer it says that the sender gives the lane up; from there, that it ends for the receiver.
+"""
 
 
 class Place(NamedTuple):
-    """Where a rank is in a lane."""
+    """The place of a rank in a lane."""
 
     called: int = 0
-    """How many collectives it has called, but for those that were dropped with their lane."""
+    """The number of collectives it has called, except those that were dropped with their lane."""
     ended: int = 0
-    """How many of these have ended."""
+    """The number of these that have ended."""
     patient: bool = True
     named: int = 0
-    """How many the log has named, which this rank has launched."""
+    """The number that the log has named, which this rank has launched."""
     gives_up: bool = False
 
 
 class State(NamedTuple):
     places: tuple[tuple[Place, ...], ...]
-    """By rank and lane."""
+    """The places by rank and lane."""
     up: Rows = ((),) * len(RANKS)
-    """On the way from each rank to the sequencer: lanes, in which it has called something."""
+    """Messages on the way from each rank to the sequencer: lanes, in which it has called something."""
     down: Rows = ((),) * len(RANKS)
-    """On the way from the sequencer to each rank: the entries of the log that it does not know, and ends."""
+    """Messages on the way from the sequencer to each rank: the entries of the log that it does not know, and ends."""
     heard: Rows = ((0,) * len(RANKS),) * len(PROGRAM)
-    """By lane and rank the calls that the sequencer has heard of, and not appended."""
+    """The calls, by lane and rank, that the sequencer has heard of and not appended."""
     launched: Rows = ((),) * len(RANKS)
-    """By rank, in order."""
+    """The launched collectives by rank, in order."""
     dead: int | None = None
 
 
@@ -100,7 +103,10 @@ class Model(lane_models.Model):
                 yield self.give_up(state, rank)
 
     def may_call(self, state: State, rank: int, lane: int) -> bool:
-        """Whether the task that calls a lane's collectives has come to the next one. Those of rank 0 await none."""
+        """Return whether the task that calls a lane's collectives has come to the next one.
+
+        The tasks of rank 0 await none.
+        """
         row = state.places[rank]
         if row[lane].gives_up:
             return False
@@ -110,7 +116,7 @@ class Model(lane_models.Model):
         return idle and through and row[lane].called < self.counts[lane]
 
     def ended(self, state: State) -> bool:
-        """Whether no work waits, and nothing is kept."""
+        """Return whether no work waits, and nothing is kept."""
         if state.dead is not None:
             return super().ended(state)
         kept = any(any(row) for row in (*state.heard, *state.up, *state.down))

@@ -13,7 +13,7 @@ from programs import PROGRAMS, run_sanitized
 import aiocomms
 
 SECONDS = "1"
-"""How long each sanitizer goes on with other seeds."""
+"""The time that each sanitizer goes on with other seeds."""
 
 
 @pytest.mark.real

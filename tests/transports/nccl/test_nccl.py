@@ -64,7 +64,7 @@ def native_threads(*names: str) -> set[object]:
     """The numbers of threads that native code has named so."""
     found = set[object]()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if (task / "comm").read_text().rstrip() in names:
                 found.add(task.name)
     return found
@@ -77,7 +77,7 @@ async def parked(cuda: FakeCuda, count: int = 1) -> None:
 
 async def at_rest(comm: Any) -> None:
     """Wait until no turn of the loop is asked for: nothing else shows that."""
-    while comm._core.driver._turns:  # noqa: ASYNC110 - it ends with a turn
+    while comm._core.driver._turns:  # noqa: ASYNC110 - the loop ends with a turn
         await asyncio.sleep(0)
 
 
@@ -169,7 +169,7 @@ async def test_nccl_has_no_more_messages_than_cuda_takes(cuda: FakeCuda) -> None
         taken = [[torch.zeros(3) for _ in range(5 * AT_ONCE)] for _ in comms]
         works = [comm.recv(slot, 1 - comm.rank) for comm in comms for slot in taken[comm.rank]]
         works += [comm.send(torch.full((3,), float(i)), 1 - comm.rank) for comm in comms for i in range(5 * AT_ONCE)]
-        while not all(len(transport(comm).launcher) == 2 * AT_ONCE for comm in comms):  # noqa: ASYNC110 - as above
+        while not all(len(transport(comm).launcher) == 2 * AT_ONCE for comm in comms):  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -277,13 +277,13 @@ async def test_events_are_used_again_and_never_while_they_live(cuda: FakeCuda) -
 
 @pytest.mark.asyncio
 async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None:
-    before = sleepers()  # which end with other tests' communicators
+    before = sleepers()  # the sleepers of other tests' communicators end with them
     async with world(1) as (comm,):
         gate = Gate(cuda.current_stream())
         work = comm.all_reduce(torch.ones(4))
         await parked(cuda)
         await at_rest(comm)
-        for _ in range(3):  # that a thread sleeps, the native launcher tells the loop
+        for _ in range(3):  # the native launcher tells the loop that a thread sleeps
             await asyncio.sleep(0)
         polls: list[bool | None] = []
         progress = transport(comm).progress
@@ -303,7 +303,7 @@ async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None
         assert len(polls) <= 2  # a thread may say what the loop has just seen
         (sleeper,) = sleepers() - before
     if isinstance(sleeper, threading.Thread):
-        sleeper.join(PATIENCE)  # it ends by itself
+        sleeper.join(PATIENCE)  # the thread ends by itself
     assert not sleepers() - before
 
 
@@ -321,7 +321,7 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 async def test_a_wait_without_a_loop(cuda: FakeCuda) -> None:
-    """On the loop's own thread, which then asks by itself, and sleeps as the loop would."""
+    """Wait on the loop's own thread, which then asks by itself, and sleeps as the loop would."""
     async with world(1) as (comm,):
         gate = Gate(cuda.current_stream())
         work = comm.all_reduce(torch.ones(4))
@@ -420,7 +420,7 @@ async def test_a_captured_collective_is_replayed(cuda: FakeCuda) -> None:
             assert all(tensor.tolist() == [6.0 * 4 ** (times - 1)] * 3 for tensor in tensors)
         await asyncio.gather(*(comm.barrier() for comm in comms))  # the communicator goes on outside
     del works
-    gc.collect()  # nobody has awaited them, and nobody is told so
+    gc.collect()  # no task has awaited them, and no warning is given
 
 
 @pytest.mark.asyncio
@@ -448,7 +448,7 @@ async def test_what_a_capture_uses_is_kept_until_it_ends(cuda: FakeCuda) -> None
 
 @pytest.mark.asyncio
 async def test_threads_of_ours_break_no_capture(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forms, splits and ends communicators calls CUDA, and may do so while another thread captures."""
+    """Threads that form, split and end communicators call CUDA, and may do so while another thread captures."""
     modes = []
 
     def noting(name: str, cls: Any) -> None:
@@ -507,7 +507,7 @@ async def test_neither_poll_nor_thread_breaks_a_capture(cuda: FakeCuda) -> None:
     with cuda.graph():
         for _ in range(10):
             assert not completions.poll()
-        completions._park()  # as between the loop's last poll and its sleep, a moment that no caller can choose
+        completions._park()  # this is the moment between the loop's last poll and its sleep, which no caller can choose
         await parked(cuda)
         gate.open()
         assert woken.wait(PATIENCE)
@@ -536,7 +536,7 @@ async def test_what_cannot_be_captured_is_refused(cuda: FakeCuda) -> None:
 async def test_what_is_made_of_messages_is_refused_in_a_capture_before_anything_is_done(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, root: int
 ) -> None:
-    """On a GPU an object's copy to it would break the capture, and the communicator with it."""
+    """An object's copy to a GPU would break the capture, and the communicator with it."""
 
     def copies(*_: object) -> None:
         raise AssertionError("it copies to the GPU")
@@ -563,7 +563,7 @@ async def test_each_step_is_on_the_stream_of_the_call(cuda: FakeCuda, monkeypatc
         own = FakeStream(cuda.gpu)
         await asyncio.gather(*(comm.lane("a").all_reduce(torch.ones(3, dtype=torch.int16)) for comm in comms))
         streams = streams_at(cuda, monkeypatch, (Matcher, "post"), (reductions, "combine"))
-        tensors = [torch.full((3,), comm.rank, dtype=torch.int16) for comm in comms]  # which NCCL does not reduce
+        tensors = [torch.full((3,), comm.rank, dtype=torch.int16) for comm in comms]  # NCCL does not reduce these
         with cuda.on(own):
             works = [comm.lane("a").all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
         await asyncio.gather(*works)
@@ -656,7 +656,7 @@ async def test_a_call_that_nccl_refuses(cuda: FakeCuda, monkeypatch: pytest.Monk
 
 @pytest.mark.asyncio
 async def test_a_device_that_is_broken(cuda: FakeCuda) -> None:
-    """As after an assertion in a kernel: every call fails. The op says so, and closing does not hang."""
+    """A device as it is after an assertion in a kernel: every call fails. The op says so, and closing does not hang."""
     async with world(1) as (comm,):
         Gate(cuda.current_stream())
         work = comm.all_reduce(torch.ones(3))
@@ -715,7 +715,7 @@ async def test_closing_destroys_every_communicator(cuda: FakeCuda) -> None:
         works = [comms[0].send(torch.ones(3), 1), comms[1].recv(torch.ones(3), 0)]
         for work in works:
             await work
-    assert len(nccl().comms) == 4  # and the direction's
+    assert len(nccl().comms) == 4  # the direction's communicators are among them
     assert {comm.state for comm in nccl().comms} == {"destroyed"}
 
 
@@ -834,22 +834,23 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
         assert there is not None
         slots = [torch.zeros(3) for _ in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(direction, "_flush", lambda: None)  # as if NCCL had as many of its messages as it may have
+            # The direction acts as if NCCL had as many of its messages as it may have.
+            patch.setattr(direction, "_flush", lambda: None)
             received = [Inner(receiver, ops.Recv(slot, 0, 0)) for slot in slots]
             sent = Inner(sender, ops.Send(torch.ones(3), 1, 0))
-            sends = there.comm.shared.sends  # type: ignore[attr-defined]  # it is the fake's
+            sends = there.comm.shared.sends  # type: ignore[attr-defined]  # the attribute is the fake's
             while not sends[0, 1]:  # noqa: ASYNC110 - nothing tells when the GPU has come to it
                 await asyncio.sleep(0)
             await sender.aclose()
             await received[1].ended.wait()
         direction._flush()
         while not received[0].done():
-            transport(receiver).progress()  # which has called it otherwise, and so is called again
+            transport(receiver).progress()  # progress would have called _flush, and so runs again
             await asyncio.sleep(0)
         assert received[0].error is None
         assert slots[0].tolist() == [1, 1, 1]
         assert "closed by rank 0" in str(received[1].error)
-        assert sent.op.tensor.tolist() == [1, 1, 1]  # it lives for as long as the GPU may read it
+        assert sent.op.tensor.tolist() == [1, 1, 1]  # the tensor lives for as long as the GPU may read it
 
 
 @pytest.mark.real
@@ -863,7 +864,7 @@ async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
 @pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for it says which one it is, before its time is up."""
+    """The rank that waits for it says which one it is, before its time is up."""
 
     def refused(*_: object, **__: object) -> None:
         raise ConnectionRefusedError("nobody is in")
@@ -995,7 +996,7 @@ async def test_a_full_queue_does_not_hold_the_loop(cuda: FakeCuda, monkeypatch: 
 @native_only
 @pytest.mark.asyncio
 async def test_kernels_of_torch_keep_their_order(cuda: FakeCuda) -> None:
-    """Of ops on one tensor, none of which is awaited before the next."""
+    """Start ops on one tensor, and await none of them before the next."""
     async with world(2) as comms:
         numbers, truths = [torch.ones(3) for _ in comms], [torch.tensor([True, comm.rank == 0]) for comm in comms]
         works = []
@@ -1060,7 +1061,8 @@ async def test_a_deadline_while_nccl_is_called(cuda: FakeCuda, monkeypatch: pyte
 @pytest.mark.asyncio
 async def test_closing_leaves_no_thread_and_no_descriptor(cuda: FakeCuda) -> None:
     names = ("aiocomms nccl", "aiocomms sleeps")
-    before, others = len(os.listdir("/proc/self/fd")), native_threads(*names)  # noqa: PTH208 - it opens one, too
+    # The listing opens a descriptor, too.
+    before, others = len(os.listdir("/proc/self/fd")), native_threads(*names)  # noqa: PTH208
     async with world(2) as comms:
         gate = Gate(cuda.current_stream())
         works = [comm.all_reduce(torch.ones(3)) for comm in comms]

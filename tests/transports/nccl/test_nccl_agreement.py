@@ -1,4 +1,4 @@
-"""What ranks tell each other of their collectives, and when: late, in few frames, and beside what NCCL does."""
+"""The messages of ranks about their collectives, and their times: late, in few frames, and beside what NCCL does."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_a_collective_that_was_called_later_is_not_told_of_at_once(
             await all_parked(comms)
             while not all(control.reminds for control in ours):  # noqa: ASYNC110 - the fake knows no loop
                 await asyncio.sleep(0)
-            if number:  # that of the first op comes now
+            if number:  # the reminder of the first op comes now
                 for comm in comms:
                     transport(comm).control._due = True
                     transport(comm).progress()
@@ -166,7 +166,7 @@ def test_a_reminder_comes_once_and_wakes_who_waits_for_the_descriptor() -> None:
         waits.register(control.fileno(), select.POLLIN)
         assert waits.poll(0) == []
         control.remind(0.001)
-        control.remind(NEVER)  # it is set
+        control.remind(NEVER)  # a reminder is set already
         assert waits.poll(10_000) != []
         assert not control.reminded()  # before it is looked at
         assert control.poll() == []

@@ -1,4 +1,4 @@
-"""What is wrong with a GPU, its libraries, or an argument is one sentence, before anything is launched.
+"""A fault of a GPU, its libraries, or an argument is one sentence, before anything is launched.
 
 It says what was given, and what is wanted, to be installed, or to be set; and a communicator stays usable.
 """
@@ -30,7 +30,7 @@ SECOND = torch.device("cuda", 1)
 
 
 class Machine:
-    """What a machine has, in the eyes of ``probe``: all that is wanted, until something is changed."""
+    """A machine as ``probe`` sees it: it has all that is wanted, until something is changed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
@@ -213,7 +213,7 @@ BAD: list[tuple[Callable[[Any, FakeCuda], object], type[Exception], str]] = [
 ]
 
 OPS_GO_ON = [call for call, _, said in BAD if said.startswith("stream is")]
-"""Where the op is right, and only what is asked of its work is wrong."""
+"""The calls whose op is right, and for whose work alone something wrong is asked."""
 
 
 @pytest.mark.asyncio

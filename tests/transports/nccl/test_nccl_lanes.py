@@ -40,12 +40,12 @@ def ones() -> torch.Tensor:
 
 
 def lanes(comm: Any) -> Any:
-    """What a rank knows of its lanes."""
+    """Return what a rank knows of its lanes."""
     return transport(comm)._lanes
 
 
 def at_rest(comms: Any) -> bool:
-    """Whether nothing is kept of any lane."""
+    """Return whether nothing is kept of any lane."""
     kept = [part for comm in comms for part in (lanes(comm)._lanes, lanes(comm)._posted)]
     sequencer = lanes(comms[0])._sequencer
     return not any(kept) and not sequencer and not sequencer.has_news
@@ -78,7 +78,7 @@ def in_channel(channel: int, count: int = 1) -> list[int]:
 
 
 def counts_launched(comm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many elements each collective is that a rank launches, in order."""
+    """Note the number of elements of each collective that a rank launches, in order."""
     counts = list[int]()
     launcher = transport(comm).launcher
     launch = launcher.launch
@@ -391,7 +391,7 @@ async def test_an_abort_ends_it_at_every_step(
 async def test_a_lane_is_given_up_at_every_step(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, step: str, caller: int, ends: int
 ) -> None:
-    """What is in the log runs to its end on all ranks, and other lanes notice nothing."""
+    """Collectives in the log run to their end on all ranks, and other lanes notice nothing."""
     async with world(2) as comms:
         at = Step(step, comms, caller, cuda, monkeypatch)
         await at.reach()
@@ -402,7 +402,8 @@ async def test_a_lane_is_given_up_at_every_step(
             assert not any(work.done() for work in at.works.values())  # its tensors are in use
         at.go_on()
         for rank, error in zip(at.works, await at.ends(), strict=True):
-            if rank == ends or step == "called" or error is not None:  # else it has ended before that rank has heard
+            # In other cases the work has ended before that rank has heard.
+            if rank == ends or step == "called" or error is not None:
                 assert isinstance(error, LaneAbortedError)
                 assert "not any more" in str(error)
         wanted = 1.0 if step == "called" else 2.0
@@ -481,7 +482,7 @@ async def test_a_third_rank_closes_without_the_call(cuda: FakeCuda, leaves: int)
 
 @pytest.mark.asyncio
 async def test_a_lane_is_given_up_after_the_sequencer_has_closed(cuda: FakeCuda) -> None:
-    """Nobody says any more where the lane ends: there is nothing of it in the log that is not known."""
+    """No rank says any more where the lane ends: there is nothing of it in the log that is not known."""
     async with world(2) as comms:
         work = comms[1].lane("it").barrier()
         lanes(comms[1]).handle = lambda *_: None  # the sequencer's answer is not heard
@@ -518,7 +519,7 @@ async def test_a_deadline_says_who_has_not_called(cuda: FakeCuda, caller: int) -
         await until(lambda: transport(comms[caller]).waiting_for(work) == missing)
         comms[missing[0]].lane("it").barrier()
         await until(lambda: transport(comms[caller]).waiting_for(work) == missing[1:])
-        late = comms[caller].lane("it").barrier(timeout=0.3)  # which waits for the one before it
+        late = comms[caller].lane("it").barrier(timeout=0.3)  # this barrier waits for the one before it
         with pytest.raises(CommTimeoutError, match=f"lane it.*waiting for rank {missing[1]}") as caught:
             await late
         assert caught.value.late == (missing[1],)
@@ -598,7 +599,7 @@ async def test_hundreds_of_lanes_in_any_order_of_which_some_are_given_up(cuda: F
 @pytest.mark.asyncio
 @pytest.mark.parametrize("callers", [(0, 1), (1, 2), (2, 1)])
 async def test_ranks_that_disagree_are_told_at_once(cuda: FakeCuda, callers: tuple[int, int]) -> None:
-    """Also where the sequencer's rank has not called."""
+    """Tell them also where the sequencer's rank has not called."""
     async with world(3) as comms:
         first, second = (comms[rank] for rank in callers)
         works = [first.lane("it").all_reduce(ones()), second.lane("it").all_reduce(torch.ones(4))]

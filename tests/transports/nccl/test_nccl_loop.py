@@ -1,4 +1,4 @@
-"""What the nccl transport calls on the loop's thread, over the fake GPU: nothing that waits."""
+"""The calls of the nccl transport on the loop's thread, over the fake GPU: none of them waits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FORMS: list[tuple[type, str]] = [
     (FakeNcclTransport, "layers"),
     (FakeNcclTransport, "gpu"),
 ]
-"""What waits for other ranks, or for the GPU, or loads something."""
+"""Calls that wait for other ranks or for the GPU, or load something."""
 CALLS: list[tuple[type, str]] = [(FakeComm, "_call"), (FakeNccl, "group_start"), (FakeNccl, "group_end")]
-"""What takes long when an algorithm is called first, or where CUDA's queue is full."""
+"""Calls that take long when an algorithm is called first, or where CUDA's queue is full."""
 
 
 def on_the_loop(monkeypatch: pytest.MonkeyPatch, *functions: tuple[type, str]) -> list[str]:
@@ -90,7 +90,7 @@ async def test_nothing_that_waits_is_called_on_the_loop(cuda: FakeCuda, monkeypa
 
 @pytest.mark.asyncio
 async def test_nor_when_a_program_forms_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what looks for the transport, and for addresses."""
+    """The search for the transport and for addresses does not run on the loop's thread either."""
     looked = on_the_loop(monkeypatch, (FakeNcclTransport, "probe"), (FakeNcclTransport, "preference"))
     monkeypatch.setattr(bringup, "_address", noted := _noting(bringup._address))
     store = HashStore()
@@ -107,7 +107,7 @@ async def test_nor_when_a_program_forms_it(cuda: FakeCuda, monkeypatch: pytest.M
     assert threading.get_ident() not in noted.threads
 
 
-class _noting:  # noqa: N801 - it stands for a function
+class _noting:  # noqa: N801 - the class stands for a function
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.threads = function, set[int]()
 

@@ -84,7 +84,7 @@ def test_a_stream_waits_for_an_op_and_the_thread_that_asks_does_not(run, cuda):
             await reached(cuda, mine)
             assert seen == [2.0]
             await in_thread(work.wait)
-            await in_thread(work.wait_stream)  # of one that is done there is nothing to wait for
+            await in_thread(work.wait_stream)  # a work that is done leaves nothing to wait for
 
     run(main)
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.real
 
 MEGA = 2**20
 LITTLE = 0.01
-"""Of a CPU: what looks on, or looks again every few milliseconds, takes more."""
+"""A share of a CPU. A thread that looks on, or looks again every few milliseconds, takes more."""
 
 Measured = TypeVar("Measured")
 
@@ -44,7 +44,7 @@ def transport() -> str:
 
 
 def shared_engine_of(comm: Communicator) -> Any:
-    """What the transport keeps for a communicator and those split from it."""
+    """Return the state that the transport keeps for a communicator and those split from it."""
     return transport_of(comm).shared
 
 
@@ -84,10 +84,10 @@ def test_a_rank_that_computes_does_not_hold_up_the_others(ranks: Run, size: int,
 
 
 def wake_ups() -> dict[str, int]:
-    """How often each thread of this process has gone to sleep by itself."""
+    """Return the number of times that each thread of this process has gone to sleep by itself."""
     counts = {}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             rows = dict(row.split(":", 1) for row in (task / "status").read_text().splitlines())
             counts[f"{rows['Name'].strip()} {task.name}"] = int(rows["voluntary_ctxt_switches"])
     return counts
@@ -129,7 +129,7 @@ async def woken_in_a_second() -> dict[str, int]:
 
 
 def sleeps(woken: dict[str, int]) -> bool:
-    """But for the thread that has looked, whose own sleep ends."""
+    """Return whether all threads sleep, except the one that has looked, whose own sleep ends."""
     return len(woken) <= 1 and sum(woken.values()) <= 2 and all(name.startswith("python") for name in woken)
 
 
@@ -203,8 +203,8 @@ async def reuse_what_is_received(place: Rank) -> None:
             await sent
             place.tell("sent")
         else:
-            sender = int(await comm.recv(empty(1), 0, tag=1))  # so the first one's announcement is here
-            os.kill(sender, signal.SIGSTOP)  # it copies, so nothing arrives until it goes on
+            sender = int(await comm.recv(empty(1), 0, tag=1))  # the first one's announcement is here
+            os.kill(sender, signal.SIGSTOP)  # the sender copies, so nothing arrives until it goes on
             work = comm.recv(empty(count), 0)
             assert not work.done()
             task = asyncio.create_task(wait_for(work))
@@ -218,7 +218,7 @@ async def reuse_what_is_received(place: Rank) -> None:
             os.kill(sender, signal.SIGCONT)
             await asyncio.to_thread(place.told, "sent")
             assert [int(tensor.sum()) for tensor in canaries] == [-count] * 4
-            # It counts as received.
+            # The message counts as received.
             assert torch.equal(await comm.recv(empty(3), 0), numbers(3, 0))
 
 
@@ -228,7 +228,7 @@ def without_cma(rank: int) -> None:
 
 @pytest.mark.fault(38, transport="ucx")
 def test_a_receive_that_is_cancelled_and_forgotten(ranks: Run) -> None:
-    """With the kernel's help UCX copies all of a message at once, and there is nothing to cancel."""
+    """Cancel without the kernel's help, with which UCX copies a whole message at once and leaves nothing to cancel."""
     ranks(2, reuse_what_is_received, before=without_cma)
 
 
@@ -266,7 +266,7 @@ async def mix_families(place: Rank) -> None:
 def test_a_post_that_a_signal_handler_interrupts(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], op: str, pure: str, steps: tuple[str, ...]
 ) -> None:
-    """When the engine has the op already: it keeps its memory, and the other communicators of the engine go on."""
+    """Interrupt a post whose op the engine has: it keeps its memory, and the engine's other communicators go on."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as (one, two):
@@ -434,7 +434,7 @@ def test_types_of_native_modules(tmp_path: Path) -> None:
 
 @pytest.mark.deterministic
 def test_a_communicator_that_never_opened_says_no_farewell() -> None:
-    """It knows no names of the others, and must not be taken for the one it was to be split from."""
+    """The communicator has no names of the others, and must not be taken for the one it was to be split from."""
     from aiocomms_ucx import wire
     from aiocomms_ucx.transport import UcxTransport
 
@@ -447,7 +447,7 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
             await orphan.aclose()
             # A message behind the farewell, which no rank writes that works as it should.
             here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))
-            while 99 not in there._disputes:  # noqa: ASYNC110 - what another engine's thread says
+            while 99 not in there._disputes:  # noqa: ASYNC110 - another engine's thread says it
                 await asyncio.sleep(0)
             assert not work.done()
             await mine.all_reduce(torch.ones(3))

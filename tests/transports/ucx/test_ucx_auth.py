@@ -1,4 +1,4 @@
-"""How ranks of the ucx transport let each other in, and nobody else."""
+"""The handshake by which ranks of the ucx transport let each other in, and no other process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def silence_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who says nothing has all the time there is."""
+    """Give a peer that says nothing all the time there is."""
     monkeypatch.setattr(gate_module, "PATIENCE", math.inf)
 
 
@@ -80,14 +80,14 @@ def connect(listener: socket.socket) -> socket.socket:
 
 
 def join(listener: socket.socket, rank: int = 1, key: bytes = KEY, size: int = 2) -> socket.socket:
-    """What a rank above 0 does, which lets nobody in itself."""
+    """Join as a rank above 0 does, which lets no other rank in itself."""
     it = Gate(rank, key, {0: lambda: connect(listener)}, size)
     it._missing = {0}  # the ranks above it do not come
     return it.run([], HANGS)[0]
 
 
 def talk(*ends: socket.socket) -> None:
-    """That two ends are those of one connection."""
+    """Check that two ends are those of one connection."""
     ends[0].sendall(b"hello")
     assert ends[1].recv(5, socket.MSG_WAITALL) == b"hello"
     for end in ends:
@@ -163,7 +163,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
                 with contextlib.suppress(ConnectionResetError):
                     assert it.recv(100, socket.MSG_WAITALL) == b""
             monkeypatch.setattr(gate_module, "PATIENCE", HANGS)
-            return join(listener)  # for which the gate waits: it has not dropped them because it is done
+            return join(listener)  # the gate waits for this rank: it has not dropped the others because it is done
 
         (it, inside), end = in_threads(lambda: open_up(listener), rank)
     assert it.dropped == 21
@@ -192,7 +192,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
         held: list[socket.socket] = []
         number = 0
         while number < 10_000:
-            with contextlib.suppress(OSError):  # of a unix socket's whose queue is full
+            with contextlib.suppress(OSError):  # a unix socket's queue is full
                 held.append(connect(listener))
                 number += 1
                 if number % 3:
@@ -261,7 +261,7 @@ class Tap:
 
 @pytest.mark.fault(64, transport="ucx")
 def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
-    """What a rank has said is said again, as it was, to the same rank, and to the other side."""
+    """A rank's old words are said again as they were, to the same rank, and to the other side."""
     tap = Tap(listener)
 
     def tapped() -> socket.socket:
@@ -286,7 +286,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     (it, inside), end = in_threads(lambda: open_up(listener), replay)
     assert it.dropped == 1
     talk(end, inside[1])
-    # And an impostor who listens in a rank's place cannot say again what that rank has said.
+    # An impostor who listens in a rank's place cannot say again what that rank has said either.
     near, mine = socket.socketpair()
     mine.sendall(tap.said["out"])
     with pytest.raises(AuthError):
@@ -314,7 +314,7 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
 def drowned(it: Gate, listener: socket.socket, stack: contextlib.ExitStack) -> None:
     """Open silent connections until the gate has dropped more of them than it has room for."""
     while it.dropped <= 2 * MOST_HALF_OPEN:
-        with contextlib.suppress(OSError):  # of a unix socket's whose queue is full
+        with contextlib.suppress(OSError):  # a unix socket's queue is full
             stack.enter_context(connect(listener))
 
 

@@ -128,7 +128,7 @@ async def test_memory_is_mapped_and_given_back_off_the_loop(cuda: FakeCuda) -> N
 
 @pytest.mark.asyncio
 async def test_ucx_maps_what_cuda_does_not(either: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both would map a part, UCX would do so on the loop's thread."""
+    """UCX would map a part on the loop's thread where both could map it."""
     keys: list[bool] = []
     entered = cuda_windows.CudaWindows._entered
 
@@ -184,7 +184,7 @@ async def test_memory_beyond_a_ranks_own_is_refused(cuda: FakeCuda, monkeypatch:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 async def test_an_end_amid_the_mapping(cuda: FakeCuda, how: str) -> None:
-    """Nobody waits for the driver, and what it has mapped is given back."""
+    """No rank waits for the driver, and what it has mapped is given back."""
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
             cuda.mappable.clear()
@@ -279,7 +279,7 @@ async def test_a_signal_comes_when_its_put_has_been_made(cuda: FakeCuda, how: st
 
 @pytest.mark.asyncio
 async def test_a_signal_does_not_overtake_one_behind_a_slow_stream(either: FakeCuda) -> None:
-    """It says that the stream has done what it was given."""
+    """The signal says that the stream has done what it was given."""
     async with world() as (a, b):
         windows = await opened(a, b)
         slow = FakeStream(either.gpu)
@@ -351,7 +351,7 @@ async def test_an_empty_put_signals_behind_the_puts_before_it(either: FakeCuda) 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.complex64], ids=str)
 async def test_offsets_are_in_elements(either: FakeCuda, dtype: torch.dtype) -> None:
-    """Also where a window is a part of a tensor, and has several dimensions."""
+    """Count in elements also where a window is a part of a tensor, and has several dimensions."""
     async with world() as (a, b):
         whole = torch.zeros(5, 2, dtype=dtype)
         windows = await asyncio.gather(*(comm.new_window(whole[1:4] if comm is b else whole[:1]) for comm in (a, b)))
@@ -418,7 +418,10 @@ async def test_a_part_that_is_smaller_than_was_said(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 async def test_a_window_closes_when_all_copies_are_made(cuda: FakeCuda) -> None:
-    """Of both; and its owner's next collective comes behind that. Nothing is given back before."""
+    """The copies are those of both ranks.
+
+    The owner's next collective comes behind them, and nothing is given back before.
+    """
     async with world() as (a, b):
         windows = await opened(a, b)
         gate, got = stopped(a), torch.zeros(PART)
@@ -471,7 +474,7 @@ async def test_a_loss_amid_a_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
             deadline = 0.05 if loss == "deadline" else None
             works: list[Any] = [windows[0].put_signal(source, 1, timeout=deadline), windows[0].flush()]
             told = windows[1].wait_signal(0)
-            if deadline is None:  # else it may have passed before anybody parks
+            if deadline is None:  # a deadline may have passed before a thread parks
                 await parked(cuda)
             lose(a)
             for work in works:
@@ -494,7 +497,7 @@ async def test_a_loss_amid_a_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.asyncio
 async def test_a_lost_communicator_ends_behind_its_copies(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing holds them up: none of a rank's copies writes after it has closed."""
+    """Close where nothing holds the copies up: none of a rank's copies writes after it has closed."""
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
             windows = await opened(a, b)

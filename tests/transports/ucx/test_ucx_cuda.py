@@ -70,7 +70,7 @@ def transport(comm: Any) -> FakeUcxTransport:
 
 
 def queued(comm: Any) -> Any:
-    """What waits for its stream before the engine gets it; to anybody else both look pending."""
+    """Return the ops that wait for their stream before the engine gets them; to others both look pending."""
     return transport(comm)._queue
 
 
@@ -205,7 +205,7 @@ async def test_with_nothing_to_do_nothing_runs(cuda: FakeCuda, monkeypatch: pyte
         gate = Gate(cuda.current_stream())
         sending = a.send(torch.ones(3), 1)
         await parked(cuda)
-        while a._core.driver._turns:  # noqa: ASYNC110 - those that are left
+        while a._core.driver._turns:  # noqa: ASYNC110 - some turns are left
             await asyncio.sleep(0)
         before = calls
         for _ in range(100):
@@ -337,7 +337,7 @@ async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch
 
 @pytest.mark.asyncio
 async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
-    """Nobody waits for the GPU, and what it holds up is never sent."""
+    """No rank waits for the GPU, and what the GPU holds up is never sent."""
     async with asyncio.timeout(PATIENCE):
         async with world(2) as (a, b):
             tensor = torch.ones(3)
@@ -358,7 +358,7 @@ async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
-    """By its deadline, alone; those behind it go on."""
+    """The deadline withdraws it alone; those behind it go on."""
     async with world(2) as (a, b):
         slow = FakeStream(cuda.gpu)
         gate = Gate(slow)
@@ -391,7 +391,7 @@ async def test_the_beginning_of_a_message_that_is_too_long(cuda: FakeCuda) -> No
 
 
 def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for no collectives: what NCCL would do is made of UCX's messages where there is no NCCL."""
+    """The choice has no collectives: where there is no NCCL, its part is made of UCX's messages."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(registry, "no_gpu", lambda device: None)
     monkeypatch.setattr(registry, "entries", lambda: {"ucx": None})
@@ -410,7 +410,7 @@ def test_what_ucx_loads() -> None:
     """
     assert dict(bringup._options(None, gpu=False))["TLS"] == "^sysv,cuda,tcp"
     assert dict(bringup._options(None, gpu=True))["TLS"] == "^sysv,tcp"
-    assert CudaUcxTransport.fast_check is None  # which would take a tensor on the CPU for one on the GPU
+    assert CudaUcxTransport.fast_check is None  # a fast check would take a tensor on the CPU for one on the GPU
 
 
 def test_a_wheel_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

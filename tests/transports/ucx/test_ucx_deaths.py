@@ -88,7 +88,7 @@ def test_a_rank_that_dies_amid(ranks: Run, what: str, victim: int, delay: float)
 
 
 async def live_on(place: Rank) -> None:
-    """What does not need the dead rank goes on: its own family, and others; old communicators, and new ones."""
+    """Show that all goes on that needs no dead rank: its own family, and others; old communicators, and new ones."""
     comm = await place.open()
     survivors = [0, 1]
     apart = None if place.rank == 2 else await place.open("apart", survivors)

@@ -1,4 +1,4 @@
-"""What ranks that disagree in a lane tell each other, message by message."""
+"""The messages that ranks which disagree in a lane send each other, one by one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ranks() -> tuple[Side, Side]:
 
 @pytest.mark.parametrize("first", ["seen", "said"])
 def test_a_rank_that_has_said_nothing_and_calls_then(first: str) -> None:
-    """It said so because others disagreed before it had called; what it calls then is said all the same."""
+    """The rank said so because others disagreed before it had called; what it calls then is said all the same."""
     one, two = ranks()
     two.lanes.disagrees(1, LANE)
     two.deliver(2, one)
@@ -74,7 +74,7 @@ def test_a_rank_that_has_said_nothing_and_calls_then(first: str) -> None:
 
 
 def test_a_rank_whose_collective_has_ended() -> None:
-    """It has nothing to say, also when it is asked again."""
+    """The rank has nothing to say, also when it is asked again."""
     one, two = ranks()
     two.lanes.disagrees(0, LANE)
     for _ in range(2):

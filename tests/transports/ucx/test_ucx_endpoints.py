@@ -102,7 +102,7 @@ def test_an_engine_that_has_seen_many_go_is_replaced(ranks: Run) -> None:
 
 
 async def be_hub(place: Rank) -> Counter[str]:
-    """What the peers behind the first one cost."""
+    """Return the cost of the peers behind the first one."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank > 0:
             if place.rank > 1:

@@ -12,7 +12,7 @@ from programs import PROGRAMS, run_sanitized
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
 SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
-"""How long each sanitizer goes on with other seeds; 0: each world once."""
+"""The time that each sanitizer goes on with other seeds; 0: each world once."""
 
 
 @pytest.mark.fault(65, 68, 86, 87, transport="ucx")

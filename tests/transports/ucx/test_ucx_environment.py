@@ -1,4 +1,4 @@
-"""What is wrong with a rank's environment is named while the communicator forms, on all ranks; and nobody is dead."""
+"""Faults of a rank's environment are named while the communicator forms, on all ranks; and no rank is dead."""
 
 from __future__ import annotations
 

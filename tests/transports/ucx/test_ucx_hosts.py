@@ -38,7 +38,7 @@ from aiocomms.errors import (
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
 ROUTE = {"MASTER_ADDR": address(0)}
-"""Where the ranks meet is a file here, which says nothing of the way to the others."""
+"""The variable that shows the way to the other ranks: the file in which they meet says nothing of it."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def names() -> Iterator[list[str]]:
 
 
 async def everything(place: Rank, layout: str) -> None:
-    """As a launcher would have it; every kind of op in each of its sizes, over the parent and a child."""
+    """Run, as under a launcher, every kind of op in each of its sizes, over the parent and a child."""
     variables = {"RANK": f"{place.rank}", "WORLD_SIZE": f"{place.size}", **ROUTE, "MASTER_PORT": "29511"}
     os.environ.update(variables)
     async with aiocomms.new_comm("ucx") as comm:
@@ -148,7 +148,7 @@ async def post_at_once(place: Rank, seed: int, turns: int) -> None:
     chance, size = random.Random(seed), 2**19
     async with place.open() as comm:
         window = await comm.new_window(empty(size))
-        model = empty(size)  # of rank 1's part
+        model = empty(size)  # a copy of rank 1's part
         await comm.barrier()
         for turn in range(turns):
             cell = chance.randrange(size)
@@ -273,7 +273,7 @@ GIVING: dict[str, Callable[[Communicator, Tensor], Any]] = {
     ),
     "put": lambda comm, tensor: put_and_signal(comm, tensor),
 }
-"""What rank 0 has comes to rank 1."""
+"""The ops whose data comes from rank 0 to rank 1."""
 WINDOWS: list[Any] = []
 
 
@@ -287,7 +287,7 @@ def put_and_signal(comm: Communicator, tensor: Tensor) -> Any:
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """It does nothing meanwhile."""
+    """Stop a process, which does nothing meanwhile."""
     os.kill(process, signal.SIGSTOP)
     while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)
@@ -305,12 +305,12 @@ async def change_of_mind(place: Rank, what: str, count: int) -> str:
         WINDOWS.append(await comm.new_window(tensor if place.rank else torch.zeros(count)))
     held: list[Callable[[], None]] = []
     if place.rank == 0:
-        tell = UcxTransport._tell  # of the messages between ranks only the control messages are late
+        tell = UcxTransport._tell  # only the control messages between ranks are late
         hold = lambda self, *words: held.append(lambda: tell(self, *words))  # noqa: E731
         UcxTransport._tell = hold  # type: ignore[method-assign]
         await place.all_told("waits", 1)
         with stopped(int((place.folder / "pid").read_text())):
-            filler = other.send(torch.zeros(2**20), 1)  # so UCX finds the connection full
+            filler = other.send(torch.zeros(2**20), 1)  # UCX finds the connection full
             work = GIVING[what](comm, tensor)
             comm.abort("on second thoughts")
             with contextlib.suppress(CommAbortedError):
@@ -378,7 +378,7 @@ async def reach_one_that_has_stopped(place: Rank) -> None:
                 with pytest.raises(CommTimeoutError):
                     assert await work is None, what
             with contextlib.suppress(CommTimeoutError):
-                await first  # unless the connection took all of it
+                await first  # the send times out, except where the connection took all of it
             await until(lambda: len(shared.pending) <= 1)  # UCX has been given the first only
         place.tell("lost 0")
     await other.barrier()
@@ -481,7 +481,7 @@ async def disagree(place: Rank, odd: int) -> str:
     async with place.open() as comm:
         await comm.all_reduce(torch.ones(3))
         place.tell(f"reduced {place.rank}")
-        await place.all_told("reduced", *range(place.size))  # else it may be lost with the next
+        await place.all_told("reduced", *range(place.size))  # the result may otherwise be lost with the next one
         with pytest.raises((MismatchError, CommAbortedError)) as caught:
             await (comm.barrier() if place.rank == odd else comm.all_reduce(torch.ones(LARGE)))
         error: BaseException | None = caught.value

@@ -29,7 +29,7 @@ Pair = tuple[Start, Start]
 
 
 class Owner(bytearray):
-    """Whose memory a tensor shows, and which is there for as long as that is."""
+    """An owner of memory that a tensor shows; it lives for as long as the tensor does."""
 
 
 def owned() -> tuple[torch.Tensor, weakref.ref[Owner]]:
@@ -101,7 +101,7 @@ def test_memory_that_an_op_has_is_not_resized(pair: Pair) -> None:
 
 
 def test_ops_that_have_parts_of_one_storage() -> None:
-    """It may be resized again when the last of them is done, in whichever order that is."""
+    """The storage may be resized again when the last of them is done, in whichever order that is."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -119,7 +119,7 @@ def test_ops_that_have_parts_of_one_storage() -> None:
 
 
 def test_a_storage_that_was_moved_is_received_into_again() -> None:
-    """While an op has its former memory another one has the new one, and either is where it was."""
+    """One op has the former memory while another one has the new memory; either stays where it was."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:

@@ -137,7 +137,7 @@ async def die_amid(place: Rank, victim: int) -> bool:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_amid_lanes(ranks: Run, victim: int) -> None:
-    """Also that of the rank which makes the order."""
+    """The victim may also be the rank that makes the order."""
     results = ranks(3, die_amid, victim)
     assert results == [KILLED if rank == victim else True for rank in range(3)]
 
@@ -179,7 +179,7 @@ def test_a_deadline_names_the_lane_and_the_rank_that_is_missing(ranks: Run, coun
 
 
 async def lose_its_memory(place: Rank) -> None:
-    """What is under way when all is lost keeps its tensors until the communicator is closed; nothing is kept then."""
+    """Check that ops under way keep their tensors after a loss until the close, and that nothing is kept then."""
     comm = await place.open()
     if place.rank == 0:
         works = [comm.lane(key).all_reduce(ones(LARGE if key % 2 else SMALL)) for key in range(20)]
@@ -217,7 +217,7 @@ async def give_up_amid(place: Rank) -> int:
                     await lane.all_reduce(tensor)
                 except LaneAbortedError as error:
                     told = str(error)
-                    tensor.fill_(-1.0)  # which no other rank may see
+                    tensor.fill_(-1.0)  # no other rank may see this
                     break
                 assert tensor.eq(comm.size).all()
                 done += key % 2

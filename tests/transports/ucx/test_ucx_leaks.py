@@ -29,7 +29,7 @@ def transport() -> str:
 
 
 class Census:
-    """What a process and its machine hold."""
+    """A census of what a process and its machine hold."""
 
     def __init__(self) -> None:
         self.held = held()
@@ -49,7 +49,9 @@ SHM = Path("/dev/shm")
 
 
 class Names:
-    """Those of the ranks' shared memory. Others of this machine have some, too, and leave it when they are killed.
+    """The names of the ranks' shared memory.
+
+    Other processes of this machine have names too, and leave them when they are killed.
 
     UCX's are in a folder of the ranks, and torch's have the number of the process that made them.
     """
@@ -62,7 +64,7 @@ class Names:
         os.environ["UCX_POSIX_DIR"] = str(self.ucx)
 
     def left(self, pids: list[int]) -> list[str]:
-        """What is there, though the ranks have ended."""
+        """Return the names that are there, though the ranks have ended."""
         torchs = (path for pid in pids for path in SHM.glob(f"torch_{pid}_*"))
         return [path.name for path in (*torchs, *self.ucx.iterdir())]
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class Hearing:
-    """What a listener calls; one word is one semaphore's release."""
+    """The callback of a listener; one word is one semaphore's release."""
 
     def __init__(self, fd):
         self.heard = threading.Semaphore(0)

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.real
 
 RANKS, SPLITS = 3, 24
 ELEMENTS = 2**18 + 3
-"""Of float32: 1 MiB, which takes all slots of a communicator, and one more line than ranks can share evenly."""
+"""The number of float32: 1 MiB, which takes all slots of a communicator, and a line more than ranks share evenly."""
 KEPT = 36 * 128 * 1024
 """Bytes of the pool, of each rank."""
 LINES = 32 * 1024
 """Bytes of each communicator that are not slots, of all ranks."""
 BOUND = RANKS * KEPT + (2 * SPLITS + 1) * LINES
-"""Without a pool the splits of a test hold 72 MiB."""
+"""The most bytes that a test's splits may hold; without a pool they hold 72 MiB."""
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def lose_while_pages_go_back(place: Rank, victim: int, delay: float) -> in
 
     async def go_on() -> None:
         while True:
-            await asyncio.sleep(0.11)  # for as long pages stay
+            await asyncio.sleep(0.11)  # pages stay for as long
             await together(doomed)
 
     await together(doomed)

@@ -48,7 +48,7 @@ def by_the_loop() -> None:
 
 @pytest.fixture(autouse=True)
 def posts(which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each call whether its own thread has posted it; of a test's calls some are, where there are shortcuts."""
+    """Note of each call whether its own thread has posted it; where there are shortcuts, some of a test's calls are."""
     posts: list[bool] = []
     post: Callable[[Any], bool] = BlockingWork._posted
 
@@ -66,7 +66,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def here(call: Callable[[], Any]) -> Any:
-    """What another thread's call returns, while the loop stands still."""
+    """Return the result of another thread's call, while the loop stands still."""
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(call()), daemon=True)
     thread.start()
@@ -102,7 +102,7 @@ def items(comm: aiocomms.Communicator) -> list[Any]:
 
 
 def test_plain_calls_need_no_loop(which: str) -> None:
-    """It stands still while both ranks' threads call, and what can be done within the call is."""
+    """The loop stands still while both ranks' threads call, and what can be done within the call is."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -174,7 +174,7 @@ def test_what_was_called_before_comes_before(by_the_loop: None) -> None:
 
 
 def test_a_call_that_the_loop_is_amid_comes_before(native: None, by_the_loop: None) -> None:
-    """It has its number, and the loop waits in its pre-hook while a thread calls the next one."""
+    """The loop's call has its number, and waits in its pre-hook while a thread calls the next one."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -267,7 +267,7 @@ def test_closing_lets_a_collective_end_and_withdraws_a_receive() -> None:
 
 
 def test_closing_waits_for_a_call_that_is_being_posted(native: None) -> None:
-    """It is not in flight yet, so nobody else would."""
+    """The call is not in flight yet, so nothing else would wait for it."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -387,7 +387,7 @@ def test_the_loop_and_several_threads_at_once() -> None:
 
 
 def test_threads_that_share_the_collectives_of_a_communicator(native: None) -> None:
-    """Which one comes first is not said; each number is one collective's, and all are done."""
+    """The order of the callers is open; each number is one collective's, and all are done."""
     count, callers = 200, 3
 
     async def main() -> None:
@@ -437,13 +437,13 @@ def test_a_window_that_closes_goes_before_collectives_behind_it() -> None:
 
 
 def test_a_collective_waits_behind_a_window_that_closes(native: None, posts: list[bool]) -> None:
-    """And no thread posts while those that have waited are posted."""
+    """No thread posts either while the calls that have waited are posted."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             portal, windows = comms[0].portal(), comms[0]._core.transports[0]._windows  # type: ignore[attr-defined]
             works, hand_over = [here(portal.barrier)], windows._transport.hand_over
-            windows.behind = deque()  # as where its one-sided operations have not ended
+            windows.behind = deque()  # its one-sided operations seem not to have ended
             works += [here(portal.barrier), here(portal.barrier)]
             await turns()
             assert [work._work for work in works[1:]] == list(windows.behind)

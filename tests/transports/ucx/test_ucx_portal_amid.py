@@ -1,4 +1,4 @@
-"""What may happen while another thread is amid a post: between the engine's having the op and the loop's hearing of it.
+"""Events while another thread posts: between the moment the engine has the op and the moment the loop hears of it.
 
 A thread is held there by what it calls of the core when its op is pending, just before or just after that.
 """
@@ -48,7 +48,7 @@ class Post:
             self._returned.set_exception(error)
 
     def stand(self) -> None:
-        """On the thread that posts."""
+        """Stand still on the thread that posts."""
         self._amid.set()
         assert self._go.wait(HANGS)
 
@@ -104,7 +104,7 @@ async def known_lane(comms: Sequence[aiocomms.Communicator]) -> tuple[Any, Any, 
 
 
 def test_a_receive_is_withdrawn() -> None:
-    """By its deadline, say: the engine lets go of it, and the next one gets the message."""
+    """A deadline may withdraw it: the engine drops it, and the next one gets the message."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -140,7 +140,8 @@ def test_the_loop_fails_it_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) ->
                     super().__init__(of)
 
             monkeypatch.setattr(works, "_Listener", Slow)
-            monkeypatch.setattr(works.BlockingWork, "_overdue", lambda _: None)  # which would end it a second later
+            # The check of deadlines would end it a second later.
+            monkeypatch.setattr(works.BlockingWork, "_overdue", lambda _: None)
             await post.begin()
             await comms[1].aclose()
             await comms[0]._core.over
@@ -176,7 +177,7 @@ def test_a_lane_that_closes_waits_for_it() -> None:
 
 
 def test_the_recorder_counts_it() -> None:
-    """It has a number among the collectives, and so those before it keep theirs."""
+    """The call has a number among the collectives, and so those before it keep theirs."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -224,7 +225,7 @@ def test_it_ends_at_once_and_the_communicator_is_closed_meanwhile() -> None:
 
 
 def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
-    """Of an end within the post nobody hears before the post is left; the ranks disagree on what comes behind it."""
+    """An end within the post is not heard before the post is left; the ranks disagree on what comes behind it."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:

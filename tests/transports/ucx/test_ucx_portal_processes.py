@@ -31,7 +31,7 @@ def transport() -> str:
 
 
 def count_posts() -> list[bool]:
-    """Of each call from now on whether its own thread has posted it."""
+    """Note of each call from now on whether its own thread has posted it."""
     posts: list[bool] = []
     post: Callable[[Any], bool] = BlockingWork._posted
 
@@ -127,5 +127,5 @@ async def memory_in_use(place: Rank, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["collective", "message"])
 def test_the_memory_of_a_post_that_looks_on_is_in_use(ranks: Run, kind: str) -> None:
-    """Nobody may move it, such as to share it as a window."""
+    """No other op may move the memory, such as to share it as a window."""
     ranks(2, memory_in_use, kind)

@@ -86,7 +86,7 @@ void lower_(int op, int dtype, double factor, void* out, const void* accumulator
 }
 }
 """
-# What a machine without AVX2 runs, or one that is no x86-64: the loops for the baseline.
+# A machine without AVX2, or one that is no x86-64, runs the baseline's loops.
 VARIANTS = {"native": "", "baseline": "#undef __x86_64__\n"}
 
 
@@ -125,7 +125,7 @@ class Library:
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    """Where a contiguous tensor begins."""
+    """Return the address at which a contiguous tensor begins."""
     assert tensor.is_contiguous()
     return ctypes.c_void_p(tensor.data_ptr())
 
@@ -175,7 +175,7 @@ def sample(dtype: torch.dtype, count: int) -> Tensor:
         return torch.rand(count) < 0.5
     if dtype.is_complex:
         return torch.view_as_complex(sample(dtype.to_real(), 2 * count).view(count, 2))
-    if dtype in UNSIGNED:  # of which torch draws none
+    if dtype in UNSIGNED:  # torch draws no numbers of these
         return sample(UNSIGNED[dtype], count).view(dtype)
     which = torch.rand(count)
     if not dtype.is_floating_point:
@@ -240,7 +240,8 @@ def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
     if op.kind == "avg" and out.is_complex():
         out.copy_(accumulator)
-        parts(out).mul_(torch.ones((), dtype=parts(out).dtype) / size)  # which torch also does, not parts / size
+        # torch multiplies likewise, and does not use parts / size.
+        parts(out).mul_(torch.ones((), dtype=parts(out).dtype) / size)
     else:
         reductions.lower(op, parts(accumulator), size, parts(out))
 
@@ -260,7 +261,7 @@ def reduce(op: ReduceOp, tensors: list[Tensor]) -> Tensor:
 
 @functools.cache
 def pool(dtype: torch.dtype) -> list[Tensor]:
-    """What the ranks' contributions are cut from."""
+    """Return the pool from which the ranks' contributions are cut."""
     torch.manual_seed(DTYPES.index(dtype))
     return [sample(dtype, 2 * max(COUNTS) + max(RANKS)) for _ in range(max(RANKS))]
 

@@ -83,7 +83,7 @@ def counted() -> Iterator[list[str]]:
 
 @contextmanager
 def place(comm: Communicator, where: str) -> Iterator[Any]:
-    """What an op is called on: the communicator, a lane, or the communicator while a lane is the current one."""
+    """Yield what an op is called on: the communicator, a lane, or the communicator while a lane is current."""
     lane = comm.lane("one")
     with lane if where == "current lane" else nullcontext():
         yield lane if where == "lane" else comm
@@ -211,7 +211,7 @@ def test_windows_that_another_transport_carries_have_none() -> None:
 
 
 def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may start ops in a way of its own, and does so for those of its windows."""
+    """The subclass may start ops in a way of its own, and does so for those of its windows."""
 
     class Noting(Communicator):
         def _issue(self, op: Any, *rest: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
         async with local_world(2, "ucx") as comms:
             windows = await windows_of(comms)
             await windows[0].signal(0)
-            closing = windows[0]._start_closing()  # and the other rank has not: the engine still has the window
+            closing = windows[0]._start_closing()  # the other rank has not closed: the engine still has the window
             issued = comms[0]._core.issued
             for call in (
                 lambda: windows[0].put(torch.ones(2), 1),
@@ -454,7 +454,7 @@ def test_a_transport_that_carries_less_has_none(install: Any) -> None:
             tensors = [torch.ones(1) for _ in comms]
             await ranks(comms, lambda comm: comm.all_reduce(tensors[comm.rank]))
             assert [tensor.item() for tensor in tensors] == [2, 2]
-            assert [comm._core.by_family["p2p"]._calls for comm in comms] == [0, 0]  # it goes by messages
+            assert [comm._core.by_family["p2p"]._calls for comm in comms] == [0, 0]  # the all_reduce goes by messages
 
     install(lacking=Lacking)
     run_on("asyncio", main)
@@ -547,7 +547,7 @@ def test_asyncio_takes_it_for_a_coroutine() -> None:
 
 
 def test_what_awaiting_a_done_work_steps_through() -> None:
-    """As a generator that ends at its first step."""
+    """A done work steps as a generator that ends at its first step."""
 
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
@@ -619,7 +619,7 @@ def test_hooks_that_come_while_ops_run() -> None:
 
 
 def test_post_hooks_hear_of_what_shortcuts_start(which: str) -> None:
-    """They are told what the Python path tells them, and ops stay native."""
+    """The hooks hear what the Python path tells them, and ops stay native."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -933,7 +933,7 @@ A_TENSOR = TENSOR | PLAIN
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-    """Where it is called, a method's name and its arguments; tensors and operators by what they are called here."""
+    """Draw a place to call, a method's name and its arguments; tensors and operators by what they are called here."""
     name = draw(st.sampled_from(sorted(ARGUMENTS)))
     given = {argument: draw(strategy) for argument, strategy in ARGUMENTS[name].items()}
     for optional in ("op", "tag", "offset"):
@@ -983,7 +983,7 @@ class Door:
             known = {**tensors, **OPERATORS}
             real = [known.get(it, it) if isinstance(it, str) else it for it in args]
             words = {k: known.get(it, it) if isinstance(it, str) else it for k, it in named.items()}
-            with place(comm, where) as at:  # which no error may leave: it would give the lane up
+            with place(comm, where) as at:  # no error may leave the lane: it would give the lane up
                 try:
                     for it in await _start(at, self.windows[comm], name, real, words):
                         if isinstance(it, Exception):
@@ -1021,12 +1021,13 @@ async def _start(at: Any, window: aiocomms.Window, name: str, args: list[Any], n
     given = dict(zip(("tensor", "into", "tag"), args, strict=False)) | named
     tensor, into = given.pop("tensor"), given.pop("into")
     if type(tensor) is type(into) is torch.Tensor and (tensor.numel(), tensor.dtype) != (into.numel(), into.dtype):
-        into = torch.empty(tensor.shape, dtype=tensor.dtype)  # what does not fit is the transport's error, on both
+        # A size that does not fit is the transport's error, on both ranks.
+        into = torch.empty(tensor.shape, dtype=tensor.dtype)
     receive = at.recv(into, 1 - at.rank, **given)
     try:
         return [receive, at.send(tensor, 1 - at.rank, **given)]
     except CommError:
-        assert await receive.cancel()  # else the next message would be its
+        assert await receive.cancel()  # the next message would be its otherwise
         raise
 
 
@@ -1050,7 +1051,7 @@ def both() -> Iterator[list[Door]]:
         yield [Door(runner, which, stack) for which in DOORS]
 
 
-@pytest.mark.parametrize("which", ["native"], indirect=True)  # it has both
+@pytest.mark.parametrize("which", ["native"], indirect=True)  # the native run has both doors
 @hypothesis.given(calls())
 @hypothesis.settings(
     max_examples=300,
@@ -1085,6 +1086,6 @@ def both() -> Iterator[list[Door]]:
 @hypothesis.example(("communicator", "notice", (0,), {}))
 @hypothesis.example(("communicator", "notice", (2,), {}))
 def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> None:
-    with warnings.catch_warnings(action="ignore"):  # of prototypes, in torch
+    with warnings.catch_warnings(action="ignore"):  # torch warns of prototypes
         native, pure = (one.call(*call) for one in both)
     assert native == pure

@@ -1,4 +1,4 @@
-"""What of a host is measured when its first engine starts: how it is kept for the user, and that its ranks agree."""
+"""The measurements of a host by its first engine: they are kept for the user, and its ranks agree on them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_another_users_file_is_not_read(folder: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if where == "file" else "relative")
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))  # for a relative path is to be ignored
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))  # a relative path is to be ignored
     assert find(Measurement()).origin == "measured now"
 
 

@@ -1,4 +1,4 @@
-"""What the ucx transport's engine knows of a tensor, against what torch says."""
+"""The engine's knowledge of a tensor, against what torch says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def freed() -> torch.Tensor:
 
 @functools.cache
 def zoo() -> dict[str, object]:
-    with warnings.catch_warnings(action="ignore"):  # of prototypes and deprecations, in torch
+    with warnings.catch_warnings(action="ignore"):  # torch warns of prototypes and deprecations
         return _zoo()
 
 

@@ -22,7 +22,7 @@ def transport() -> str:
 
 
 async def share_memory(place: Rank) -> None:
-    """What is mapped is the memory itself, in both directions; and what was a view of it before still is one."""
+    """Check that the mapped tensor is the memory itself, in both directions, and that an older view still is one."""
     rank, peer = place.rank, 1 - place.rank
     async with place.open() as comm:
         storage = torch.zeros(3 * LARGE, dtype=torch.int64)
@@ -45,7 +45,7 @@ async def share_memory(place: Rank) -> None:
         await window.aclose()
         del window
         await comm.barrier()
-        assert remote[0, 5] == 10 + peer  # for as long as it is held
+        assert remote[0, 5] == 10 + peer  # the memory lives for as long as it is held
 
 
 def test_a_mapped_tensor_is_the_memory_itself(ranks: Run) -> None:
