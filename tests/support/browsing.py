@@ -17,7 +17,7 @@ from processes import HANGS
 
 
 def absent(*needed: str, by: str) -> str:
-    """What is missing for it beside the system's Chromium; empty: nothing.
+    """Say which of the needed things are missing beside the system's Chromium; empty: none.
 
     :param needed: modules.
     :param by: the command that installs them.
@@ -64,7 +64,7 @@ def _served(folder: Path, files: Mapping[str, Path]) -> Iterator[str]:
             return str(files.get(path.partition("?")[0]) or super().translate_path(path))
 
         def log_message(self, *_: Any) -> None:
-            """Nobody wants to know."""
+            """Drop the message, which no test reads."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to frames, in both directions, unless said otherwise."""
+    """The weather of a cable: events that hit frames, in both directions, unless said otherwise."""
 
     loss: float = 0.0
     """The share that is lost."""

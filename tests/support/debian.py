@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-"""With what Debian signs; where it is missing, the system is another one."""
+"""The keys with which Debian signs; where they are missing, the system is another one."""
 
 
 def unpack(where: Path, suite: str, *packages: str, architecture: str = "") -> None:
@@ -36,7 +36,7 @@ def unpack(where: Path, suite: str, *packages: str, architecture: str = "") -> N
     command = ["apt-get", "-qq", *(f"--option={name}={value}" for name, value in own.items())]
     subprocess.run([*command, "update"], check=True)
     subprocess.run([*command, "--yes", "--no-install-recommends", "--download-only", "install", *packages], check=True)
-    for name in ("bin", "lib", "sbin"):  # as in every Debian of today
+    for name in ("bin", "lib", "sbin"):  # every Debian of today links these likewise
         (where / "usr" / name).mkdir(parents=True, exist_ok=True)
         if not (where / name).is_symlink():
             (where / name).symlink_to(f"usr/{name}")

@@ -1,4 +1,4 @@
-"""What the tests of the embedding server have in common: texts, and what the unsplit model makes of them."""
+"""The common parts of the embedding server's tests: texts, and what the unsplit model makes of them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Mark:
 
     @property
     def fired(self) -> bool:
-        """Whether the event has fired and the host can see it."""
+        """Return whether the event has fired and the host can see it."""
         return self.batch is not None and self.batch.seen
 
 
@@ -198,11 +198,11 @@ class Gpu:
         self.captures: list[Capture] = []
         self.events = 0
         self.sleeping = 0
-        """How many threads sleep on an event."""
+        """The number of threads that sleep on an event."""
         self.broken = False
-        """Whether every call fails, as after an assertion in a kernel."""
+        """A flag that makes every call fail, as after an assertion in a kernel."""
         self.memory: int | None = None
-        """How many allocations succeed before memory is exhausted; None if all do."""
+        """The number of allocations that succeed before memory is exhausted; None if all do."""
         self._modes = PerThread(lambda: GLOBAL)
         self._dirty = False
         self.batch = Batch()
@@ -294,11 +294,11 @@ class FakeCuda:
         self.gpu = gpu or Gpu()
         self.shares = shares
         self.mapped: list[FakeMapped] = []
-        """What is mapped, and was not given back."""
+        """The mappings that were not given back."""
         self.ever_mapped = 0
-        """How often something was."""
+        """The number of mappings made so far."""
         self.ipc_threads: set[int] = set()
-        """Those that memory was mapped on, and given back on."""
+        """The threads that memory was mapped on, and given back on."""
         self.mappable = threading.Event()
         """Set, unless the driver takes long to map memory."""
         self.mappable.set()

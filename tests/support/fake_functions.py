@@ -45,7 +45,7 @@ _callbacks: list[Any] = []
 """All that were ever made: a thread of native code may call one when nothing of its test is left."""
 
 complaints: list[BaseException] = []
-"""What was raised in a call of native code, and is not what CUDA or NCCL return as a status."""
+"""The exceptions raised in calls of native code that are not a status which CUDA or NCCL return."""
 
 
 def addresses_of(functions: Mapping[str, Function]) -> dict[str, int]:
@@ -59,7 +59,7 @@ def _address(name: str, function: Function) -> int:
             return function(*arguments) or 0
         except BaseException as error:
             code = getattr(error, "code", None) or getattr(error, "status", None)
-            if isinstance(error, KeyError):  # as CuPy raises status 7 and 8
+            if isinstance(error, KeyError):  # CuPy raises status 7 and 8 so
                 code = error.args[0]
             if code is None:
                 complaints.append(error)

@@ -87,7 +87,7 @@ class Call:
 
 
 class Shared:
-    """What the ranks of one communicator share."""
+    """The state that the ranks of one communicator share."""
 
     def __init__(self, gpu: Gpu, size: int) -> None:
         self.gpu = gpu
@@ -152,7 +152,7 @@ def perform(what: What, calls: Sequence[Call]) -> None:
 
 def reduced(what: What, tensors: Sequence[Tensor]) -> Tensor:
     """Reduce tensors, and round after each rank's contribution as NCCL does."""
-    if what.dtype in (names.UINT32, names.UINT64):  # for which torch lacks the operators
+    if what.dtype in (names.UINT32, names.UINT64):  # torch lacks the operators for these
         return torch.from_numpy(functools.reduce(UNSIGNED[what.op], [tensor.numpy() for tensor in tensors]))
     result = functools.reduce(REDUCE[what.op], tensors).clone()
     if what.op == names.AVG:

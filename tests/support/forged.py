@@ -1,4 +1,4 @@
-"""What a hostile rank may write: the formats of the wire once more, so that any value can be put there."""
+"""The writings of a hostile rank: the formats of the wire once more, so that any value can be put there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiocomms.ops.codec import MAX_DIMS
 
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
 _OBJECT = struct.Struct("<4sHBxIIQQ")  # magic, version, flags, tag of the other messages, bytes here, encoded, apart
-_REQUEST = struct.Struct("<B7xqqq")  # of a window: what, offset, count or first operand, second operand
+_REQUEST = struct.Struct("<B7xqqq")  # a window's request: what, offset, count or first operand, second operand
 _SWAP = 3
 
 STREAM_HEADER_BYTES = 8 + _TENSOR.size

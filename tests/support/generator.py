@@ -1,4 +1,4 @@
-"""What the tests of the text generator have in common: a small model, and the server as its users start it."""
+"""The common parts of the text generator's tests: a small model, and the server as its users start it."""
 
 from __future__ import annotations
 

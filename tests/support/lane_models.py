@@ -1,4 +1,4 @@
-"""What models of lanes share: a checker that goes to every state, tasks that call lanes, and the faults around them."""
+"""The common parts of models of lanes: a checker that visits every state, tasks that call lanes, and faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(ABC):
     """
 
     counts: tuple[int, ...]
-    """How many collectives each lane has."""
+    """The number of collectives of each lane."""
     start: Any
     """The state in which nothing was called."""
 
@@ -57,17 +57,17 @@ class Model(ABC):
         return len(seen)
 
     def faults(self, state: Any) -> Iterator[Any]:
-        """What may happen, and cannot be waited for: an awaiter is cancelled, a rank dies."""
+        """Yield the faults that may happen and cannot be waited for: an awaiter is cancelled, a rank dies."""
         for rank in alive(state):
             for lane, place in enumerate(state.places[rank]):
-                matters = self.orders[rank] or place.called < self.counts[lane]  # else to nobody
+                matters = self.orders[rank] or place.called < self.counts[lane]  # no task would see the fault otherwise
                 if place.ended < place.called and matters:
                     yield placed(state, rank, lane, place._replace(patient=False))
             if state.dead is None:
                 yield state._replace(dead=rank)
 
     def may_call(self, state: Any, rank: int, lane: int) -> bool:
-        """Whether the task that calls a lane's collectives has come to the next one."""
+        """Return whether the task that calls a lane's collectives has come to the next one."""
         order, places = self.orders[rank], state.places[rank]
         before = order[: order.index(lane)] if order else ()
         idle = all(places[i].ended == places[i].called or not places[i].patient for i in (*before, lane))
@@ -76,7 +76,7 @@ class Model(ABC):
         )
 
     def ended(self, state: Any) -> bool:
-        """Whether no work waits: all were called and have ended, or every rank that is left knows that one has died."""
+        """Return whether no work waits: all have ended, or every rank that is left knows that one has died."""
         if state.dead is not None:
             return all(row == LOST for rank, row in enumerate(state.places) if rank != state.dead)
         return all(place.ended == count for row in state.places for place, count in zip(row, self.counts, strict=True))

@@ -1,4 +1,4 @@
-"""What holds an event loop: what may wait, by the interpreter's audit events, and callbacks that take long, by a clock.
+"""Watches of an event loop: audit events show calls that may wait, and a clock shows callbacks that take long.
 
 Tests use :func:`watched`: whether something is called that may wait is the same on a busy machine. Benchmarks use
 :class:`Callbacks`. Neither is loaded with anything that a program under watch loads itself.
@@ -25,9 +25,9 @@ BLOCKING = frozenset(
 """The audit events of calls that may wait, for a disk, a network, or another process."""
 WAITS = "a wait for another thread"
 SHORT = frozenset({"Thread.start", "run_in_thread"})
-"""Who waits for a thread to begin, as of the first deadline, or to end when it has nothing left to do."""
+"""The calls that wait for a thread to begin, as of the first deadline, or to end when it has nothing left to do."""
 _IN_MEMORY = ("/proc/", "/sys/", "/dev/")
-"""Where files are the kernel's, which has no disk to wait for."""
+"""The folders whose files are the kernel's, which has no disk to wait for."""
 _DEPTH = 12
 
 
@@ -37,14 +37,14 @@ class Held(NamedTuple):
     event: str
     what: str
     stack: tuple[str, ...]
-    """Who has called it, the innermost first."""
+    """The calls that have led to it, the innermost first."""
 
     def __str__(self) -> str:
         return f"{self.event} {self.what}\n    " + "\n    ".join(self.stack)
 
 
 _sinks: dict[int, list[Held]] = {}
-"""By the watched thread."""
+"""The records by the watched thread."""
 
 
 def stack_of(frame: Any, depth: int = _DEPTH) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _is_harmless(event: str, args: tuple[Any, ...]) -> bool:
     if event == "open":
         return str(args[0]).startswith(_IN_MEMORY)
     if event == "ctypes.dlopen":
-        return args[0] is None  # what is loaded already
+        return args[0] is None  # the program itself, which is loaded already
     return event == "socket.connect" and args[0].gettimeout() == 0.0
 
 
@@ -115,10 +115,10 @@ class Long(NamedTuple):
 
     seconds: float
     cpu: float
-    """Of these the seconds that the loop's thread has computed."""
+    """The seconds of these that the loop's thread has computed."""
     callback: str
     stack: tuple[str, ...]
-    """What it was in when a second thread looked; empty if it was over by then."""
+    """The calls it was in when a second thread looked; empty if it was over by then."""
 
 
 class Callbacks:

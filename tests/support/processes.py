@@ -46,14 +46,15 @@ Before = Callable[[int], object]
 Run = Callable[..., list[Any]]
 
 _PORTS: list[socket.socket] = []
-_sleep = time.sleep  # which raises in a deterministic test; the kernel tells nobody when a thread has ended
+# time.sleep itself raises in a deterministic test; the kernel tells no thread when another one has ended
+_sleep = time.sleep
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the ranks still end when one has raised."""
 _PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.communicator.opening"]
 
 
 class Rank:
-    """What a body knows of its place."""
+    """The knowledge of a body about its place."""
 
     def __init__(self, transport: str, rank: int, size: int, folder: str) -> None:
         self.transport = transport
@@ -89,7 +90,7 @@ class Rank:
         self.tell(f"{name} is there")
 
     def given(self, name: str) -> bytes:
-        """What another rank has left, once it has; the loop does not run meanwhile."""
+        """Return what another rank has left, once it has; the loop does not run meanwhile."""
         self.told(f"{name} is there")
         return (self.folder / name).read_bytes()
 
@@ -177,7 +178,7 @@ def runner(transport: str, folder: Path) -> Iterator[Run]:
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:
-    """What each rank returns. Once one has failed the others have little time to say what they know of it."""
+    """Return each rank's result. Once one has failed the others have little time to say what they know of it."""
     results: dict[Connection, Any] = {}
     failures: dict[int, str] = {}
     ends = time.monotonic() + HANGS
@@ -303,10 +304,10 @@ def held() -> tuple[list[str], list[str]]:
     gc.collect()
     threads, links = [], []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             threads.append((task / "comm").read_text().strip())
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # what lists the folder
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor is gone
             links.append(re.sub(r"\d+", "", str(link.readlink())))
     return sorted(threads), sorted(links)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 UCX = Path(__file__).parents[2] / "transports" / "ucx"
-# Of the debugging information only what shows a line where a sanitizer stops: the rest takes half of the build's time.
+# -g1 keeps only the debugging information that shows a line where a sanitizer stops:
+# the rest takes half of the build's time.
 FLAGS = "-std=c++20 -g1 -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror"
 AT_ONCE = 2
 """Sources that are compiled at a time."""
@@ -26,7 +27,7 @@ class Program:
 
     sources: tuple[str, ...]
     flags: str = ""
-    """What the compiler is told besides."""
+    """The compiler's further flags."""
     wrapped: tuple[str, ...] = ()
     """Functions in whose place the program's own are called."""
 
@@ -63,7 +64,7 @@ PROGRAMS = {
             *_named("src/collectives", *_HIERARCHICAL, *_MESSAGES),
         ),
         flags="-fno-builtin-memcpy",
-        # What copies and reduces, in which the simulation sees what a rank does.
+        # The functions that copy and reduce, in which the simulation sees what a rank does.
         wrapped=(
             "memcpy",
             "_ZN8aiocomms6reduceERKNS_9ReductionEPvPKPKvim",
@@ -146,7 +147,7 @@ def _run(*command: str, where: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What ThreadSanitizer needs, as `transports/ucx/tests/sanitized/run.sh` says."""
+    """Return the variables that ThreadSanitizer needs, as `transports/ucx/tests/sanitized/run.sh` says."""
     return os.environ | {
         "UCX_MEM_EVENTS": "no",
         "UCX_MEM_MMAP_HOOK_MODE": "none",
@@ -155,5 +156,5 @@ def _environment() -> dict[str, str]:
 
 
 def _may_fix_addresses() -> bool:
-    """Whether programs may run at fixed addresses, which not every container allows."""
+    """Return whether programs may run at fixed addresses, which not every container allows."""
     return bool(shutil.which("setarch")) and subprocess.run(["setarch", "-R", "true"], check=False).returncode == 0

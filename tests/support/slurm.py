@@ -64,7 +64,7 @@ class Cluster:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What a user's shell there has set."""
+        """Return the variables that a user's shell there has set."""
         return {"SLURM_CONF": str(self._folder / "slurm.conf")}
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class Cluster:
             time.sleep(0.05)
 
     def outputs(self) -> str:
-        """What the daemons have said."""
+        """Return the daemons' outputs."""
         return "\n".join(f"{it.name}:\n{it.read_text()[-3000:]}" for it in sorted(self._folder.glob("*.output")))
 
     def stop(self) -> None:

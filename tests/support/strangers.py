@@ -61,7 +61,7 @@ def expect_death_to_be_noticed(folder: Path, transport: str, *lost: str, die: st
                 for rank in range(3)
             ]
             survivors = [ranks[0].result(), ranks[2].result()]
-            os.close(keep)  # what the dead one has left behind may end now
+            os.close(keep)  # the processes that the dead one has left behind may end now
             keep = -1
     finally:
         os.close(end)

@@ -21,7 +21,10 @@ HANGS = (
     600.0  # seconds after which a test hangs, however slow the machine; nothing else of these tests is bounded by time
 )
 WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
-"""Where a user has set it print() writes a line's end by itself, and another process something in between."""
+"""The variable that a test clears.
+
+Where a user has set it, print() writes a line's end by itself, and another process may write in between.
+"""
 
 
 class Supervised:
@@ -76,6 +79,6 @@ class Supervised:
         """Take note of what it has printed."""
 
     def errors(self) -> str:
-        """What its processes have complained of."""
+        """Return the complaints of its processes."""
         self.log.seek(0)
         return self.log.read()

@@ -24,7 +24,7 @@ from gate.schedule import LONG, SECONDS, group_of, seconds_of
 
 BUDGET = Path(__file__).parents[2] / "budget.toml"
 LAST = Path(__file__).parents[3] / "build" / "gate" / "seconds.json"
-"""Where each run of a tier leaves the seconds of its groups."""
+"""The file in which each run of a tier leaves the seconds of its groups."""
 _PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = 5.0
 """Seconds in which processes that tests have left must end to be counted."""

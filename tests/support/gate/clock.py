@@ -16,11 +16,11 @@ import pytest
 SHORT = 1.0
 """Seconds: a deadline that is nearer passes."""
 TURNS = 10
-"""How often the loop comes round before."""
+"""Rounds of the loop before a short deadline passes."""
 
 
 class Clock:
-    """What the watchdog has in place of the module ``time``."""
+    """The clock that the watchdog has in place of the module ``time``."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

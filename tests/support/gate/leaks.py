@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 OF_OTHERS = ("/dev/", "/proc/", "/sys/", sys.prefix)
-"""Where the files are that libraries open for good."""
+"""The places of files that libraries open for good."""
 PATIENCE = 10.0
 """Seconds in which what is written in the background must be closed."""
-_sleep = time.sleep  # which raises in a deterministic test
+_sleep = time.sleep  # time.sleep itself raises in a deterministic test
 
 
 def open_files() -> set[tuple[str, str]]:

@@ -17,9 +17,9 @@ import pytest
 
 PATH = Path(__file__).parents[2] / "flaky.jsonl"
 MOST, DAYS = 10, 5
-"""How many entries there may be, and how old one may become."""
+"""The most entries there may be, and the most days an entry may live."""
 LINES = 60
-"""Of the failure's text, the last ones: what was raised, and the stacks of the ranks."""
+"""The number of the failure's last lines: what was raised, and the stacks of the ranks."""
 
 
 class Entry(NamedTuple):

@@ -36,7 +36,7 @@ NEVER = {
     "a leak": r"still held|left behind|left open|left tasks behind|ResourceWarning|leaked|was never awaited",
     "a hang": r"\bhangs?\b|does not come back|does not answer|Timeout \(>|Timeout >",
 }
-"""What is red at once, and how the text of a failure shows it."""
+"""The outcomes that are red at once, with the text by which a failure shows them."""
 
 
 class Failure(NamedTuple):

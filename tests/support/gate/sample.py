@@ -1,4 +1,4 @@
-"""Which tests a tier runs: `check` no real ones, and `test` of each real test function the first of its parameters.
+"""The tests of each tier: `check` runs no real ones, `test` runs the first parameter of each real test function.
 
 ``check`` runs on asyncio and the transport ``local`` alone, and leaves tests marked ``slow`` to ``test``.
 

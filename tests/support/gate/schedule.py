@@ -1,4 +1,4 @@
-"""Which worker of pytest-xdist runs what: the tests of one module, or of one world of the conformance suite, together.
+"""The placement of tests on the workers of pytest-xdist: tests of one module, or of one conformance world, together.
 
 Tests that share a fixture of their module, or the ranks of a world, stay on one worker. Long groups come first, so that
 no worker has a long one to itself at the end: ``tests/seconds.json`` says how long they took.
@@ -16,7 +16,7 @@ import pytest
 from gate.kinds import SUITE
 
 SECONDS = Path(__file__).parents[2] / "seconds.json"
-"""For each tier the groups of tests that take long, and their seconds; ``make seconds`` writes the last run's."""
+"""The file of each tier's groups that take long, with their seconds; ``make seconds`` writes the last run's."""
 LONG = 2.0
 """Seconds from which on a group stands there."""
 
