@@ -110,7 +110,7 @@ def test_each_kill_is_judged_by_what_came_before_the_next() -> None:
 
 
 def look(**processes: tuple[int, ...]) -> Look:
-    """At histograms whose buckets have counted so many."""
+    """A look at histograms whose buckets have counted so many."""
     bounds = ("0.001", "0.002", "0.004", "+Inf")
     buckets = (
         f'late_bucket{{le="{bound}",process="{process}"}} {count}'
@@ -250,7 +250,7 @@ def test_refusals_and_streams_that_break_off_are_no_answers() -> None:
             tokens.go.release()
             assert (await ask(http, Stream(["no"], 1), 0, time.perf_counter())).status == 503
             assert (await ask(http, Stream(["breaks"], 1), 0, time.perf_counter())).status == 0
-        assert {each.status for each in await saturate(url, Stream(["a"], 1), 2, 0.5)} == {0}  # nobody listens
+        assert {each.status for each in await saturate(url, Stream(["a"], 1), 2, 0.5)} == {0}  # no server listens
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""What `make bench` says of the host's state: each turn is labelled by probes, and a table counts them."""
+"""The labels that `make bench` gives the host's state: probes label each turn, and a table counts the labels."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def scraped():
             for work in [one.all_reduce(torch.ones(1)), two.all_reduce(torch.ones(1))]:
                 await work
             work = one.recv(torch.ones(1), 1)
-            one._core.in_flight.heartbeat.look(time.monotonic())  # as the watchdog does a while later
+            one._core.in_flight.heartbeat.look(time.monotonic())  # the watchdog does so a while later
             prometheus_client.generate_latest(registry)
             two.abort("enough")
             with pytest.raises(CommAbortedError):

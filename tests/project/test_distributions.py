@@ -1,4 +1,4 @@
-"""What is uploaded, before it is built: `make wheels` builds it, and `make test-wheels` tries it."""
+"""The distributions to upload, before they are built: `make wheels` builds them, and `make test-wheels` tries them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def program(path: Path, script: str) -> None:
 @pytest.mark.search
 @pytest.mark.real
 def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
-    """What pyenv has on PATH ends with 127 where another version is chosen; of its own versions the newest is taken."""
+    """A shim of pyenv ends with 127 where another version is chosen; of pyenv's versions the newest is taken."""
     program(tmp_path / "bin" / "python8.1", "exit 127")
     program(tmp_path / "bin" / "pyenv", f"echo {tmp_path}")
     for patch in (9, 10):

@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """What of a page is to be run or written to a file."""
+    """Return the blocks of a page that are to be run or written to a file."""
     text = page.read_text()
     found = [
         Block(page, text.count("\n", 0, match.start(4)), *(group or "" for group in match.groups()))
@@ -121,7 +121,7 @@ class Session:
         return output
 
     def install(self, project: dict) -> None:
-        """What ``pip install --editable`` does to the entry points, without pip."""
+        """Enter the entry points as ``pip install --editable`` does, without pip."""
         info = self.folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(

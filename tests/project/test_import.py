@@ -82,7 +82,7 @@ def test_it_is_quick():
 
 
 def test_nothing_is_loaded_before_it_is_used(said):
-    """Of ours, of what is heavy, and of transports."""
+    """Check for our modules, for heavy ones, and for transports."""
     heavy = {"torch", "asyncio", "anyio", "trio"}
     assert set(said[ALONE]) & (heavy | {"numpy", "msgspec", "uvloop", "pytest"}) == set()
     assert [name for name in said[ALONE] if name.startswith("aiocomms")] == ["aiocomms"]
@@ -96,7 +96,7 @@ def test_without_ray_it_says_what_to_install(said):
 
 
 def test_what_a_torch_without_one_sided_transports_is_told(said):
-    """It is of no use for anything else that is imported: torch alone asks for it, by its entry point."""
+    """The backend is of no use for other imports: torch alone asks for it, by its entry point."""
     assert said[OLD_TORCH].startswith("ImportError: torch")
     assert "which came with 2.15: use aiocomms.blocking.open_endpoint" in said[OLD_TORCH]
 

@@ -36,9 +36,9 @@ OF_HOSTS = {"integrations/ray": "ray", "integrations/torch_transport": "torch.di
 FUNCTION_LINES = 30
 TABLES = {"misfits"}  # functions that are one table, with a line for each case
 NAMES = {entry.name for entry in entry_points(group="aiocomms.transports")} | {root.parent.name for root in TRANSPORTS}
-WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local"}  # which is a word of its own
+WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local"}  # local is a word of its own
 OF_TORCH = {"c10d", "nccl", "gloo"}
-"""What torch.distributed has names of, too, which its backend speaks of."""
+"""The names that torch.distributed has too, which its backend speaks of."""
 
 
 def sources(*roots: Path) -> list[Path]:
@@ -75,7 +75,7 @@ def module_name(path: Path) -> str:
 
 
 TYPES = {"aiocomms.core.core", "aiocomms.communicator.communicator"}
-"""What any room may import for type checkers alone: who is given a core or a communicator says so by its class."""
+"""The modules that any room may import for type checkers alone, to name the class of a core or a communicator."""
 
 
 def of_types(path: Path) -> set[ast.AST]:
@@ -121,7 +121,7 @@ def layer(module: str) -> int:
 ROOMS = {room(name) for name in MODULES if name != "aiocomms"} - {
     "__main__",
     "pytest_plugin",
-}  # which anybody's pytest loads
+}  # any project's pytest loads these
 
 
 def test_the_order_names_every_room():
@@ -145,7 +145,7 @@ def test_no_import_goes_round():
     modules = {module_name(path): path for path in sources(CORE, *TRANSPORTS)}
     graph: dict[str, set[str]] = {}
     for me, path in modules.items():
-        if me not in {"aiocomms", "aiocomms.pytest_plugin"}:  # which load what they name when it is asked for
+        if me not in {"aiocomms", "aiocomms.pytest_plugin"}:  # these load what they name when it is asked for
             named = {name if name in modules else name.rpartition(".")[0] for _, name in imports(path)}
             graph[me] = {name for name in named & modules.keys() if name != me and not me.startswith(f"{name}.")}
     while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
@@ -241,7 +241,7 @@ for name in {modules!r}:
 
 
 SHARED_NAMES = {"Batch", "Communicator", "Endpoint"}
-"""What users type, in a form of records or of programs without a loop, too."""
+"""The names that users type, in a form of records or of programs without a loop, too."""
 
 
 def test_each_class_has_a_name_of_its_own():

@@ -48,7 +48,7 @@ def test_ranks_of_one_process_hold_the_loop_with_nothing(held_by_local: list[str
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_ranks_that_a_launcher_has_started_hold_the_loop_with_nothing(transport: str, loop: str) -> None:
-    """In fresh interpreters, where nothing was loaded before but torch."""
+    """Run ranks in fresh interpreters, where nothing was loaded before but torch."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(transport, loop, RANK=str(n), LOCAL_RANK=str(n), **place) for n in range(2)]
     assert [end(rank) for rank in ranks] == [[], []]
@@ -83,7 +83,7 @@ def waits() -> None:
         (lambda: opens(Path.cwd()), "open"),
         (lambda: loads(Path.cwd()), "ctypes.dlopen"),
         (lambda: os.listdir(), "os.listdir"),  # noqa: PTH208 - the event is of this
-        (lambda: sys.audit("time.sleep", 1), "time.sleep"),  # which a deterministic test must not call
+        (lambda: sys.audit("time.sleep", 1), "time.sleep"),  # a deterministic test must not call time.sleep
         (waits, WAITS),
     ],
     ids=["import", "open", "dlopen", "listdir", "sleep", "wait"],

@@ -77,11 +77,11 @@ def program() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def ask(program: subprocess.Popen[str], tmp_path: Path) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
-    """What a Prometheus that scrapes the program answers to a query."""
+    """Yield a query to a Prometheus that scrapes the program."""
     port = int(program.stdout.readline())
     job = {"job_name": "aiocomms", "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
     config = {"global": {"scrape_interval": "100ms", "scrape_timeout": "100ms"}, "scrape_configs": [job]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML, too
     command = [
         PROMETHEUS, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
         "--web.listen-address=127.0.0.1:0",

@@ -1,4 +1,4 @@
-"""What a release is made of: one version, and fragments that the change log can be made of."""
+"""The parts of a release: one version, and fragments that the change log can be made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a type checker knows of the methods that are written once and typed twice."""
+"""A type checker's view of the methods that are written once and typed twice."""
 
 from __future__ import annotations
 
