@@ -1,4 +1,4 @@
-"""The loading of modules off the event loop: from a disk that has not been read before, it takes a second.
+"""The loading of modules in a thread, off the event loop: from a cold disk an import takes a second.
 
 A program's first import of aiocomms loads this module where that stands, perhaps on the loop. So this module imports
 the standard library alone.

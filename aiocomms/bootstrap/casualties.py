@@ -1,4 +1,4 @@
-"""A rank that fails before it meets the others says so in the store that all of them reach, and they give up.
+"""Failure notices of ranks that fail before the rendezvous, in the store that all ranks reach.
 
 The store may be older than this run of the job, and so may what is written there. A rank that waits believes
 

@@ -1,4 +1,4 @@
-"""Communicators by name."""
+"""The directory of the open communicators, which finds them by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception that ends a rank before it has met the others, who would wait for it until their time is up.
+"""Catch an exception that ends a rank before the rendezvous, and tell the other ranks, which wait for it.
 
 :mod:`aiocomms` imports this module where a launcher has started a rank, so it imports nothing but the standard library.
 """

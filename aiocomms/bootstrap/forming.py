@@ -1,4 +1,4 @@
-"""A rank that cannot form its part of a communicator says so to the others, which would else wait for all their time.
+"""Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
 
 Ranks wait for each other while they form: in the store, and in a transport for connections. One that has failed in
 between comes nowhere any more, and as long as its process lives no connection says so.

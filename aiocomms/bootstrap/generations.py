@@ -1,4 +1,4 @@
-"""Arrivals: the ranks find each other on a store that may hold an earlier run's keys.
+"""Generations: the ranks find each other on a store that may hold an earlier run's keys.
 
 A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
 again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. A record

@@ -1,4 +1,4 @@
-"""Receives that stand ready for what may come, and the tasks that wait for what each may bring."""
+"""Standing receives for messages that may come at any time, and the tasks that wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One communicator from the inside: its transports, its works in flight, and who acts when it is lost or closed.
+"""The class ``Core``: one communicator's transports, works in flight, and the actions of its loss and its close.
 
 What users hold is :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. When its life changes is
 decided in :mod:`aiocomms.core.lifecycle`; here stands what is done then.

@@ -1,4 +1,4 @@
-"""CUDA as it is called here: the calls to a device, to its streams and events, and torch's implementation of them."""
+"""The interface to a CUDA device, its streams and its events, and its implementation with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points in the streams of threads, for ops that another thread begins: the loop's.
+"""Marks in the stream of a calling thread, behind which the loop's thread begins the op.
 
 An op comes after all that its caller's stream had when it was called, and after nothing that came later. So the call
 records an event, and the loop begins the op with another stream as the current one, the shadow of the caller's: that

@@ -1,4 +1,4 @@
-"""The root cause that torchrun shows: a rank that ends by an exception tells it, so that it names the rank that failed.
+"""Reports of a rank's fatal exception to torchrun, which then names the rank that failed first.
 
 torchrun takes the first failure for the cause, by the times in its error files or, without a file, by when it sees that
 a process has ended; of the same second the lowest rank's. As soon as one process has ended, torchrun ends the others. A

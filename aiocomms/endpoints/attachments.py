@@ -1,4 +1,4 @@
-"""The regions that two endpoints have opened to each other: windows of their communicator, each with one real part.
+"""The regions that two endpoints open to each other: windows in which only the owner has memory.
 
 A window is opened and closed by both, in one order of both. The one of rank 0 decides that order: it calls first, and
 says so; the other one calls what it hears, one after the other. So a rank that wants a region opened or closed asks

@@ -1,4 +1,4 @@
-"""The calls at the interpreter's end, after all exit handlers of the program itself."""
+"""The registration of calls for the interpreter's end, after all exit handlers of the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Awaitables that asyncio takes for coroutines, so that a task to which one is handed says if it never begins it.
+"""Awaitables like coroutines, which learn when a task that was given them never starts them.
 
 A task drives a coroutine by ``send``, and begins one that was cancelled before its first step with ``throw``. Any
 other awaitable is wrapped into a coroutine, by ``ensure_future``, which never begins then. The awaitable would not

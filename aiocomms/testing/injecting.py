@@ -1,4 +1,4 @@
-"""The layer between a communicator's routes and its transports, once faults have been injected there.
+"""The layer that injects faults, between the routes of a communicator and its transports.
 
 A transport starts ops in its ``post`` and nowhere else, so that faults of every transport are injected in one place.
 Native shortcuts go round that place. They take no call while hooks are registered, and so a hook is registered.

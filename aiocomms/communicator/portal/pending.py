@@ -1,4 +1,4 @@
-"""The base class of whatever threads wait for, and the bells that wake these threads."""
+"""The base class of all that a thread waits for through a portal, and the bell that wakes the thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of a group's methods by torch: each method takes every form in which torch calls it."""
+"""The decorator by which each method of a group takes every form in which torch calls that method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms in which a process group's methods may be called, and the one that each method of ours has.
+"""The table of the forms of each method of a process group, and their translation into one form.
 
 Torch's binding has several forms of most of them: a tensor, or a list that holds it; options, or some of their fields.
 """

@@ -1,4 +1,4 @@
-"""Plans: each op as calls of NCCL and CUDA, in numbers. A launcher carries a plan out on a communicator's stream."""
+"""Plans as data: each op as a list of calls of NCCL and CUDA, in numbers. Launchers carry plans out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of each collective, and :class:`CommStream`, which calls NCCL for a plan on one stream."""
+"""The plan of each collective; :class:`CommStream` carries plans out on one stream of the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a transport for its own parts: its place among the ranks, and the ways of ops and outcomes."""
+"""The interface of the transport for its parts: rank, peers, the handing over of ops, and reports of outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side channel: the state of the ranks of a lost communicator, which still send each other notes."""
+"""The side channel: notes between the ranks of a lost communicator, over connections that survive the loss."""
 
 from __future__ import annotations
 
