@@ -422,7 +422,7 @@ async def connect_and_give_up(place: Rank) -> Any:
     return True
 
 
-def test_cancelled_connects_leak_nothing(ranks: Run) -> None:
+def test_cancelled_connects_do_not_prevent_later_ones(ranks: Run) -> None:
     assert ranks(1, connect_and_give_up) == [True]
 
 

@@ -73,7 +73,7 @@ async def come_late(place: Rank) -> float:
 
 
 @pytest.mark.fault(17)
-def test_straggler_is_noticed_at_the_deadline(ranks: Run, notice: Notice) -> None:
+def test_op_of_a_straggler_fails_after_the_others_timed_out(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, come_late))
 
 

@@ -130,7 +130,7 @@ def test_exception_of_a_post_or_abort_hook_is_reported_and_stops_nothing(odd):
 
 @pytest.mark.fault(133)
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, SystemExit])
-def test_hook_that_raises_system_exit_ends_the_loop_after_the_call(ends):
+def test_hook_that_raises_exit_or_interrupt_ends_the_loop_after_the_call(ends):
     called = []
 
     def hook(work):

@@ -161,7 +161,7 @@ def test_op_that_ends_within_another_tasks_mode_gives_plain_tensors(transport: s
 
 
 @pytest.mark.fault(116)
-def test_functorch_and_fake_tensors_are_refused(transport: str) -> None:
+def test_wrapper_and_fake_tensors_are_refused(transport: str) -> None:
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
             calls = [one.all_reduce, lambda it: one.send(it, 1), lambda it: one.send_object([it], 1)]

@@ -335,7 +335,7 @@ def test_base_exception_of_recover_is_given_as_the_reason(culprit):
 
 
 @pytest.mark.fault(120)
-def test_cancelled_service_raises_cancelled_error():
+def test_cancelled_worker_raises_cancelled_error_and_loses_its_plans():
     """What is raised for a cancellation of the service itself is no plan's failure."""
 
     def make(comm):

@@ -85,7 +85,7 @@ async def test_split_orders_its_ranks_as_given(comm: Communicator, case: Case) -
 
 @pytest.mark.fault(136)
 @ranks(3, more=(2, 7))
-async def test_split_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
+async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
     """The other ranks take no part; one of the same name again is another one."""
     members = [comm.size - 1, 0]
     for _ in range(2) if comm.rank in members else ():

@@ -254,7 +254,7 @@ def test_child_process_of_a_rank_reports_no_failure(
         (0, False, False, None),  # it would have served the store
     ],
 )
-def test_failure_is_written_to_the_store_of_its_protocol(
+def test_failure_is_written_to_the_store_that_the_other_ranks_read(
     host: Host, store: Store, monkeypatch: pytest.MonkeyPatch,
     rank: int, agent_store: bool, torchs: bool, protocol: str | None,
 ) -> None:  # fmt: skip

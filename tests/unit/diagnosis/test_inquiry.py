@@ -78,7 +78,7 @@ EVERY = pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 
 
 @EVERY
-def test_late_recv_says_which_collective_its_source_is_in(run, transport):
+def test_late_recv_says_whether_its_source_is_idle_or_in_a_collective(run, transport):
     async def main():
         async with local_world(3, transport) as world:
             error = await late(receive(world[0], 1))
@@ -268,7 +268,7 @@ def test_message_that_arrives_during_an_inquiry_is_received(run, monkeypatch):
 @pytest.mark.real
 @pytest.mark.parametrize("who", ["the asker", "the asked"])
 @EVERY
-def test_rank_that_closes_during_an_inquiry_causes_no_error(run, monkeypatch, who, transport):
+def test_inquiry_ends_although_both_ranks_close_meanwhile(run, monkeypatch, who, transport):
     """The answer comes when both communicators are closed."""
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
 

@@ -84,7 +84,7 @@ def test_recorder_keeps_the_last_ops(run, monkeypatch, said, kept):
     run(main)
 
 
-def test_recorder_slot_reused_by_another_op_hides_the_older_one(run, monkeypatch):
+def test_recorder_shows_no_older_op_in_the_slot_of_a_pending_one(run, monkeypatch):
     """For one that is pending, or that a hook has refused: of these the ring has nothing."""
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
