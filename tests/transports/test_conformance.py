@@ -80,20 +80,20 @@ def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.Comple
 
 
 @pytest.mark.search
-def test_a_transport_that_only_carries_messages_conforms(stranger: Path) -> None:
+def test_transport_that_only_carries_messages_conforms(stranger: Path) -> None:
     done = run(stranger, "--transport=messenger", "--ranks=3", "--loops=asyncio", "--seed=5")
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "aiocomms conformance: --seed=5" in done.stdout
 
 
 @pytest.mark.search
-def test_several_transports_carry_a_communicator(stranger: Path) -> None:
+def test_conformance_runs_on_a_mapping_of_transports(stranger: Path) -> None:
     done = run(stranger, "--transport=collectives=local,p2p=local", "--loops=trio", "--ranks=2", modules="test_split")
     assert done.returncode == pytest.ExitCode.OK, done.stdout
 
 
 @pytest.mark.search
-def test_a_wrong_option(stranger: Path) -> None:
+def test_wrong_transport_option_is_a_usage_error(stranger: Path) -> None:
     done = run(stranger, "--transport=nobody", modules="test_idle")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "--transport nobody: it is not installed" in done.stderr
@@ -103,7 +103,7 @@ def test_a_wrong_option(stranger: Path) -> None:
 
 
 @pytest.mark.fault(139)
-def test_a_transport_beside_itself_in_processes(stranger: Path) -> None:
+def test_transport_beside_itself_in_processes_runs_again_what_memory_decides(stranger: Path) -> None:
     """Their worlds have names of their own, and processes run again what they can change."""
     options = ["--transport=ucx", "--transport=ucx@processes", "--loops=asyncio", "-rA", "-k", "mapped"]
     done = run(stranger, *options, modules="test_windows")
@@ -118,7 +118,7 @@ def test_a_transport_beside_itself_in_processes(stranger: Path) -> None:
 
 @pytest.mark.search
 @pytest.mark.parametrize("device", ["meta", "cuda", "cuda:99", "abacus"])
-def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
+def test_unusable_device_is_a_usage_error(stranger: Path, device: str) -> None:
     """Said once and before anything runs, not by every check."""
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -129,7 +129,7 @@ def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
 
 @pytest.mark.search
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_a_device_that_is_there(stranger: Path, device: str) -> None:
+def test_communicators_are_opened_on_the_given_device(stranger: Path, device: str) -> None:
     """The communicators are opened on it."""
     (stranger / "where.py").write_text(
         "import unittest\n"
@@ -145,7 +145,7 @@ def test_a_device_that_is_there(stranger: Path, device: str) -> None:
     assert f"on {device}, as {device} says" in done.stdout
 
 
-def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:
+def test_blocked_loop_is_reported_with_its_stack(stranger: Path) -> None:
     """The loop itself is blocked, so all that can be said is where."""
     options = ["--transport=deaf", "--ranks=2", "--loops=asyncio", "--deadline=2", "-x"]
     done = run(stranger, *options, modules="test_split")
@@ -154,7 +154,7 @@ def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:
     assert "time.sleep(1000)" in done.stdout
 
 
-def test_processes_that_hang_or_die(stranger: Path) -> None:
+def test_hung_or_dead_process_is_reported_and_replaced(stranger: Path) -> None:
     """Each is reported with what it was doing, and the next check has a new one."""
     options = ["--transport=alone", "--ranks=1", "--loops=trio", "--deadline=5", "-rA", "--full"]
     done = run(stranger, *options, "-k", "split_with_all or large", modules="test_split test_collectives")
@@ -178,7 +178,7 @@ time.sleep(1000)
 """
 
 
-def test_a_process_that_hangs_gets_the_time_to_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_process_gets_time_to_dump_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process goes on when it has been looked for twice."""
     dump, sleep, looks = tmp_path / "dump", time.sleep, list[float]()
     with subprocess.Popen([sys.executable, "-c", HANGING, str(dump)], stdout=subprocess.PIPE) as process:
@@ -200,7 +200,7 @@ def test_a_process_that_hangs_gets_the_time_to_say_where(tmp_path: Path, monkeyp
     assert "line " in said
 
 
-def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:
+def test_stopped_check_reports_its_pending_work(stranger: Path) -> None:
     """One rank has passed; the other one waits for ever, and its part of the report says for what."""
     (stranger / "broken.py").write_text(
         "import aiocomms_local.matching as matching\nmatching.SharedMatcher.leave = lambda *_: []\n"

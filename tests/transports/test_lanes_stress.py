@@ -121,7 +121,7 @@ FAILING = pytest.mark.parametrize("failing", [0, 0.01])
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 @SEEDS
 @FAILING
-def test_between_processes(ranks: Run, seeds: int, failing: float) -> None:
+def test_random_lanes_between_processes_stay_apart(ranks: Run, seeds: int, failing: float) -> None:
     ranks(4, many, seeds, failing)
 
 
@@ -139,7 +139,7 @@ def nccl_fake(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("transport", ["local", "nccl_fake"])
 @SEEDS
 @FAILING
-def test_in_one_process(transport: str, seeds: int, failing: float) -> None:
+def test_random_lanes_in_one_process_stay_apart_and_leak_nothing(transport: str, seeds: int, failing: float) -> None:
     async def main() -> None:
         async with local_world(4, transport) as world:
             before = living()

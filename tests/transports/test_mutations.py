@@ -80,7 +80,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.timeout(2 * SUITE_HANGS)
-def test_the_transport_without_a_fault_passes(outcomes: Outcomes) -> None:
+def test_transport_without_a_mutation_passes(outcomes: Outcomes) -> None:
     code, output = outcomes["control"].result()
     assert code == pytest.ExitCode.OK, output
 

@@ -53,7 +53,7 @@ async def flood(place: Rank) -> None:
                         assert torch.equal(got, numbers(sizes[i % 4], 0, i))
 
 
-def test_more_messages_than_the_receiver_keeps(ranks: Run) -> None:
+def test_flood_of_unexpected_messages_arrives(ranks: Run) -> None:
     ranks(2, flood)
 
 
@@ -84,7 +84,7 @@ async def busy_reducer(place: Rank, dtype: torch.dtype, count: int) -> None:
         assert (tensor == 3).all()
 
 
-def test_a_busy_loop_does_not_hold_up_the_others(ranks: Run) -> None:
+def test_busy_loop_of_one_rank_does_not_delay_the_others(ranks: Run) -> None:
     ranks(2, busy_receiver, LARGE)
     for dtype in (torch.float32, torch.float16):
         ranks(3, busy_reducer, dtype, LARGE)
@@ -124,7 +124,7 @@ async def reduce_everything(place: Rank) -> None:
 
 
 @pytest.mark.search
-def test_every_reduction_of_large_tensors(ranks: Run) -> None:
+def test_reductions_of_large_tensors_are_right(ranks: Run) -> None:
     """Reduce, whether the library below does it or not."""
     ranks(3, reduce_everything)
 
@@ -141,7 +141,7 @@ async def lose_no_nan(place: Rank) -> None:
 
 
 @pytest.mark.search
-def test_nan_is_not_lost(ranks: Run) -> None:
+def test_reductions_propagate_nan(ranks: Run) -> None:
     ranks(2, lose_no_nan)
 
 
@@ -182,7 +182,7 @@ def uneven(comm: Communicator, turn: int) -> Any:
 
 
 @pytest.mark.search
-def test_many_kinds_at_once(ranks: Run) -> None:
+def test_concurrent_ops_of_all_kinds_are_right(ranks: Run) -> None:
     ranks(3, mix, 10)
 
 
@@ -201,7 +201,7 @@ async def split_unlike(place: Rank) -> str:
 
 @pytest.mark.search
 @pytest.mark.fault(29)
-def test_splits_that_disagree_are_told_to_all(ranks: Run) -> None:
+def test_collective_with_split_sizes_that_differ_is_reported_on_all_ranks(ranks: Run) -> None:
     for message in ranks(3, split_unlike):
         assert re.search("rank 0 sends (20 bytes to rank 1|12 bytes to rank 2), which wants 16", message), message
 
@@ -241,7 +241,7 @@ def cpu_of(call: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def test_the_loop_stays_free(ranks: Run) -> None:
+def test_large_transfer_leaves_the_loop_responsive(ranks: Run) -> None:
     """A transport that moves all of it in one turn of the loop takes longer than a copy for that."""
     for turn, copy in ranks(2, longest_turn):
         print(f"{turn * 1e3:.2f} ms at most, and a copy takes {copy * 1e3:.2f}")
@@ -285,7 +285,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> str:
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("what", LOSING)
-def test_a_rank_that_dies(ranks: Run, what: str, victim: int) -> None:
+def test_dead_rank_is_named_in_the_error(ranks: Run, what: str, victim: int) -> None:
     results = ranks(3, lose_a_rank, what, victim)
     assert results.pop(victim) is KILLED
     for message in results:
@@ -317,7 +317,7 @@ async def put_for_ever(window: Window, dst: int) -> None:
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("what", ["put", "wait_signal"])
-def test_the_owner_of_a_window_dies(ranks: Run, what: str) -> None:
+def test_death_of_a_window_owner_fails_its_accesses(ranks: Run, what: str) -> None:
     assert ranks(3, lose_the_owner_of_a_window, what, 1) == [None, KILLED, None]
 
 
@@ -339,7 +339,7 @@ async def die_amid_a_close(place: Rank) -> None:
 
 
 @pytest.mark.fault(74)
-def test_a_death_amid_a_close(ranks: Run) -> None:
+def test_death_during_close_is_the_reason_of_pending_works(ranks: Run) -> None:
     """The death is heard: the work says who has died, and not that this rank has closed."""
     assert ranks(2, die_amid_a_close) == [None, KILLED]
 
@@ -363,7 +363,7 @@ async def abort_amid(place: Rank) -> str:
     return messages.pop()
 
 
-def test_peers_learn_why(ranks: Run) -> None:
+def test_abort_reason_reaches_every_peer(ranks: Run) -> None:
     assert set(ranks(3, abort_amid)) == {"aborted by rank 0: enough"}
 
 
@@ -381,7 +381,7 @@ async def leave_at_once(place: Rank) -> None:
                 assert torch.equal(got, numbers(count, 0, i))
 
 
-def test_a_close_cuts_nothing_off(ranks: Run) -> None:
+def test_close_delivers_all_data_sent_before(ranks: Run) -> None:
     for _ in range(3):
         ranks(2, leave_at_once)
 
@@ -401,7 +401,7 @@ async def send_and_leave(place: Rank) -> None:
             assert [int(tensor[0]) async for tensor in stream] == list(range(5))
 
 
-def test_what_a_stream_was_given_before_a_close_is_received(ranks: Run) -> None:
+def test_stream_items_sent_before_close_are_received(ranks: Run) -> None:
     ranks(2, send_and_leave)
 
 
@@ -426,7 +426,7 @@ async def split_twice(place: Rank) -> None:
 
 
 @pytest.mark.search
-def test_two_splits_at_once(ranks: Run) -> None:
+def test_concurrent_splits_form_two_communicators(ranks: Run) -> None:
     ranks(2, split_twice)
 
 
@@ -448,7 +448,7 @@ async def open_and_close(place: Rank) -> None:
 
 
 @pytest.mark.fault(60)
-def test_nothing_is_left(ranks: Run) -> None:
+def test_repeated_open_and_close_leaks_nothing(ranks: Run) -> None:
     ranks(2, open_and_close)
 
 
@@ -470,7 +470,7 @@ asyncio.run(main())
 
 
 @pytest.mark.fault(56)
-def test_an_end_without_a_close(tmp_path: Path, transport: str) -> None:
+def test_interpreter_exit_without_close_ends_normally(tmp_path: Path, transport: str) -> None:
     """An interpreter that ends with a communicator open ends in the ordinary way."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
     command = [sys.executable, "-c", JUST_END, transport]
@@ -506,5 +506,5 @@ def end_of_interpreter() -> int:
 
 
 @pytest.mark.fault(57)
-def test_a_forked_child(ranks: Run) -> None:
+def test_forked_child_is_refused_and_leaves_its_parent_usable(ranks: Run) -> None:
     ranks(2, fork)

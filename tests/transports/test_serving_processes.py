@@ -80,7 +80,7 @@ async def killed(place: Rank) -> Any:
     return await stay(place, _die_amid_requests)
 
 
-def test_a_worker_is_killed_amid_requests_and_the_others_go_on(ranks: Run) -> None:
+def test_killed_worker_fails_its_requests_and_others_go_on(ranks: Run) -> None:
     assert ranks(3, killed) == [["served"], KILLED, None]
 
 
@@ -112,7 +112,7 @@ async def replaced(place: Rank) -> Any:
             return await drive(driver, service)
 
 
-def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run) -> None:
+def test_newcomer_replaces_a_killed_worker(ranks: Run) -> None:
     assert ranks(3, replaced) == ["world@2", KILLED, None]
 
 
@@ -136,7 +136,7 @@ async def failing(place: Rank) -> Any:
     return await stay(place, _fail_amid_collectives)
 
 
-def test_errors_amid_collectives_concern_their_own_request(ranks: Run) -> None:
+def test_error_amid_collectives_fails_only_its_request(ranks: Run) -> None:
     assert ranks(3, failing) == ["world", None, None]
 
 
@@ -191,5 +191,5 @@ async def inferring(place: Rank) -> str:
     return "inferred"
 
 
-def test_inference_mode(ranks: Run) -> None:
+def test_service_runs_in_inference_mode(ranks: Run) -> None:
     assert ranks(2, inferring) == ["inferred"] * 2

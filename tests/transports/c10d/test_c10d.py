@@ -78,7 +78,7 @@ async def adopt(place: Rank) -> None:
                 await lost.aclose()
 
 
-def test_an_adopted_group(ranks: Run) -> None:
+def test_adopted_process_group_communicates(ranks: Run) -> None:
     ranks(3, adopt)
 
 
@@ -97,7 +97,7 @@ async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
     await place.all_told("split", 0, 1)  # a rank that closes an adopted group's communicator still owns the group
 
 
-def test_a_part_of_an_adopted_group_is_split(ranks: Run) -> None:
+def test_child_of_a_closed_adopted_communicator_can_be_split(ranks: Run) -> None:
     ranks(3, split_what_is_left_of_an_adopted_group)
 
 
@@ -117,7 +117,7 @@ async def adopt_in_vain(place: Rank) -> None:
         await comm.barrier()
 
 
-def test_a_group_that_cannot_be_adopted_is_left_as_it_was(ranks: Run) -> None:
+def test_process_group_that_cannot_be_adopted_is_unchanged(ranks: Run) -> None:
     ranks(2, adopt_in_vain)
 
 
@@ -126,7 +126,7 @@ async def listeners(place: Rank) -> list[str]:
         return listening()[0]
 
 
-def test_no_rank_listens_on_every_interface(ranks: Run) -> None:
+def test_ranks_of_one_host_listen_on_loopback_only(ranks: Run) -> None:
     for addresses in ranks(2, listeners):
         assert addresses
         assert all(address.startswith("0100007F:") for address in addresses), addresses
@@ -152,7 +152,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="there is no IPv6")
-def test_gloo_is_deaf_over_ipv6_too(ranks: Run) -> None:
+def test_gloo_accepts_no_foreign_connection_over_ipv6(ranks: Run) -> None:
     ranks(2, knock_over_ipv6)
 
 
@@ -182,7 +182,7 @@ async def cancel_a_close(place: Rank) -> None:
     await let_go(before)
 
 
-def test_a_cancelled_close_leaves_nothing(ranks: Run) -> None:
+def test_cancelled_close_leaks_nothing(ranks: Run) -> None:
     ranks(2, cancel_a_close)
 
 
@@ -271,7 +271,7 @@ def stopped(pid: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["message", "broadcast", "all_reduce", "all_gather"])
-def test_what_a_rank_gives_up_amid_is_not_taken_for_its_data(ranks: Run, what: str) -> None:
+def test_op_aborted_midway_delivers_no_partial_data(ranks: Run, what: str) -> None:
     ranks(2, give_up_amid, what)
 
 
@@ -287,5 +287,5 @@ async def let_go_of(place: Rank) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_large_tensor_is_let_go_of_before_the_next_comes(ranks: Run) -> None:
+def test_large_tensor_is_freed_after_its_op(ranks: Run) -> None:
     ranks(2, let_go_of)

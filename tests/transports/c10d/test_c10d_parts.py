@@ -29,7 +29,7 @@ def unpack(frame: Tensor) -> wire.C10dFrame:
     return wire.unpack(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
 
 
-def test_a_frame_arrives_as_it_was_made() -> None:
+def test_frame_round_trip_preserves_all_fields() -> None:
     payload = torch.arange(100, dtype=torch.uint8)
     header = C10dHeader(wire.CALL, channel=2, dtype=wire.CODES[torch.float16], tag=-(2**31), ident=2**62, nbytes=100)
     frame = unpack(wire.pack(header, b"all_reduce(...)", (1, -2), payload))
@@ -52,7 +52,7 @@ def test_a_frame_arrives_as_it_was_made() -> None:
     ],
     ids=["magic", "version", "kind", "dtype", "lengths", "negative size", "huge size"],
 )
-def test_a_frame_that_makes_no_sense(at: int, value: bytes) -> None:
+def test_malformed_frame_raises_protocol_error(at: int, value: bytes) -> None:
     """Everything in it that is used is looked at first."""
     frame = wire.pack(C10dHeader(wire.EAGER, nbytes=8), payload=torch.zeros(8, dtype=torch.uint8))
     frame[at : at + len(value)] = torch.tensor(list(value), dtype=torch.uint8)
@@ -63,12 +63,12 @@ def test_a_frame_that_makes_no_sense(at: int, value: bytes) -> None:
 @pytest.mark.parametrize(
     "error", [PeerDiedError("a", peer=2), MismatchError("b", peer=1), CommAbortedError("c", peer=0)], ids=repr
 )
-def test_a_reason_keeps_its_class(error: CommError) -> None:
+def test_abort_reason_keeps_its_class(error: CommError) -> None:
     told = wire.unpack_error(unpack(wire.pack_error(error, 1, 5)))
     assert (type(told), told.message, told.peer) == (type(error), error.message, error.peer)
 
 
-def test_any_other_reason_is_an_abort() -> None:
+def test_unknown_abort_reason_becomes_comm_aborted_error() -> None:
     told = wire.unpack_error(unpack(wire.pack_error(CommError("ö" * 5000), 1, -1)))
     assert type(told) is CommAbortedError
     assert told.peer == 1
@@ -79,12 +79,12 @@ def said(host: str = "here/1", version: int = wire.VERSION) -> bytes:
     return f"{version}/{sys.byteorder} 0 1000 0 {host} localhost".encode()
 
 
-def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOMMS_IFACE", "nonsense")
     assert bringup.listen_on([bringup.hello(adopt=False, left=1)] * 3, None) == "127.0.0.1"
 
 
-def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     hellos = [said("here/1"), said("there/1")]
     monkeypatch.setenv("AIOCOMMS_IFACE", "lo")
     with pytest.raises(ArgumentError, match=r"several hosts, and this job has no token.*AIOCOMMS_TOKEN"):
@@ -97,7 +97,7 @@ def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.real
-def test_several_hosts_listen_on_the_way_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_hosts_listen_on_the_route_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOMMS_IFACE", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("AIOCOMMS_ALLOW_UNAUTHENTICATED", "1")
@@ -114,12 +114,12 @@ def test_several_hosts_listen_on_the_way_to_each_other(monkeypatch: pytest.Monke
     assert bringup.listen_on(hellos, None) == mine
 
 
-def test_ranks_of_two_versions_do_not_meet() -> None:
+def test_ranks_of_two_versions_raise_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="rank 1 speaks version 77"):
         bringup.listen_on([said(), said(version=77)], None)
 
 
-def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopted_group_is_free_again_after_a_failed_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async def meet(*_: object) -> tuple[Mock, bool]:
         return Mock(), True
 
@@ -132,7 +132,7 @@ def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: p
 
 
 @pytest.mark.fault(1, transport="c10d")
-def test_a_group_that_gloo_does_not_let_go_holds_up_nobody(
+def test_group_whose_destructor_hangs_does_not_delay_close(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its destructor waits for gloo's threads, of which one waits for a send that gloo has lost."""

@@ -79,7 +79,7 @@ def compute_until(place: Rank, *notes: str) -> None:
 
 @pytest.mark.fault(14, transport="ucx")
 @pytest.mark.parametrize(("size", "count"), [(2, 2), (2, LARGE), (2, 2 * MEGA), (3, LARGE)])
-def test_a_rank_that_computes_does_not_hold_up_the_others(ranks: Run, size: int, count: int) -> None:
+def test_computing_rank_does_not_delay_the_others(ranks: Run, size: int, count: int) -> None:
     ranks(size, compute_meanwhile, count)
 
 
@@ -151,7 +151,7 @@ async def first_rest(measure: Callable[[], Awaitable[Measured]], rests: Callable
     return found
 
 
-def test_rest(ranks: Run) -> None:
+def test_idle_communicator_uses_little_cpu(ranks: Run) -> None:
     for woken, shares in ranks(2, rest):
         assert sleeps(woken), woken
         assert all(share < LITTLE for share in shares.values()), shares
@@ -187,7 +187,7 @@ async def wait_for(work: Any) -> Any:
 
 
 @pytest.mark.fault(39, transport="ucx")
-def test_a_send_that_is_cancelled_and_forgotten(ranks: Run) -> None:
+def test_cancelled_and_dropped_send_delivers_its_data(ranks: Run) -> None:
     ranks(2, reuse_what_is_sent)
 
 
@@ -227,7 +227,7 @@ def without_cma(rank: int) -> None:
 
 
 @pytest.mark.fault(38, transport="ucx")
-def test_a_receive_that_is_cancelled_and_forgotten(ranks: Run) -> None:
+def test_cancelled_and_dropped_recv_writes_no_freed_memory(ranks: Run) -> None:
     """Cancel without the kernel's help, with which UCX copies a whole message at once and leaves nothing to cancel."""
     ranks(2, reuse_what_is_received, before=without_cma)
 
@@ -263,7 +263,7 @@ async def mix_families(place: Rank) -> None:
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("op", ["send", "recv", "all_reduce"])
 @pytest.mark.parametrize(("pure", "steps"), [("1", ("follow", "follow_collective")), ("0", ("look_after",))])
-def test_a_post_that_a_signal_handler_interrupts(
+def test_post_interrupted_by_a_signal_keeps_its_memory(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], op: str, pure: str, steps: tuple[str, ...]
 ) -> None:
     """Interrupt a post whose op the engine has: it keeps its memory, and the engine's other communicators go on."""
@@ -316,7 +316,7 @@ async def close_in_some_order(comms: list[Communicator]) -> None:
     assert not shared.transports
 
 
-def test_a_family_shares_an_engine(ranks: Run) -> None:
+def test_communicators_of_a_family_share_an_engine(ranks: Run) -> None:
     ranks(3, mix_families)
 
 
@@ -336,7 +336,7 @@ def in_a_loop(store: dist.Store, rank: int, size: int) -> None:
 
 @pytest.mark.deterministic
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_in_threads(size: int) -> None:
+def test_ranks_in_threads_of_one_process_communicate(size: int) -> None:
     store = dist.HashStore()
     in_threads(*(lambda rank=rank: in_a_loop(store, rank, size) for rank in range(size)))
 
@@ -350,7 +350,7 @@ async def listeners(place: Rank) -> tuple[list[str], list[str]]:
         return listening()
 
 
-def test_within_a_host_nobody_listens(ranks: Run) -> None:
+def test_ranks_of_one_host_do_not_listen_once_open(ranks: Run) -> None:
     """The ranks have met by then."""
     assert ranks(3, listeners) == [([], [])] * 3
 
@@ -362,7 +362,7 @@ async def best(place: Rank) -> dict[str, str]:
         return comm.transports
 
 
-def test_the_best_for_cpus(ranks: Run) -> None:
+def test_auto_chooses_ucx_on_cpus(ranks: Run) -> None:
     assert ranks(2, best) == [{"p2p": "ucx", "collectives": "ucx", "rma": "ucx"}] * 2
 
 
@@ -403,7 +403,7 @@ asyncio.run(main())
 """
 
 
-def test_without_ucx() -> None:
+def test_import_without_ucx_says_what_to_install() -> None:
     """A line says what to install, and the rest works."""
     done = subprocess.run(
         [sys.executable, "-Werror", "-c", WITHOUT], capture_output=True, text=True, timeout=HANGS, check=False
@@ -415,7 +415,7 @@ def test_without_ucx() -> None:
     assert "transport 'ucx' is not available: ImportError: UCX itself is missing" in message
 
 
-def test_types_of_native_modules(tmp_path: Path) -> None:
+def test_stubs_match_the_native_modules(tmp_path: Path) -> None:
     """Each `.pyi` is what nanobind makes of its module, but for its layout."""
     if importlib.util.find_spec("nanobind") is None:
         pytest.skip("nanobind is not installed")
@@ -433,7 +433,7 @@ def test_types_of_native_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.deterministic
-def test_a_communicator_that_never_opened_says_no_farewell() -> None:
+def test_communicator_that_never_opened_sends_no_farewell() -> None:
     """The communicator has no names of the others, and must not be taken for the one it was to be split from."""
     from aiocomms_ucx import wire
     from aiocomms_ucx.transport import UcxTransport

@@ -99,7 +99,7 @@ def open_up(listener: socket.socket, size: int = 2, seconds: float = HANGS) -> t
     return it, it.run([listener], seconds)
 
 
-def test_ranks_meet(listener: socket.socket) -> None:
+def test_handshake_admits_all_ranks(listener: socket.socket) -> None:
     size = 6
     (_, inside), *outside = in_threads(
         lambda: open_up(listener, size), *(lambda rank=rank: join(listener, rank, size=size) for rank in range(1, size))
@@ -110,7 +110,7 @@ def test_ranks_meet(listener: socket.socket) -> None:
         talk(end, inside[rank])
 
 
-def test_all_with_all() -> None:
+def test_handshakes_of_all_ranks_with_all_succeed_concurrently() -> None:
     """Every rank connects and lets in at once."""
     size = 5
     with contextlib.ExitStack() as stack:
@@ -128,7 +128,7 @@ def test_all_with_all() -> None:
 
 @pytest.mark.fault(22, transport="ucx")
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
+def test_connection_with_garbage_is_dropped(listener: socket.socket, what: str) -> None:
     def stranger() -> bytes:
         with connect(listener) as it:
             it.sendall(GARBAGE[what])
@@ -148,7 +148,7 @@ def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
 
 
 @pytest.mark.fault(64, transport="ucx")
-def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "PATIENCE", 0.3)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(listener)) for _ in range(20)]
@@ -171,7 +171,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
 
 
 @pytest.mark.usefixtures("silence_without_end")
-def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
+def test_silent_connections_do_not_delay_a_rank(listener: socket.socket) -> None:
     """A rank that comes behind them is in, or it hangs."""
     with contextlib.ExitStack() as stack:
         for _ in range(100):
@@ -182,7 +182,7 @@ def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
 
 @pytest.mark.search
 @pytest.mark.fault(64, transport="ucx")
-def test_ten_thousand_strangers(listener: socket.socket) -> None:
+def test_ten_thousand_foreign_connections_do_not_keep_out_a_rank(listener: socket.socket) -> None:
     """No more are kept than there is room for, and the rank that comes amid them gets in."""
     done = threading.Event()
     most = [0]
@@ -224,7 +224,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
 
 
 @pytest.mark.fault(64, transport="ucx")
-def test_a_wrong_key_opens_nothing(listener: socket.socket) -> None:
+def test_wrong_key_raises_auth_error(listener: socket.socket) -> None:
     def rank() -> socket.socket:
         with pytest.raises(AuthError, match="in the place of rank 0 does not prove to be that rank") as caught:
             join(listener, key=b"another")
@@ -260,7 +260,7 @@ class Tap:
 
 
 @pytest.mark.fault(64, transport="ucx")
-def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
+def test_replayed_handshake_is_refused(listener: socket.socket) -> None:
     """A rank's old words are said again as they were, to the same rank, and to the other side."""
     tap = Tap(listener)
 
@@ -294,7 +294,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     mine.close()
 
 
-def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
+def test_reflected_handshake_is_refused(listener: socket.socket) -> None:
     """Reflection: what a rank says as the one who is called is not taken from one who calls."""
 
     def mirror() -> socket.socket:
@@ -328,7 +328,7 @@ def finish(dialogue: Dialogue, end: socket.socket, wanted: int) -> None:
 
 @pytest.mark.usefixtures("silence_without_end")
 @pytest.mark.fault(103, transport="ucx")
-def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> None:
+def test_flood_does_not_evict_a_rank_that_has_spoken(listener: socket.socket) -> None:
     """Its second message may take as long as it likes to come."""
     it = Gate(0, KEY, {}, 2)
 
@@ -348,7 +348,7 @@ def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> N
 @pytest.mark.search
 @pytest.mark.usefixtures("silence_without_end")
 @pytest.mark.fault(103, transport="ucx")
-def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:
+def test_flood_from_another_address_does_not_evict_a_silent_rank() -> None:
     it = Gate(0, KEY, {}, 2)
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
 
@@ -365,7 +365,7 @@ def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:
 
 
 @pytest.mark.fault(103, transport="ucx")
-def test_it_is_said_that_connections_were_dropped(listener: socket.socket) -> None:
+def test_timeout_error_counts_dropped_connections(listener: socket.socket) -> None:
     with connect(listener) as stranger:
         stranger.sendall(GARBAGE["zeros"])
         with pytest.raises(CommTimeoutError, match=r"\[1\]; 1 connections were dropped"):
@@ -373,7 +373,7 @@ def test_it_is_said_that_connections_were_dropped(listener: socket.socket) -> No
 
 
 @pytest.mark.fault(33, transport="ucx")
-def test_who_does_not_come_is_named(listener: socket.socket) -> None:
+def test_timeout_error_names_ranks_that_did_not_connect(listener: socket.socket) -> None:
     before = held()
     with pytest.raises(CommTimeoutError, match=r"these ranks did not connect within 0.3 s: \[1, 2\]"):
         open_up(listener, size=3, seconds=0.3)
@@ -382,7 +382,7 @@ def test_who_does_not_come_is_named(listener: socket.socket) -> None:
 
 @pytest.mark.fault(69, transport="ucx")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_another_user_is_not_heard() -> None:
+def test_connection_of_another_user_is_refused() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0aiocomms-test-{secrets.token_hex(8)}")
         listener.listen()

@@ -107,7 +107,7 @@ def ones(value: float = 1, count: int = PART) -> torch.Tensor:
 
 
 @pytest.mark.asyncio
-async def test_memory_is_mapped_and_given_back_off_the_loop(cuda: FakeCuda) -> None:
+async def test_window_memory_is_mapped_and_unmapped_off_the_loop(cuda: FakeCuda) -> None:
     """The driver takes its time, and everything else goes on."""
     async with world() as (a, b):
         cuda.mappable.clear()
@@ -127,7 +127,7 @@ async def test_memory_is_mapped_and_given_back_off_the_loop(cuda: FakeCuda) -> N
 
 
 @pytest.mark.asyncio
-async def test_ucx_maps_what_cuda_does_not(either: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ucx_maps_only_parts_that_cuda_does_not(either: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX would map a part on the loop's thread where both could map it."""
     keys: list[bool] = []
     entered = cuda_windows.CudaWindows._entered
@@ -146,7 +146,7 @@ async def test_ucx_maps_what_cuda_does_not(either: FakeCuda, monkeypatch: pytest
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_mapped_is_said_to_be_so(cuda: FakeCuda) -> None:
+async def test_unmapped_window_refuses_map_remote_tensor(cuda: FakeCuda) -> None:
     cuda.shares = False
     async with world() as (a, b):
         windows = await opened(a, b)
@@ -158,7 +158,7 @@ async def test_what_is_not_mapped_is_said_to_be_so(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("failure", [RuntimeError("no room"), ProtocolError("no sense")])
-async def test_a_part_that_cannot_be_mapped_ends_the_opening(
+async def test_failed_mapping_fails_new_window(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def fail(shared: object) -> None:
@@ -172,7 +172,9 @@ async def test_a_part_that_cannot_be_mapped_ends_the_opening(
 
 
 @pytest.mark.asyncio
-async def test_memory_beyond_a_ranks_own_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_window_memory_that_is_not_the_ranks_own_is_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     share = cuda.share
     monkeypatch.setattr(cuda, "share", lambda storage: share(torch.zeros(1).untyped_storage()))
     async with world() as (a, b):
@@ -183,7 +185,7 @@ async def test_memory_beyond_a_ranks_own_is_refused(cuda: FakeCuda, monkeypatch:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["abort", "deadline"])
-async def test_an_end_amid_the_mapping(cuda: FakeCuda, how: str) -> None:
+async def test_communicator_ending_amid_the_mapping_unmaps_and_returns_at_once(cuda: FakeCuda, how: str) -> None:
     """No rank waits for the driver, and what it has mapped is given back."""
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
@@ -204,7 +206,7 @@ async def test_an_end_amid_the_mapping(cuda: FakeCuda, how: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_opening_ends_after_a_capture(cuda: FakeCuda) -> None:
+async def test_new_window_completes_after_a_graph_capture(cuda: FakeCuda) -> None:
     """Nothing is looked at during one, and nothing but the loop may tell of its end."""
     async with world() as (a, b):
         cuda.mappable.clear()
@@ -223,7 +225,7 @@ async def test_an_opening_ends_after_a_capture(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_put_and_a_get_come_behind_the_callers_stream(either: FakeCuda) -> None:
+async def test_put_and_get_run_behind_the_callers_stream(either: FakeCuda) -> None:
     async with world() as (a, b):
         mine, _ = windows = await opened(a, b)
         gate = Gate(either.current_stream())
@@ -240,7 +242,7 @@ async def test_a_put_and_a_get_come_behind_the_callers_stream(either: FakeCuda) 
 
 
 @pytest.mark.asyncio
-async def test_calls_take_effect_in_their_order_whatever_their_streams(either: FakeCuda) -> None:
+async def test_window_calls_on_different_streams_take_effect_in_call_order(either: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         slow, got = FakeStream(either.gpu), [torch.zeros(PART) for _ in range(2)]
@@ -259,7 +261,7 @@ async def test_calls_take_effect_in_their_order_whatever_their_streams(either: F
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["put and signal", "put_signal"])
-async def test_a_signal_comes_when_its_put_has_been_made(cuda: FakeCuda, how: str) -> None:
+async def test_signal_arrives_after_its_put_is_complete(cuda: FakeCuda, how: str) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         gate = stopped(a)
@@ -278,7 +280,7 @@ async def test_a_signal_comes_when_its_put_has_been_made(cuda: FakeCuda, how: st
 
 
 @pytest.mark.asyncio
-async def test_a_signal_does_not_overtake_one_behind_a_slow_stream(either: FakeCuda) -> None:
+async def test_signal_does_not_overtake_one_behind_a_slow_stream(either: FakeCuda) -> None:
     """The signal says that the stream has done what it was given."""
     async with world() as (a, b):
         windows = await opened(a, b)
@@ -295,7 +297,7 @@ async def test_a_signal_does_not_overtake_one_behind_a_slow_stream(either: FakeC
 
 
 @pytest.mark.asyncio
-async def test_a_flush_waits_for_the_puts_before_it_and_no_others(cuda: FakeCuda) -> None:
+async def test_flush_waits_for_earlier_puts_only(cuda: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         gate = stopped(a)
@@ -316,7 +318,7 @@ async def test_a_flush_waits_for_the_puts_before_it_and_no_others(cuda: FakeCuda
 
 
 @pytest.mark.asyncio
-async def test_what_waits_for_a_copy_holds_nothing_else_up(cuda: FakeCuda) -> None:
+async def test_pending_copy_delays_no_message_or_signal_to_others(cuda: FakeCuda) -> None:
     """Neither a message, nor what another rank is told, for whom nothing is copied."""
     async with world(3) as comms:
         a, b, _ = comms
@@ -333,7 +335,7 @@ async def test_what_waits_for_a_copy_holds_nothing_else_up(cuda: FakeCuda) -> No
 
 
 @pytest.mark.asyncio
-async def test_an_empty_put_signals_behind_the_puts_before_it(either: FakeCuda) -> None:
+async def test_empty_put_signal_arrives_behind_earlier_puts(either: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         gate = Gate(either.current_stream())
@@ -350,7 +352,7 @@ async def test_an_empty_put_signals_behind_the_puts_before_it(either: FakeCuda) 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.complex64], ids=str)
-async def test_offsets_are_in_elements(either: FakeCuda, dtype: torch.dtype) -> None:
+async def test_window_offsets_are_in_elements(either: FakeCuda, dtype: torch.dtype) -> None:
     """Count in elements also where a window is a part of a tensor, and has several dimensions."""
     async with world() as (a, b):
         whole = torch.zeros(5, 2, dtype=dtype)
@@ -366,7 +368,7 @@ async def test_offsets_are_in_elements(either: FakeCuda, dtype: torch.dtype) -> 
 
 
 @pytest.mark.asyncio
-async def test_what_is_refused_moves_nothing(either: FakeCuda) -> None:
+async def test_refused_window_access_moves_nothing(either: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         for call, why in (
@@ -392,7 +394,7 @@ async def test_what_is_refused_moves_nothing(either: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_copy_that_cuda_refuses_fails_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_copy_that_cuda_refuses_fails_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         with monkeypatch.context() as patch:
@@ -405,7 +407,7 @@ async def test_a_copy_that_cuda_refuses_fails_alone(cuda: FakeCuda, monkeypatch:
 
 
 @pytest.mark.asyncio
-async def test_a_part_that_is_smaller_than_was_said(cuda: FakeCuda) -> None:
+async def test_mapped_part_smaller_than_announced_raises_protocol_error(cuda: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         windows[0]._info.handle.mapped[1] = windows[0]._info.handle.mapped[1][:2]
@@ -417,7 +419,7 @@ async def test_a_part_that_is_smaller_than_was_said(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_window_closes_when_all_copies_are_made(cuda: FakeCuda) -> None:
+async def test_window_close_waits_for_all_its_copies(cuda: FakeCuda) -> None:
     """The copies are those of both ranks.
 
     The owner's next collective comes behind them, and nothing is given back before.
@@ -440,7 +442,7 @@ async def test_a_window_closes_when_all_copies_are_made(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_one_window_waits_for_no_copy_of_another(cuda: FakeCuda) -> None:
+async def test_window_close_does_not_wait_for_copies_of_another(cuda: FakeCuda) -> None:
     async with world() as (a, b):
         used, idle = [await opened(a, b) for _ in range(2)]
         gate = stopped(a)
@@ -461,7 +463,9 @@ LOSSES: dict[str, tuple[type[CommError], Callable[[Communicator], object]]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["caller", "copies"])
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_a_loss_amid_a_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, loss: str, where: str) -> None:
+async def test_loss_amid_a_copy_ends_works_and_keeps_memory_until_the_copy_ends(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, loss: str, where: str
+) -> None:
     """The works end, nobody is told, and nobody waits for long. Both sides' memory stays until it is made."""
     monkeypatch.setattr(cuda_windows, "_LAST_COPIES", 0)
     kind, lose = LOSSES[loss]
@@ -496,7 +500,7 @@ async def test_a_loss_amid_a_copy(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.asyncio
-async def test_a_lost_communicator_ends_behind_its_copies(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_communicator_closes_after_its_copies(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Close where nothing holds the copies up: none of a rank's copies writes after it has closed."""
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
@@ -519,7 +523,7 @@ async def test_a_lost_communicator_ends_behind_its_copies(cuda: FakeCuda, monkey
 
 
 @pytest.mark.asyncio
-async def test_a_copy_that_is_made_as_the_communicator_is_lost_signals_nobody(cuda: FakeCuda) -> None:
+async def test_copy_completed_after_a_loss_sends_no_signal(cuda: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         gate, stop = stopped(a), Gate(cuda.current_stream())
@@ -534,7 +538,7 @@ async def test_a_copy_that_is_made_as_the_communicator_is_lost_signals_nobody(cu
 
 
 @pytest.mark.asyncio
-async def test_a_put_that_a_hook_aborts_is_not_begun(either: FakeCuda) -> None:
+async def test_put_aborted_by_a_hook_copies_nothing(either: FakeCuda) -> None:
     async with asyncio.timeout(PATIENCE):
         async with world() as (a, b):
             windows = await opened(a, b)
@@ -546,7 +550,7 @@ async def test_a_put_that_a_hook_aborts_is_not_begun(either: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_put_whose_await_is_cancelled_is_made(either: FakeCuda) -> None:
+async def test_put_whose_awaiter_is_cancelled_completes(either: FakeCuda) -> None:
     async with world() as (a, b):
         windows = await opened(a, b)
         gate = Gate(either.current_stream())

@@ -89,7 +89,7 @@ async def all_of(*works: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("count", [3, 100_000])
-async def test_a_message_is_sent_when_its_producer_is_done(cuda: FakeCuda, count: int) -> None:
+async def test_send_waits_for_its_producer_stream(cuda: FakeCuda, count: int) -> None:
     async with world(2) as (a, b):
         tensor, slot = torch.zeros(count), torch.zeros(count)
         receiving = b.recv(slot, 0)
@@ -108,7 +108,7 @@ async def test_a_message_is_sent_when_its_producer_is_done(cuda: FakeCuda, count
 
 
 @pytest.mark.asyncio
-async def test_a_receive_does_not_write_before_the_stream_has_read(cuda: FakeCuda) -> None:
+async def test_recv_writes_after_the_stream_has_read(cuda: FakeCuda) -> None:
     async with world(2) as (a, b):
         slot, seen = torch.full((4,), 7.0), torch.zeros(4)
         sending = a.send(torch.ones(4), 1)
@@ -124,7 +124,7 @@ async def test_a_receive_does_not_write_before_the_stream_has_read(cuda: FakeCud
 
 
 @pytest.mark.asyncio
-async def test_messages_match_in_the_order_of_the_calls_across_streams(cuda: FakeCuda) -> None:
+async def test_messages_on_different_streams_match_in_call_order(cuda: FakeCuda) -> None:
     async with world(2) as (a, b):
         slow = FakeStream(cuda.gpu)
         gate = Gate(slow)
@@ -144,7 +144,7 @@ async def test_messages_match_in_the_order_of_the_calls_across_streams(cuda: Fak
 
 
 @pytest.mark.asyncio
-async def test_a_window_is_put_to_and_told_of_behind_the_stream(cuda: FakeCuda) -> None:
+async def test_window_ops_run_behind_the_callers_stream(cuda: FakeCuda) -> None:
     """Opening, put, signal and barrier come after what the stream was given before."""
     async with world(2) as (a, b):
         mine, theirs, value = torch.zeros(4), torch.zeros(4), torch.zeros(4)
@@ -175,7 +175,7 @@ async def test_a_window_is_put_to_and_told_of_behind_the_stream(cuda: FakeCuda) 
 
 
 @pytest.mark.asyncio
-async def test_an_own_window_by_ucx_too(cuda: FakeCuda) -> None:
+async def test_put_to_its_own_window_goes_by_ucx(cuda: FakeCuda) -> None:
     """The engine has no pointer to it that it would follow; the signal comes behind the put."""
     async with world(1) as (comm,):
         win = await comm.new_window(torch.zeros(8))
@@ -189,7 +189,7 @@ async def test_an_own_window_by_ucx_too(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_with_nothing_to_do_nothing_runs(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_cuda_transport_makes_no_progress_calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with a receive that nothing matches, nor while a thread sleeps on an event."""
     calls = 0
     progress = FakeUcxTransport.progress
@@ -216,7 +216,7 @@ async def test_with_nothing_to_do_nothing_runs(cuda: FakeCuda, monkeypatch: pyte
 
 
 @pytest.mark.asyncio
-async def test_another_communicators_progress_may_post(cuda: FakeCuda) -> None:
+async def test_progress_of_one_communicator_may_post_for_another(cuda: FakeCuda) -> None:
     """One engine serves both: what one collects may go on with the other's collective."""
     async with world(2) as (a, b):
         split = await asyncio.gather(a.split([0, 1]), b.split([0, 1]))
@@ -234,7 +234,7 @@ async def test_another_communicators_progress_may_post(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.fault(118, transport="ucx")
-async def test_each_step_of_a_collective_is_on_the_stream_of_the_call(
+async def test_every_step_of_a_collective_uses_the_stream_of_its_call(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever stream is current on the loop's thread when a step's messages have come."""
@@ -252,7 +252,7 @@ async def test_each_step_of_a_collective_is_on_the_stream_of_the_call(
 
 @pytest.mark.asyncio
 @pytest.mark.fault(119, transport="ucx")
-async def test_an_op_in_a_capture_is_refused_and_the_capture_goes_on(cuda: FakeCuda) -> None:
+async def test_op_within_a_graph_capture_is_refused_and_the_capture_goes_on(cuda: FakeCuda) -> None:
     async with world(2) as (comm, other):
         win, _ = await asyncio.gather(comm.new_window(torch.zeros(4)), other.new_window(torch.zeros(4)))
         done = torch.zeros(1)
@@ -274,7 +274,7 @@ async def test_an_op_in_a_capture_is_refused_and_the_capture_goes_on(cuda: FakeC
 
 
 @pytest.mark.asyncio
-async def test_nothing_is_looked_at_during_a_capture(cuda: FakeCuda) -> None:
+async def test_no_event_is_queried_during_a_graph_capture(cuda: FakeCuda) -> None:
     """Global capture: a query of this thread would break it. What was posted before ends after it."""
     async with world(2) as (a, b):
         slot = torch.zeros(3)
@@ -288,7 +288,7 @@ async def test_nothing_is_looked_at_during_a_capture(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_atomics_are_refused(cuda: FakeCuda) -> None:
+async def test_atomics_on_a_cuda_window_are_refused(cuda: FakeCuda) -> None:
     async with world(1) as (comm,):
         win = await comm.new_window(torch.zeros(4, dtype=torch.int64))
         with pytest.raises(UnsupportedOperation, match=r"fetch_add.*no atomics in windows on"):
@@ -298,7 +298,7 @@ async def test_atomics_are_refused(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_tensor_of_another_device_is_refused(cuda: FakeCuda) -> None:
+async def test_tensor_of_another_device_is_refused(cuda: FakeCuda) -> None:
     async with world(1) as (comm,):
         with pytest.raises(ArgumentError, match=r"on meta, wanted it on cpu"):
             comm.send(torch.ones(3, device="meta"), 0)
@@ -306,7 +306,7 @@ async def test_a_tensor_of_another_device_is_refused(cuda: FakeCuda) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("tls", "text"), [(None, "install libucx-cu12 or"), ("self,posix,tcp", "UCX_TLS=self,posix")])
-async def test_a_ucx_that_cannot_reach_gpus(
+async def test_ucx_without_cuda_transports_is_refused_at_open(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tls: str | None, text: str
 ) -> None:
     """Said when the communicator opens. (With a GPU: tests/gpu/test_faults.py.)"""
@@ -319,7 +319,7 @@ async def test_a_ucx_that_cannot_reach_gpus(
 
 
 @pytest.mark.asyncio
-async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_op_whose_begin_fails_fails_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2) as (a, b):
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -336,7 +336,7 @@ async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch
 
 
 @pytest.mark.asyncio
-async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
+async def test_abort_while_the_producer_runs_sends_nothing_and_returns_at_once(cuda: FakeCuda) -> None:
     """No rank waits for the GPU, and what the GPU holds up is never sent."""
     async with asyncio.timeout(PATIENCE):
         async with world(2) as (a, b):
@@ -357,7 +357,7 @@ async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
+async def test_recv_past_its_deadline_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
     """The deadline withdraws it alone; those behind it go on."""
     async with world(2) as (a, b):
         slow = FakeStream(cuda.gpu)
@@ -375,7 +375,7 @@ async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -
 
 
 @pytest.mark.asyncio
-async def test_the_beginning_of_a_message_that_is_too_long(cuda: FakeCuda) -> None:
+async def test_truncated_message_fills_the_buffer_through_the_host(cuda: FakeCuda) -> None:
     """Comes through the host, for the engine cannot write to a GPU's memory; complex numbers as their bytes."""
     async with world(2) as (a, b):
         slot = torch.zeros(5, dtype=torch.complex64)
@@ -390,7 +390,7 @@ async def test_the_beginning_of_a_message_that_is_too_long(cuda: FakeCuda) -> No
 # ------------------------------------------------------------------------------------------------------- choosing
 
 
-def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_ucx_for_messages_and_windows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice has no collectives: where there is no NCCL, its part is made of UCX's messages."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(registry, "no_gpu", lambda device: None)
@@ -403,7 +403,7 @@ def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch
     assert UcxTransport.preference(torch.device("cpu"), 2, "collectives") == 50
 
 
-def test_what_ucx_loads() -> None:
+def test_ucx_loads_cuda_transports_only_for_a_gpu() -> None:
     """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it.
 
     Of the options themselves: what UCX makes of them needs a GPU.
@@ -413,7 +413,7 @@ def test_what_ucx_loads() -> None:
     assert CudaUcxTransport.fast_check is None  # a fast check would take a tensor on the CPU for one on the GPU
 
 
-def test_a_wheel_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ucx_wheel_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert no_cuda_in_ucx() is None
     (tmp_path / "libucx" / "lib").mkdir(parents=True)
     (tmp_path / "libucx" / "__init__.py").touch()
@@ -426,7 +426,7 @@ def test_a_wheel_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.asyncio
 @pytest.mark.parametrize("transport", ["auto", "ucx", "local", "nccl", "c10d"])
 @pytest.mark.parametrize("device", ["cuda", "cuda:99"])
-async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
+async def test_missing_gpu_is_refused_by_every_transport(transport: str, device: str) -> None:
     """Refused by every transport, also in a world of one."""
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -451,7 +451,7 @@ async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
         ),
     ],
 )
-def test_conformance(distribution: Path, where: str, options: list[str]) -> None:
+def test_ucx_on_fake_cuda_passes_the_conformance_suite(distribution: Path, where: str, options: list[str]) -> None:
     """The whole suite with ranks that are tasks; what more ranks do otherwise; and processes, which map windows."""
     quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
     suite = [

@@ -80,7 +80,7 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> bool:
 @pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize(("victim", "delay"), [(0, 0.02), (2, 0.09)])
 @pytest.mark.parametrize("what", HUGE_THINGS)
-def test_a_rank_that_dies_amid(ranks: Run, what: str, victim: int, delay: float) -> None:
+def test_death_amid_an_op_names_the_dead_rank(ranks: Run, what: str, victim: int, delay: float) -> None:
     results = ranks(3, lose_amid, what, victim, delay)
     assert results.pop(victim) is KILLED
     for named in results:
@@ -129,7 +129,7 @@ async def live_on(place: Rank) -> None:
 
 
 @pytest.mark.fault(1, transport="ucx")
-def test_what_does_not_need_the_dead_rank_goes_on(ranks: Run) -> None:
+def test_ops_that_do_not_need_the_dead_rank_go_on(ranks: Run) -> None:
     assert ranks(3, live_on) == [None, None, KILLED]
 
 
@@ -158,7 +158,7 @@ async def leave_after_a_death(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_a_close_after_a_death_cuts_nothing_off(ranks: Run) -> None:
+def test_close_after_a_death_delivers_all_data(ranks: Run) -> None:
     for _ in range(3):
         assert ranks(3, leave_after_a_death) == [None, None, KILLED]
 
@@ -182,7 +182,7 @@ async def lose_two(place: Rank) -> set[int | None]:
 
 
 @pytest.mark.fault(6, transport="ucx")
-def test_two_die_at_once(ranks: Run) -> None:
+def test_simultaneous_deaths_name_one_dead_rank_each(ranks: Run) -> None:
     for peers in ranks(4, lose_two)[1:3]:
         assert len(peers) == 1
         assert peers < {0, 3}
@@ -221,7 +221,7 @@ async def fail_first_contact(ended: int) -> None:
     await two.aclose()
 
 
-def test_a_rank_that_ends_before_it_is_first_spoken_to(ended: int) -> None:
+def test_rank_that_ends_before_the_first_contact_is_noticed(ended: int) -> None:
     asyncio.run(fail_first_contact(ended))
 
 
@@ -238,5 +238,5 @@ async def fail_to_map(ended: int) -> None:
     await two.aclose()
 
 
-def test_a_rank_that_ends_while_a_window_opens(ended: int) -> None:
+def test_rank_that_ends_while_a_window_opens_is_noticed(ended: int) -> None:
     asyncio.run(fail_to_map(ended))

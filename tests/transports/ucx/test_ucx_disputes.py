@@ -52,7 +52,7 @@ def ranks() -> tuple[Side, Side]:
 
 
 @pytest.mark.parametrize("first", ["seen", "said"])
-def test_a_rank_that_has_said_nothing_and_calls_then(first: str) -> None:
+def test_rank_that_calls_after_a_dispute_began_reports_its_call(first: str) -> None:
     """The rank said so because others disagreed before it had called; what it calls then is said all the same."""
     one, two = ranks()
     two.lanes.disagrees(1, LANE)
@@ -73,7 +73,7 @@ def test_a_rank_that_has_said_nothing_and_calls_then(first: str) -> None:
     assert "rank 0 calls barrier" in str(error)
 
 
-def test_a_rank_whose_collective_has_ended() -> None:
+def test_rank_whose_collective_has_ended_reports_nothing() -> None:
     """The rank has nothing to say, also when it is asked again."""
     one, two = ranks()
     two.lanes.disagrees(0, LANE)

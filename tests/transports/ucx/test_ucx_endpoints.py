@@ -72,7 +72,7 @@ async def one_engine(place: Rank) -> bool:
     return True
 
 
-def test_an_endpoint_has_one_engine(ranks: Run) -> None:
+def test_endpoint_has_one_engine_for_all_peers(ranks: Run) -> None:
     assert ranks(1, one_engine) == [True]
 
 
@@ -97,7 +97,7 @@ async def come_and_go(place: Rank) -> list[bool]:
     return engines
 
 
-def test_an_engine_that_has_seen_many_go_is_replaced(ranks: Run) -> None:
+def test_engine_that_has_lost_many_peers_is_replaced(ranks: Run) -> None:
     assert ranks(1, come_and_go) == [[True, True, True, False, False]]
 
 
@@ -121,7 +121,7 @@ async def be_hub(place: Rank) -> Counter[str]:
         return after - before
 
 
-def test_what_a_peer_costs(ranks: Run) -> None:
+def test_peer_costs_four_sockets_and_four_shared_memories(ranks: Run) -> None:
     """The control connection, and the memory of the window for signals."""
     cost = ranks(6, be_hub)[0]
     assert {kind.partition("_")[0]: count for kind, count in cost.items()} == {"socket:[]": 4, "/dev/shm/torch": 4}
@@ -172,5 +172,5 @@ async def lose_some(place: Rank) -> Any:
 
 
 @pytest.mark.fault(112, transport="ucx")
-def test_a_death_leaves_the_engine_to_the_others(ranks: Run) -> None:
+def test_death_of_a_peer_leaves_the_engine_usable_for_others(ranks: Run) -> None:
     assert ranks(4, lose_some) == [True, KILLED, None, None]

@@ -18,5 +18,5 @@ SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
 @pytest.mark.fault(65, 68, 86, 87, transport="ucx")
 @pytest.mark.timeout(2 * SUITE_HANGS)  # compiling takes minutes where others compute, too
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_engines_of_one_process(sanitizer: str, tmp_path: Path) -> None:
+def test_engines_of_one_process_pass_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     run_sanitized(tmp_path, sanitizer, PROGRAMS["engine"], SECONDS)

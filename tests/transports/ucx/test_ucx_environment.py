@@ -62,13 +62,13 @@ class Setting:
 @pytest.mark.fault(89, transport="ucx")
 @pytest.mark.parametrize("threshold", ["0", "1", "inf"])
 @pytest.mark.parametrize("who", [(0, 1), (1,)], ids=str)
-def test_any_threshold_of_ucx(ranks: Run, who: tuple[int, ...], threshold: str) -> None:
+def test_ops_are_right_for_any_ucx_rndv_thresh(ranks: Run, who: tuple[int, ...], threshold: str) -> None:
     ranks(2, works, before=Setting(*who, UCX_RNDV_THRESH=threshold))
 
 
 @pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
-def test_tcp_on_one_host_is_not_open_to_others(ranks: Run) -> None:
+def test_tcp_on_one_host_works_without_a_token(ranks: Run) -> None:
     ranks(2, works, before=Setting(0, 1, UCX_TLS="tcp,self"))
 
 
@@ -88,7 +88,7 @@ async def needs_a_token(place: Rank) -> str:
 @pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 @pytest.mark.parametrize(("name", "value"), [("UCX_TLS", "nonsense"), ("UCX_RNDV_THRESH", "banana")])
-def test_a_bad_variable_of_one_rank_is_named_on_all(ranks: Run, name: str, value: str) -> None:
+def test_invalid_ucx_variable_of_one_rank_is_named_on_all(ranks: Run, name: str, value: str) -> None:
     for message in ranks(2, refused, before=Setting(1, **{name: value})):
         assert message.startswith("rank 1 cannot open UCX: "), message
         assert f"{name}={value}" in message
@@ -101,7 +101,7 @@ def few_descriptors(rank: int) -> None:
 
 @pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
-def test_a_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
+def test_descriptor_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
     for message in ranks(2, refused, before=few_descriptors):
         assert "rank 1" in message
         assert "RLIMIT_NOFILE 24" in message
@@ -110,7 +110,7 @@ def test_a_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
 @pytest.mark.real
 @pytest.mark.fault(88, transport="ucx")
 @pytest.mark.parametrize("theirs", ["tcp,self", "self"])
-def test_ucx_tls_that_leaves_no_way_between_ranks(ranks: Run, theirs: str) -> None:
+def test_ucx_tls_without_a_common_transport_is_refused_on_all(ranks: Run, theirs: str) -> None:
     for message in ranks(2, refused, before=Setting(1, UCX_TLS=theirs)):
         assert "could not send a message of 8 bytes to rank" in message
         assert f"rank 1 has UCX_TLS={theirs}" in message
@@ -136,7 +136,7 @@ def second_not_dumpable(rank: int) -> None:
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
 @pytest.mark.parametrize("before", [first_not_dumpable, second_not_dumpable])
-def test_a_rank_whose_memory_nobody_may_open(ranks: Run, before: object) -> None:
+def test_rank_that_is_not_dumpable_is_named_on_all(ranks: Run, before: object) -> None:
     who = 0 if before is first_not_dumpable else 1
     for message in ranks(2, refused, before=before):
         assert f"rank {1 - who} may not open the shared memory of rank {who}" in message
@@ -164,7 +164,7 @@ def enough_shared_memory(rank: int) -> None:
 @pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
-def test_too_little_shared_memory_on_one_rank(ranks: Run) -> None:
+def test_too_little_shared_memory_on_one_rank_is_named_on_all(ranks: Run) -> None:
     for message in ranks(2, refused, before=little_shared_memory):
         assert "rank 1 cannot open UCX" in message
         assert "65536 bytes left in /dev/shm" in message
@@ -180,7 +180,7 @@ def test_five_mebibytes_of_shared_memory_for_each_rank_are_enough(ranks: Run) ->
 
 
 @pytest.mark.fault(88, transport="ucx")
-def test_partners_know_each_other() -> None:
+def test_partners_of_ranks_are_mutual_and_few() -> None:
     from aiocomms_ucx.meeting import _partners
 
     for size in (2, 3, 16, 17, 100, 1000):
@@ -190,7 +190,7 @@ def test_partners_know_each_other() -> None:
 
 
 @pytest.mark.fault(87, transport="ucx")
-def test_more_ranks_of_a_host_than_can_share_its_memory_are_refused() -> None:
+def test_more_than_2048_ranks_of_one_host_are_refused() -> None:
     from aiocomms_ucx.meeting import check_crowd
 
     check_crowd(["a"] * 2048 + ["b"] * 2048)
@@ -199,7 +199,7 @@ def test_more_ranks_of_a_host_than_can_share_its_memory_are_refused() -> None:
             check_crowd(["a"] * 3 + ["b"] * count)
 
 
-def test_who_is_gone_is_not_who_cannot_be_reached() -> None:
+def test_unreachable_local_process_that_lives_is_not_called_dead() -> None:
     """A process of this host that lives is never called dead, whatever UCX says."""
     from aiocomms_ucx.status import BROKEN, error_of
 
@@ -211,7 +211,7 @@ def test_who_is_gone_is_not_who_cannot_be_reached() -> None:
         assert type(error_of(op, BROKEN, status, 0, 0, 2, lives=True)) is CommError
 
 
-def test_time_of_a_cgroup_counts_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_cores_respects_the_cgroup_cpu_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least that the process's cgroup and those around it allow, and one core at least."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5, 3})
     own = tmp_path / "cgroup"

@@ -112,7 +112,7 @@ async def use_window(comm: Communicator, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["01", "0011", "0110", "012", "00101"])
-def test_everything(ranks: Run, names: list[str], layout: str) -> None:
+def test_all_ops_between_hosts_are_right(ranks: Run, names: list[str], layout: str) -> None:
     ranks(len(layout), everything, layout, before=Enter(names, layout))
 
 
@@ -131,13 +131,13 @@ async def contend(place: Rank, turns: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["01", "0011"])
-def test_atomics_contend(ranks: Run, names: list[str], layout: str) -> None:
+def test_contending_atomics_between_hosts_lose_no_update(ranks: Run, names: list[str], layout: str) -> None:
     size, turns = len(layout), 40
     taken = [number for rank in ranks(size, contend, turns, before=Enter(names, layout, **ROUTE)) for number in rank]
     assert sorted(taken) == list(range(size * turns))
 
 
-def test_what_processes_do_on_one_host(ranks: Run, names: list[str]) -> None:
+def test_mixed_ops_abort_and_close_between_hosts_behave_as_on_one_host(ranks: Run, names: list[str]) -> None:
     ranks(3, mix, 6, before=Enter(names, "010", **ROUTE))
     assert set(ranks(3, abort_amid, before=Enter(names, "010", **ROUTE))) == {"aborted by rank 0: enough"}
     ranks(2, leave_at_once, before=Enter(names, "01", **ROUTE))
@@ -179,7 +179,7 @@ async def post_at_once(place: Rank, seed: int, turns: int) -> None:
         await window.aclose()
 
 
-def test_one_sided_ops_take_effect_in_the_order_of_the_calls(ranks: Run, names: list[str]) -> None:
+def test_one_sided_ops_take_effect_in_call_order(ranks: Run, names: list[str]) -> None:
     ranks(2, post_at_once, random.randrange(2**32), 15, before=Enter(names, "01", **ROUTE))
 
 
@@ -215,7 +215,7 @@ async def open_in_vain(place: Rank) -> str:
     return caught.value.message
 
 
-def test_an_interface_that_is_none(ranks: Run, names: list[str]) -> None:
+def test_unknown_interface_is_refused_with_the_list(ranks: Run, names: list[str]) -> None:
     for message in ranks(2, open_in_vain, before=Enter(names, "01", AIOCOMMS_IFACE="nonesuch")):
         assert "AIOCOMMS_IFACE is 'nonesuch'" in message
         assert "net0, net1" in message
@@ -257,7 +257,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> None:
 
 @pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize("what", LOSING)
-def test_a_rank_that_dies(ranks: Run, names: list[str], what: str) -> None:
+def test_death_is_noticed_on_its_host_and_on_another(ranks: Run, names: list[str], what: str) -> None:
     """Seen by a rank of its host and by one of another."""
     assert ranks(3, lose_a_rank, what, 1, before=Enter(names, "011", **ROUTE)) == [None, KILLED, None]
 
@@ -340,9 +340,7 @@ async def change_of_mind(place: Rank, what: str, count: int) -> str:
 
 @pytest.mark.parametrize("count", [2, 2**14, 2**18, 2**24])
 @pytest.mark.parametrize("what", GIVING)
-def test_what_is_written_over_after_an_abort_is_not_received(
-    ranks: Run, names: list[str], what: str, count: int
-) -> None:
+def test_buffer_overwritten_after_an_abort_is_not_received(ranks: Run, names: list[str], what: str, count: int) -> None:
     """UCX reads it later, for the other host does not listen for a while."""
     outcomes = ranks(2, change_of_mind, what, count, before=Enter(names, "01", **ROUTE))
     assert outcomes[1] in {"aborted", "right"}, outcomes
@@ -432,7 +430,7 @@ async def close_and_go_on(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_a_window_that_closes_keeps_its_place_among_the_collectives(ranks: Run, names: list[str]) -> None:
+def test_window_close_keeps_its_place_among_the_collectives(ranks: Run, names: list[str]) -> None:
     ranks(2, close_and_go_on, before=Enter(names, "01", **ROUTE))
 
 
@@ -463,7 +461,7 @@ async def close_what_ucx_has_in_hand(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_what_was_given_up_is_released_while_the_family_goes_on(ranks: Run, names: list[str]) -> None:
+def test_aborted_ops_are_released_while_the_family_goes_on(ranks: Run, names: list[str]) -> None:
     ranks(2, close_what_ucx_has_in_hand, before=Enter(names, "01", **ROUTE))
 
 
@@ -473,7 +471,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_one_sided_ops_on_one_that_has_stopped(ranks: Run, names: list[str]) -> None:
+def test_one_sided_ops_on_a_stopped_rank_end_at_their_deadline(ranks: Run, names: list[str]) -> None:
     ranks(2, reach_one_that_has_stopped, before=Enter(names, "01", **ROUTE))
 
 
@@ -493,7 +491,7 @@ async def disagree(place: Rank, odd: int) -> str:
 
 @pytest.mark.fault(23, transport="ucx")
 @pytest.mark.parametrize("odd", [0, 3])
-def test_ranks_that_disagree(ranks: Run, names: list[str], odd: int) -> None:
+def test_ranks_that_disagree_between_hosts_name_both_calls(ranks: Run, names: list[str], odd: int) -> None:
     for message in ranks(4, disagree, odd, before=Enter(names, "0011", **ROUTE)):
         assert "barrier()" in message
         assert "all_reduce(" in message

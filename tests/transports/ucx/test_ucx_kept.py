@@ -60,7 +60,7 @@ PAIRS: dict[str, Pair] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_memory_that_a_program_moves_stays_until_the_op_is_done(pair: Pair) -> None:
+def test_moved_memory_stays_alive_until_the_op_is_done(pair: Pair) -> None:
     late, other = pair
 
     async def main() -> None:
@@ -81,7 +81,7 @@ def test_memory_that_a_program_moves_stays_until_the_op_is_done(pair: Pair) -> N
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_memory_that_an_op_has_is_not_resized(pair: Pair) -> None:
+def test_storage_in_use_by_an_op_cannot_be_resized(pair: Pair) -> None:
     late, other = pair
 
     async def main() -> None:
@@ -100,7 +100,7 @@ def test_memory_that_an_op_has_is_not_resized(pair: Pair) -> None:
     run_on("asyncio", main)
 
 
-def test_ops_that_have_parts_of_one_storage() -> None:
+def test_storage_shared_by_ops_is_resizable_after_the_last_one() -> None:
     """The storage may be resized again when the last of them is done, in whichever order that is."""
 
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_ops_that_have_parts_of_one_storage() -> None:
     run_on("asyncio", main)
 
 
-def test_a_storage_that_was_moved_is_received_into_again() -> None:
+def test_moved_storage_can_be_received_into_again() -> None:
     """One op has the former memory while another one has the new memory; either stays where it was."""
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_a_storage_that_was_moved_is_received_into_again() -> None:
     run_on("asyncio", main)
 
 
-def test_an_op_that_is_given_up_lets_its_memory_go() -> None:
+def test_aborted_or_withdrawn_op_releases_its_memory() -> None:
     """Its work may be kept for longer."""
 
     async def main() -> None:

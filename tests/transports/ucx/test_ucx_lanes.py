@@ -63,7 +63,7 @@ async def disagree(place: Rank, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-def test_ranks_that_disagree_in_a_lane(ranks: Run, what: str) -> None:
+def test_ranks_that_disagree_in_a_lane_name_lane_and_calls(ranks: Run, what: str) -> None:
     """All are told at once which lane it was and what they call, and no rank gets a result."""
     told = ranks(3, disagree, what)
     assert any("rank 2 calls" in text for text in told) or any("and rank 2 calls" in text for text in told), told
@@ -91,7 +91,7 @@ async def come_late(place: Rank) -> None:
         assert all(owner is not lanes for owner, *_ in transport_of(comm).shared.pending.values())
 
 
-def test_a_lane_that_one_rank_calls_long_after_the_others(ranks: Run) -> None:
+def test_lane_called_late_by_one_rank_completes(ranks: Run) -> None:
     ranks(3, come_late)
 
 
@@ -112,7 +112,7 @@ async def wait_in_another_order(place: Rank, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_a_rank_that_awaits_a_lane_before_it_calls_the_next(ranks: Run, count: int) -> None:
+def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(ranks: Run, count: int) -> None:
     ranks(3, wait_in_another_order, count)
 
 
@@ -136,7 +136,7 @@ async def die_amid(place: Rank, victim: int) -> bool:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_death_amid_lanes(ranks: Run, victim: int) -> None:
+def test_death_amid_lanes_is_noticed_by_all(ranks: Run, victim: int) -> None:
     """The victim may also be the rank that makes the order."""
     results = ranks(3, die_amid, victim)
     assert results == [KILLED if rank == victim else True for rank in range(3)]
@@ -155,7 +155,7 @@ async def leave(place: Rank, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_a_rank_that_closes_before_it_calls_a_lane(ranks: Run, count: int) -> None:
+def test_close_before_calling_a_lane_fails_it_on_the_peer(ranks: Run, count: int) -> None:
     ranks(2, leave, count)
 
 
@@ -174,7 +174,7 @@ async def wait_in_vain(place: Rank, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_a_deadline_names_the_lane_and_the_rank_that_is_missing(ranks: Run, count: int) -> None:
+def test_timeout_error_names_the_lane_and_the_missing_rank(ranks: Run, count: int) -> None:
     ranks(2, wait_in_vain, count)
 
 
@@ -194,7 +194,7 @@ async def lose_its_memory(place: Rank) -> None:
     assert not shared.pending
 
 
-def test_what_is_lost_with_lanes_under_way_is_let_go(ranks: Run) -> None:
+def test_lost_communicator_releases_the_tensors_of_its_lanes(ranks: Run) -> None:
     ranks(2, lose_its_memory)
 
 
@@ -234,12 +234,12 @@ async def give_up_amid(place: Rank) -> int:
     return done
 
 
-def test_lanes_that_are_given_up_among_others(ranks: Run) -> None:
+def test_aborted_lanes_leave_other_lanes_right(ranks: Run) -> None:
     assert all(done < 24 * 4 for done in ranks(3, give_up_amid))
 
 
 @pytest.mark.deterministic
-def test_lanes_of_communicators_that_are_split() -> None:
+def test_equal_lane_keys_of_split_communicators_stay_apart() -> None:
     """The same key on each of them is another lane, on one engine."""
 
     async def of(comm: Communicator) -> None:

@@ -126,7 +126,7 @@ async def split_and_close(place: Rank, splits: int) -> tuple[float, float, int]:
 @pytest.mark.search
 @pytest.mark.fault(60, transport="ucx")
 @pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
-def test_nothing_is_left(ranks: Run, names: Names, body: object, count: int) -> None:
+def test_repeated_use_leaks_no_memory_or_names(ranks: Run, names: Names, body: object, count: int) -> None:
     done = ranks(2, body, count, before=names)
     for slope, seconds, _ in done:
         print(f"{count} times: {slope:.0f} bytes and {seconds * 1e3:.1f} ms each")

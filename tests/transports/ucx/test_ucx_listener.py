@@ -35,7 +35,7 @@ def fd():
     os.close(found)
 
 
-def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
+def test_listener_calls_back_repeatedly_also_after_an_error(fd, caplog):
     before = held()
     hearing = Hearing(fd)
     for _ in range(3):
@@ -48,7 +48,7 @@ def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     assert [str(record.exc_info[1]) for record in caplog.records] == ["of this test"]
 
 
-def test_it_ends_with_its_object(fd):
+def test_listener_thread_ends_with_its_object(fd):
     before = held()
     hearing = Hearing(fd)
     thread = hearing.listener._thread
@@ -59,7 +59,7 @@ def test_it_ends_with_its_object(fd):
     all_let_go(before)
 
 
-def test_no_thread_can_be_started(fd):
+def test_listener_without_a_thread_raises_and_leaks_nothing(fd):
     before = held()
     with no_threads(), pytest.raises(RuntimeError):
         Hearing(fd)
@@ -67,7 +67,7 @@ def test_no_thread_can_be_started(fd):
     all_let_go(before)
 
 
-def test_who_ends_it_writes_to_no_other_descriptor(fd, monkeypatch):
+def test_listener_end_writes_to_no_reused_descriptor(fd, monkeypatch):
     """The thread is at the end of its loop while another one ends it, and is preempted before it writes."""
     hearing = Hearing(fd)
     written, write = [], os.eventfd_write

@@ -50,31 +50,33 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     return Wheel(tmp_path, monkeypatch)
 
 
-def test_without_a_gpu_libc_stays_as_it_is(wheel: Wheel) -> None:
+def test_memory_hooks_are_off_without_a_gpu(wheel: Wheel) -> None:
     assert wheel.mode(*WHEEL) == "none"
     assert MODE not in os.environ
 
 
-def test_with_a_gpu_ucx_hears_of_freed_memory(wheel: Wheel) -> None:
+def test_memory_hooks_are_on_with_a_gpu(wheel: Wheel) -> None:
     assert wheel.mode(*WHEEL, driver=True) is None
 
 
-def test_with_a_driver_and_no_modules_for_it(wheel: Wheel) -> None:
+def test_memory_hooks_are_off_without_cuda_modules(wheel: Wheel) -> None:
     assert wheel.mode("libuct_cma", driver=True) == "none"
 
 
 @pytest.mark.parametrize("module", ["libuct_ib", "libuct_xpmem", "libuct_rocm"])
-def test_with_another_device_it_does_so_too(wheel: Wheel, module: str) -> None:
+def test_memory_hooks_are_on_with_another_device(wheel: Wheel, module: str) -> None:
     assert wheel.mode(*WHEEL, module) is None
 
 
 @pytest.mark.parametrize("variable", ["UCX_MODULE_DIR", "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"])
-def test_with_another_ucx_than_the_wheels(wheel: Wheel, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_memory_hooks_are_untouched_with_another_ucx(
+    wheel: Wheel, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv(variable, "true")
     assert wheel.mode(*WHEEL) is None
 
 
-def test_the_users_setting_goes_first(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_hook_setting_of_the_user_is_kept(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODE, "reloc")
     assert wheel.mode(*WHEEL) == "reloc"
     assert os.environ[MODE] == "reloc"

@@ -15,5 +15,5 @@ pytestmark = pytest.mark.real
 @pytest.mark.search
 @pytest.mark.timeout(SUITE_HANGS)  # compiling takes minutes where others compute, too
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_parts_of_the_engine(sanitizer: str, tmp_path: Path) -> None:
+def test_parts_of_the_engine_pass_under_sanitizers(sanitizer: str, tmp_path: Path) -> None:
     run_sanitized(tmp_path, sanitizer, PROGRAMS["parts"])

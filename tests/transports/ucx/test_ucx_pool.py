@@ -77,7 +77,7 @@ async def one_after_the_other(place: Rank) -> int:
         return held
 
 
-def test_communicators_in_turn_use_the_same_memory(ranks: Run) -> None:
+def test_successive_communicators_reuse_the_pool_memory(ranks: Run) -> None:
     for held in ranks(RANKS, one_after_the_other):
         assert RANKS * KEPT / 4 < held < BOUND
 
@@ -98,7 +98,7 @@ async def all_at_once(place: Rank) -> int:
         return await memory_of_all(comm)
 
 
-def test_pages_go_back_after_many_collectives_at_once(ranks: Run) -> None:
+def test_pool_pages_are_released_after_concurrent_collectives(ranks: Run) -> None:
     for held in ranks(RANKS, all_at_once):
         assert held < BOUND
 
@@ -132,7 +132,7 @@ async def lose_while_pages_go_back(place: Rank, victim: int, delay: float) -> in
 
 @pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize(("victim", "delay"), [(0, 0.1), (2, 0.11), (1, 0.3)])
-def test_a_rank_dies_while_pages_go_back(ranks: Run, victim: int, delay: float) -> None:
+def test_death_while_pool_pages_are_released_is_survived(ranks: Run, victim: int, delay: float) -> None:
     results = ranks(RANKS, lose_while_pages_go_back, victim, delay)
     assert results.pop(victim) is KILLED
     for held in results:

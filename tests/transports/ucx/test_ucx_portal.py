@@ -101,7 +101,7 @@ def items(comm: aiocomms.Communicator) -> list[Any]:
     return comm._core.recorder.snapshot("for the test").items()
 
 
-def test_plain_calls_need_no_loop(which: str) -> None:
+def test_plain_portal_calls_start_without_the_loop(which: str) -> None:
     """The loop stands still while both ranks' threads call, and what can be done within the call is."""
 
     async def main() -> None:
@@ -126,7 +126,7 @@ def test_plain_calls_need_no_loop(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_plain_calls_of_a_lane(which: str) -> None:
+def test_plain_portal_calls_of_a_lane_start_without_the_loop(which: str) -> None:
     """The first one goes by the loop, which then hears of the lane's end elsewhere."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_plain_calls_of_a_lane(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_what_was_called_before_comes_before(by_the_loop: None) -> None:
+def test_plain_call_does_not_overtake_an_earlier_call_by_the_loop(by_the_loop: None) -> None:
     """A call that the loop is to start, and behind it a plain one, which must not overtake it."""
 
     async def main() -> None:
@@ -173,7 +173,7 @@ def test_what_was_called_before_comes_before(by_the_loop: None) -> None:
     run_on("asyncio", main)
 
 
-def test_a_call_that_the_loop_is_amid_comes_before(native: None, by_the_loop: None) -> None:
+def test_plain_call_does_not_overtake_a_call_in_its_pre_hook(native: None, by_the_loop: None) -> None:
     """The loop's call has its number, and waits in its pre-hook while a thread calls the next one."""
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_a_call_that_the_loop_is_amid_comes_before(native: None, by_the_loop: No
     run_on("asyncio", main)
 
 
-def test_hooks_are_called_on_the_loops_thread() -> None:
+def test_hooks_of_portal_calls_run_on_the_loops_thread() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             heard: list[tuple[int, str]] = []
@@ -214,7 +214,7 @@ def test_hooks_are_called_on_the_loops_thread() -> None:
     run_on("asyncio", main)
 
 
-def test_an_abort_ends_what_is_pending() -> None:
+def test_abort_fails_pending_portal_calls() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             portal = comms[0].portal()
@@ -230,7 +230,7 @@ def test_an_abort_ends_what_is_pending() -> None:
     run_on("asyncio", main)
 
 
-def test_a_lane_is_given_up_while_a_call_is_pending() -> None:
+def test_lane_abort_fails_its_pending_portal_call() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             lanes = [comm.portal().lane("given up") for comm in comms]
@@ -247,7 +247,7 @@ def test_a_lane_is_given_up_while_a_call_is_pending() -> None:
     run_on("asyncio", main)
 
 
-def test_closing_lets_a_collective_end_and_withdraws_a_receive() -> None:
+def test_close_waits_for_a_portal_collective_and_withdraws_a_recv() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             portal, tensor = comms[0].portal(), torch.ones(2)
@@ -266,7 +266,7 @@ def test_closing_lets_a_collective_end_and_withdraws_a_receive() -> None:
     run_on("asyncio", main)
 
 
-def test_closing_waits_for_a_call_that_is_being_posted(native: None) -> None:
+def test_close_waits_for_a_call_that_is_being_posted(native: None) -> None:
     """The call is not in flight yet, so nothing else would wait for it."""
 
     async def main() -> None:
@@ -297,7 +297,7 @@ def test_closing_waits_for_a_call_that_is_being_posted(native: None) -> None:
     run_on("asyncio", main)
 
 
-def test_a_deadline(which: str) -> None:
+def test_late_portal_recv_fails_alone_and_late_collective_aborts(which: str) -> None:
     """A receive fails alone; a collective takes the communicator with it."""
 
     async def main() -> None:
@@ -314,7 +314,7 @@ def test_a_deadline(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_a_receive_is_cancelled_and_the_next_one_gets_the_message() -> None:
+def test_cancelled_portal_recv_leaves_its_message_for_the_next() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             portal, untouched = comms[0].portal(), torch.zeros(1)
@@ -328,7 +328,7 @@ def test_a_receive_is_cancelled_and_the_next_one_gets_the_message() -> None:
     run_on("asyncio", main)
 
 
-def test_ranks_that_disagree_are_told(which: str) -> None:
+def test_portal_collectives_that_disagree_raise_mismatch_error(which: str) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             works = [
@@ -342,7 +342,7 @@ def test_ranks_that_disagree_are_told(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_the_loop_and_several_threads_at_once() -> None:
+def test_loop_and_threads_share_sequence_numbers_and_recorder() -> None:
     """Each has a lane; all share the numbers, and the recorder knows every op."""
     rounds, callers = 60, 4
 
@@ -386,7 +386,7 @@ def test_the_loop_and_several_threads_at_once() -> None:
     run_on("asyncio", main)
 
 
-def test_threads_that_share_the_collectives_of_a_communicator(native: None) -> None:
+def test_threads_that_share_collectives_get_one_number_each(native: None) -> None:
     """The order of the callers is open; each number is one collective's, and all are done."""
     count, callers = 200, 3
 
@@ -415,7 +415,7 @@ def test_threads_that_share_the_collectives_of_a_communicator(native: None) -> N
     run_on("asyncio", main)
 
 
-def test_a_window_that_closes_goes_before_collectives_behind_it() -> None:
+def test_window_close_precedes_later_portal_collectives() -> None:
     """Its place among the collectives is that of its call, also where it has to wait for it."""
 
     async def main() -> None:
@@ -436,7 +436,7 @@ def test_a_window_that_closes_goes_before_collectives_behind_it() -> None:
     run_on("asyncio", main)
 
 
-def test_a_collective_waits_behind_a_window_that_closes(native: None, posts: list[bool]) -> None:
+def test_portal_collective_waits_behind_a_closing_window(native: None, posts: list[bool]) -> None:
     """No thread posts either while the calls that have waited are posted."""
 
     async def main() -> None:
@@ -464,7 +464,7 @@ def test_a_collective_waits_behind_a_window_that_closes(native: None, posts: lis
 
 
 @pytest.mark.real
-def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
+def test_forked_child_is_refused_and_the_parent_goes_on() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             portal = comms[0].portal()
@@ -497,7 +497,7 @@ NOT_PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", NOT_PLAIN)
-def test_what_is_not_plain_goes_by_the_loop(what: str, by_the_loop: None) -> None:
+def test_portal_call_that_is_not_plain_goes_by_the_loop(what: str, by_the_loop: None) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             work = here(lambda: NOT_PLAIN[what](comms[0].portal()))

@@ -103,7 +103,7 @@ async def known_lane(comms: Sequence[aiocomms.Communicator]) -> tuple[Any, Any, 
     return mine, theirs, portal
 
 
-def test_a_receive_is_withdrawn() -> None:
+def test_recv_withdrawn_amid_its_post_leaves_its_message_for_the_next() -> None:
     """A deadline may withdraw it: the engine drops it, and the next one gets the message."""
 
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_a_receive_is_withdrawn() -> None:
     run_on("asyncio", main)
 
 
-def test_the_loop_fails_it_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_before_a_post_is_kept_reaches_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread hears of that, although nobody could be told then."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_the_loop_fails_it_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     run_on("asyncio", main)
 
 
-def test_a_lane_that_closes_waits_for_it() -> None:
+def test_lane_close_waits_for_a_post() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             mine, theirs, portal = await known_lane(comms)
@@ -176,7 +176,7 @@ def test_a_lane_that_closes_waits_for_it() -> None:
     run_on("asyncio", main)
 
 
-def test_the_recorder_counts_it() -> None:
+def test_recorder_counts_an_op_amid_its_post() -> None:
     """The call has a number among the collectives, and so those before it keep theirs."""
 
     async def main() -> None:
@@ -196,7 +196,7 @@ def test_the_recorder_counts_it() -> None:
     run_on("asyncio", main)
 
 
-def test_it_ends_at_once_and_the_communicator_is_closed_meanwhile() -> None:
+def test_op_done_within_its_post_calls_no_hook_after_close() -> None:
     """No hook is called on the thread, which would be the first one that hears of the op's end."""
 
     async def main() -> None:
@@ -224,7 +224,7 @@ def test_it_ends_at_once_and_the_communicator_is_closed_meanwhile() -> None:
     run_on("asyncio", main)
 
 
-def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
+def test_mismatch_behind_an_op_amid_its_post_is_named_as_the_reason() -> None:
     """An end within the post is not heard before the post is left; the ranks disagree on what comes behind it."""
 
     async def main() -> None:
@@ -245,7 +245,7 @@ def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-def test_a_signal_handler_raises(error: type[BaseException]) -> None:
+def test_signal_handler_that_raises_amid_a_post_withdraws_the_recv(error: type[BaseException]) -> None:
     """The call raises it; the receive is withdrawn, the next one gets the message, and nothing is taken for broken."""
 
     async def main() -> None:

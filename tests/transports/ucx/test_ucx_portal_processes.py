@@ -83,7 +83,7 @@ async def everybody_posts(place: Rank) -> tuple[int, int]:
     return len(posts), sum(posts)
 
 
-def test_threads_and_the_loop_of_both_ranks_post_at_once(ranks: Run) -> None:
+def test_threads_and_loop_of_both_ranks_post_concurrently(ranks: Run) -> None:
     for calls, posted in ranks(2, everybody_posts):
         assert calls == (LANES + 2) * ROUNDS
         assert posted > 0, "some of them by the threads themselves"
@@ -126,6 +126,6 @@ async def memory_in_use(place: Rank, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["collective", "message"])
-def test_the_memory_of_a_post_that_looks_on_is_in_use(ranks: Run, kind: str) -> None:
+def test_memory_of_a_pending_post_cannot_be_moved(ranks: Run, kind: str) -> None:
     """No other op may move the memory, such as to share it as a window."""
     ranks(2, memory_in_use, kind)

@@ -273,20 +273,22 @@ def cases(dtype: torch.dtype) -> Iterator[list[Tensor]]:
             yield [t[count - 1 + k : 2 * count - 1 + k] for k, t in enumerate(pool(dtype)[:n])]
 
 
-def test_every_pair_of_operator_and_dtype_is_supported_as_in_the_core(library: Library) -> None:
+def test_engine_supports_the_operator_dtype_pairs_of_the_core(library: Library) -> None:
     for i, op in enumerate(OPS):
         for j, dtype in enumerate(DTYPES):
             assert library.c.supports_(i, j) == op.supports(dtype), (op, dtype)
 
 
-def test_a_dtype_has_its_size_and_its_lifted_dtype(library: Library) -> None:
+def test_engine_dtypes_have_the_size_and_lifted_dtype_of_torch(library: Library) -> None:
     for j, dtype in enumerate(DTYPES):
         assert library.c.size_(j) == dtype.itemsize
         assert DTYPES[library.c.lifted_(j)] == reductions.lift(ReduceOp.SUM, torch.zeros(1, dtype=dtype)).dtype
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
-def test_reduce_gives_the_bits_of_the_core(libraries: dict[str, Library], op: ReduceOp, dtype: torch.dtype) -> None:
+def test_engine_reduce_equals_the_core_bit_for_bit(
+    libraries: dict[str, Library], op: ReduceOp, dtype: torch.dtype
+) -> None:
     for tensors in cases(dtype):
         wanted = reduce(op, tensors)
         before = pool(dtype)[0][: wanted.numel() + 2]
@@ -302,7 +304,9 @@ def test_reduce_gives_the_bits_of_the_core(libraries: dict[str, Library], op: Re
 
 
 @pytest.mark.parametrize(("op", "dtype"), PAIRS)
-def test_lift_combine_and_lower_give_its_bits(libraries: dict[str, Library], op: ReduceOp, dtype: torch.dtype) -> None:
+def test_engine_lift_combine_and_lower_equal_the_core_bit_for_bit(
+    libraries: dict[str, Library], op: ReduceOp, dtype: torch.dtype
+) -> None:
     for tensors in cases(dtype):
         lifts = [lift(op, t) for t in tensors]
         combined = lifts[0].clone()
@@ -331,7 +335,9 @@ def test_lift_combine_and_lower_give_its_bits(libraries: dict[str, Library], op:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("op", [op for op in OPS if op.supports(torch.complex64)], ids=lambda op: op.kind)
-def test_finite_complex_values_come_out_as_in_the_core(library: Library, op: ReduceOp, dtype: torch.dtype) -> None:
+def test_engine_reduce_of_finite_complex_values_equals_the_core(
+    library: Library, op: ReduceOp, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     for n in (1, 2, 3, 5, 7):
         tensors = [torch.randn(1001, dtype=dtype) for _ in range(n)]
@@ -345,7 +351,7 @@ def test_finite_complex_values_come_out_as_in_the_core(library: Library, op: Red
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_converted_as_torch_does(library: Library, dtype: torch.dtype) -> None:
+def test_engine_converts_half_precision_as_torch_does(library: Library, dtype: torch.dtype) -> None:
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     wide = torch.empty(2**16)
     library.lift(ReduceOp.SUM, halves, wide)
@@ -364,7 +370,7 @@ def test_halves_are_converted_as_torch_does(library: Library, dtype: torch.dtype
     check(ReduceOp.SUM, narrow, values.to(dtype))
 
 
-def test_nothing_is_written_for_no_elements(library: Library) -> None:
+def test_engine_reduce_of_no_elements_writes_nothing(library: Library) -> None:
     pointers = (ctypes.c_void_p * 2)(None, None)
     for op in OPS:
         for dtype in (d for d in DTYPES if op.supports(d)):

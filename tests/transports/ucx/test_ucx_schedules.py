@@ -15,15 +15,15 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(SUITE_HANGS)]  # compiling t
 
 
 @pytest.mark.search
-def test_schedules_of_messages_on_a_simulated_network(tmp_path: Path) -> None:
+def test_schedules_on_a_simulated_network_pass_under_sanitizers(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "address,undefined", PROGRAMS["schedules"])
 
 
 @pytest.mark.search
-def test_schedules_of_several_hosts_on_a_simulated_network(tmp_path: Path) -> None:
+def test_hierarchical_schedules_on_simulated_hosts_pass_under_sanitizers(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "address,undefined", PROGRAMS["hierarchical"])
 
 
 @pytest.mark.search
-def test_the_critical_path_on_simulated_hosts(tmp_path: Path) -> None:
+def test_critical_path_on_simulated_hosts_is_bounded(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "undefined", PROGRAMS["critical_path"])

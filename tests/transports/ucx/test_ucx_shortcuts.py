@@ -181,7 +181,7 @@ def test_plain_ops_on_windows_take_the_shortcut(run: Any, which: str) -> None:
     run(main)
 
 
-def test_ops_on_windows_go_by_no_lane(which: str) -> None:
+def test_window_ops_within_a_lane_use_no_lane(which: str) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             windows = await windows_of(comms)
@@ -200,7 +200,7 @@ def test_ops_on_windows_go_by_no_lane(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_windows_that_another_transport_carries_have_none() -> None:
+def test_windows_of_another_transport_have_no_shortcuts() -> None:
     async def main() -> None:
         for families in ("local", {"p2p": "ucx", "collectives": "ucx"}):
             async with local_world(2, families) as comms:
@@ -210,7 +210,7 @@ def test_windows_that_another_transport_carries_have_none() -> None:
     run_on("asyncio", main)
 
 
-def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_communicator_subclass_have_no_shortcuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The subclass may start ops in a way of its own, and does so for those of its windows."""
 
     class Noting(Communicator):
@@ -231,7 +231,7 @@ def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> Non
     run_on("asyncio", main)
 
 
-def test_the_methods_of_a_window_look_as_ever() -> None:
+def test_window_methods_keep_their_signature_and_docstring() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             (window,) = await windows_of([comm])
@@ -248,7 +248,7 @@ def test_the_methods_of_a_window_look_as_ever() -> None:
     run_on("asyncio", main)
 
 
-def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
+def test_closed_window_refuses_ops_and_records_nothing() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             windows = await windows_of(comms)
@@ -270,7 +270,7 @@ def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
     run_on("asyncio", main)
 
 
-def test_a_window_that_the_engine_has_forgotten_is_pythons_to_refuse() -> None:
+def test_op_on_a_window_unknown_to_the_engine_is_refused_by_python() -> None:
     """The engine refuses before anything has happened, and Python tries again: it decides what the program is told."""
 
     async def main() -> None:
@@ -289,7 +289,7 @@ def test_a_window_that_the_engine_has_forgotten_is_pythons_to_refuse() -> None:
     run_on("asyncio", main)
 
 
-def test_an_aborted_communicator_refuses_ops_on_its_windows() -> None:
+def test_aborted_communicator_refuses_ops_on_its_windows() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             windows = await windows_of(comms)
@@ -302,7 +302,7 @@ def test_an_aborted_communicator_refuses_ops_on_its_windows() -> None:
     run_on("asyncio", main)
 
 
-def test_a_wait_is_withdrawn_with_its_task_and_the_next_gets_the_signal() -> None:
+def test_withdrawn_wait_signal_leaves_the_signal_for_the_next() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             windows = await windows_of(comms)
@@ -321,7 +321,7 @@ def test_a_wait_is_withdrawn_with_its_task_and_the_next_gets_the_signal() -> Non
     run_on("asyncio", main)
 
 
-def test_a_finalizer_that_closes_the_window_amid_a_put() -> None:
+def test_finalizer_that_closes_the_window_amid_a_put_is_survived() -> None:
     """Making the record of an op may collect garbage, whose finalizers may do anything."""
 
     async def main() -> None:
@@ -354,7 +354,7 @@ def test_a_finalizer_that_closes_the_window_amid_a_put() -> None:
     run_on("asyncio", main)
 
 
-def test_a_window_and_its_shortcuts_are_freed() -> None:
+def test_window_and_its_shortcuts_are_freed() -> None:
     async def main() -> list[weakref.ref[Any]]:
         async with aiocomms.new_comm("ucx") as comm:
             (window,) = await windows_of([comm])
@@ -384,7 +384,7 @@ UNCOMMON = {
 
 
 @pytest.mark.parametrize("call", UNCOMMON.values(), ids=UNCOMMON)
-def test_what_is_not_plain_is_left_to_python(call: Any) -> None:
+def test_op_that_is_not_plain_takes_the_python_path(call: Any) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             with counted() as started:
@@ -396,7 +396,7 @@ def test_what_is_not_plain_is_left_to_python(call: Any) -> None:
     run_on("asyncio", main)
 
 
-def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+def test_communicator_without_all_ucx_families_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     async def shortcuts(transport: Any) -> list[object]:
         async with local_world(2, transport) as comms:
             return [comm._shortcuts for comm in comms]
@@ -411,7 +411,7 @@ def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> No
     assert all(it is None for it in run_on("asyncio", shortcuts, "ucx"))
 
 
-def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
+def test_transport_subclass_with_its_own_post_has_no_shortcuts(install: Any) -> None:
     from aiocomms_ucx import UcxTransport
 
     posted: list[str] = []
@@ -430,7 +430,7 @@ def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
     assert posted[-2:] == ["barrier", "barrier"]  # behind the messages that prove the way while it forms
 
 
-def test_what_no_transport_carries_is_refused() -> None:
+def test_op_that_no_transport_carries_is_refused() -> None:
     async def main() -> None:
         async with local_world(2, {"collectives": "ucx"}) as comms:
             for call in (lambda: comms[0].send(torch.ones(1), 1), lambda: comms[0].recv(torch.ones(1), 1)):
@@ -441,7 +441,7 @@ def test_what_no_transport_carries_is_refused() -> None:
     run_on("asyncio", main)
 
 
-def test_a_transport_that_carries_less_has_none(install: Any) -> None:
+def test_transport_subclass_that_carries_less_has_no_shortcuts(install: Any) -> None:
     from aiocomms_ucx import UcxTransport
 
     class Lacking(UcxTransport):
@@ -469,7 +469,7 @@ def test_methods_without_a_shortcut_may_be_replaced(monkeypatch: pytest.MonkeyPa
     run_on("asyncio", main)
 
 
-def test_the_methods_look_as_ever(which: str) -> None:
+def test_communicator_methods_keep_their_signature_and_docstring(which: str) -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             assert isinstance(comm, Communicator)
@@ -493,7 +493,7 @@ def test_the_methods_look_as_ever(which: str) -> None:
 # -------------------------------------------------------------------------------------------------- a work that is done
 
 
-def test_a_work_that_was_done_at_once(run: Any, loop: str) -> None:
+def test_work_done_within_its_call_is_a_started_work(run: Any, loop: str) -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             tensor = torch.ones(2)
@@ -531,7 +531,7 @@ def test_a_work_that_was_done_at_once(run: Any, loop: str) -> None:
     run(main)
 
 
-def test_asyncio_takes_it_for_a_coroutine() -> None:
+def test_started_work_is_a_coroutine_for_asyncio() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             tensor = torch.ones(2)
@@ -546,7 +546,7 @@ def test_asyncio_takes_it_for_a_coroutine() -> None:
     run_on("asyncio", main)
 
 
-def test_what_awaiting_a_done_work_steps_through() -> None:
+def test_await_of_a_done_work_ends_at_its_first_step() -> None:
     """A done work steps as a generator that ends at its first step."""
 
     async def main() -> None:
@@ -577,7 +577,7 @@ def test_what_awaiting_a_done_work_steps_through() -> None:
     run_on("asyncio", main)
 
 
-def test_a_value_that_is_a_tuple_or_an_exception_comes_out_as_it_is() -> None:
+def test_await_returns_a_tuple_or_exception_result_unchanged() -> None:
     """StopIteration takes a tuple for its arguments, and an exception for itself."""
     awaiting = StartedWork.__await__
     if hasattr(engine, "Shortcuts"):
@@ -593,7 +593,7 @@ def test_a_value_that_is_a_tuple_or_an_exception_comes_out_as_it_is() -> None:
 # ----------------------------------------------------------------------------------------------------- uncommon events
 
 
-def test_hooks_that_come_while_ops_run() -> None:
+def test_hooks_registered_between_ops_see_the_next_op() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             one, two = comms
@@ -618,7 +618,7 @@ def test_hooks_that_come_while_ops_run() -> None:
     run_on("asyncio", main)
 
 
-def test_post_hooks_hear_of_what_shortcuts_start(which: str) -> None:
+def test_post_hooks_see_ops_that_shortcuts_start(which: str) -> None:
     """The hooks hear what the Python path tells them, and ops stay native."""
 
     async def main() -> None:
@@ -661,7 +661,7 @@ def test_post_hooks_hear_of_what_shortcuts_start(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_what_a_pre_hook_raises_stops_the_op() -> None:
+def test_pre_hook_that_raises_stops_the_op() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             await comm.barrier()
@@ -679,7 +679,7 @@ def test_what_a_pre_hook_raises_stops_the_op() -> None:
     run_on("asyncio", main)
 
 
-def test_an_abort_in_a_signal_handler_refuses_the_next_op() -> None:
+def test_abort_in_a_signal_handler_refuses_the_next_op() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             await comm.barrier()
@@ -694,7 +694,7 @@ def test_an_abort_in_a_signal_handler_refuses_the_next_op() -> None:
     run_on("asyncio", main)
 
 
-def test_another_thread_is_refused() -> None:
+def test_op_on_another_thread_is_refused() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             await comm.barrier()
@@ -716,7 +716,7 @@ def test_another_thread_is_refused() -> None:
     run_on("asyncio", main)
 
 
-def test_a_lane_that_becomes_the_current_one() -> None:
+def test_ops_within_a_lane_block_use_that_lane() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
 
@@ -734,7 +734,7 @@ def test_a_lane_that_becomes_the_current_one() -> None:
     run_on("asyncio", main)
 
 
-def test_works_of_the_communicator_go_by_its_own_current_lane() -> None:
+def test_nested_lane_blocks_of_two_communicators_stay_apart() -> None:
     """Blocks of two communicators and of two lanes lie within each other."""
 
     async def main() -> None:
@@ -752,7 +752,7 @@ def test_works_of_the_communicator_go_by_its_own_current_lane() -> None:
 
 
 @pytest.mark.parametrize("call", [lambda lane, it: lane.all_reduce(it), lambda lane, it: lane.recv(it, 1)])
-def test_a_lane_that_is_closed_or_given_up_refuses_ops(call: Any) -> None:
+def test_closed_or_aborted_lane_refuses_ops(call: Any) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             lanes = [comm.lane("one") for comm in comms]
@@ -771,7 +771,7 @@ def test_a_lane_that_is_closed_or_given_up_refuses_ops(call: Any) -> None:
     run_on("asyncio", main)
 
 
-def test_what_is_pending_in_a_lane_ends_with_it() -> None:
+def test_lane_abort_fails_its_pending_ops() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             await ranks(comms, lambda comm: comm.lane("one").barrier())
@@ -791,7 +791,7 @@ def test_what_is_pending_in_a_lane_ends_with_it() -> None:
     run_on("asyncio", main)
 
 
-def test_a_message_of_a_lane_that_waits_is_as_any_other() -> None:
+def test_pending_recv_of_a_lane_can_be_withdrawn_and_matches_in_order() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             await ranks(comms, lambda comm: comm.lane("one").barrier())
@@ -817,7 +817,7 @@ def test_a_message_of_a_lane_that_waits_is_as_any_other() -> None:
     run_on("asyncio", main)
 
 
-def test_a_full_ring_keeps_the_last_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_recorder_ring_keeps_the_last_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
     async def main() -> None:
@@ -836,7 +836,7 @@ def test_a_full_ring_keeps_the_last_ops(monkeypatch: pytest.MonkeyPatch) -> None
     run_on("asyncio", main)
 
 
-def test_an_op_that_the_engine_refuses_is_made_an_error_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_that_the_engine_refuses_raises_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine was closed behind the communicator's back: nothing of a shortcut's attempt is left."""
 
     async def main() -> None:
@@ -852,7 +852,7 @@ def test_an_op_that_the_engine_refuses_is_made_an_error_by_python(monkeypatch: p
     run_on("asyncio", main)
 
 
-def test_an_op_of_a_lane_that_the_engine_refuses_is_made_an_error_by_python() -> None:
+def test_lane_op_that_the_engine_refuses_raises_comm_error() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:
             lane = comm.lane("one")
@@ -868,7 +868,7 @@ def test_an_op_of_a_lane_that_the_engine_refuses_is_made_an_error_by_python() ->
     run_on("asyncio", main)
 
 
-def test_a_closed_communicator_is_freed() -> None:
+def test_closed_communicator_is_freed() -> None:
     async def main() -> weakref.ref[object]:
         async with aiocomms.new_comm("ucx") as comm:
             await comm.all_reduce(torch.ones(2))
@@ -1085,7 +1085,9 @@ def both() -> Iterator[list[Door]]:
 @hypothesis.example(("communicator", "notice", (1,), {}))
 @hypothesis.example(("communicator", "notice", (0,), {}))
 @hypothesis.example(("communicator", "notice", (2,), {}))
-def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> None:
+def test_native_and_pure_shortcuts_behave_alike(
+    both: list[Door], call: tuple[str, str, tuple[Any, ...], dict[str, Any]]
+) -> None:
     with warnings.catch_warnings(action="ignore"):  # torch warns of prototypes
         native, pure = (one.call(*call) for one in both)
     assert native == pure

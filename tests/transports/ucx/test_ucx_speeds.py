@@ -43,7 +43,7 @@ def find(measure: Measurement) -> Found:
     return speeds._find(speeds._path(), measure)
 
 
-def test_what_was_measured_is_kept(folder: Path) -> None:
+def test_measured_speeds_are_cached_in_a_private_file(folder: Path) -> None:
     measure = Measurement()
     first, second = find(measure), find(measure)
     assert measure.calls == 1
@@ -67,7 +67,7 @@ def test_what_was_measured_is_kept(folder: Path) -> None:
     ],
     ids=["empty", "bytes", "list", "fields", "nested", "place"],
 )
-def test_garbage_is_measured_anew_and_replaced(folder: Path, content: bytes) -> None:
+def test_malformed_speed_file_is_measured_again_and_replaced(folder: Path, content: bytes) -> None:
     path = speeds._path()
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -76,7 +76,7 @@ def test_garbage_is_measured_anew_and_replaced(folder: Path, content: bytes) -> 
 
 
 @pytest.mark.parametrize("field", ["processor", "system", "version"])
-def test_what_is_of_another_place_is_measured_anew(folder: Path, field: str) -> None:
+def test_speed_file_of_another_host_or_version_is_measured_again(folder: Path, field: str) -> None:
     find(Measurement(1, 1))
     path = speeds._path()
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: "another"}))
@@ -85,7 +85,7 @@ def test_what_is_of_another_place_is_measured_anew(folder: Path, field: str) -> 
 
 
 @pytest.mark.parametrize("value", [0, -1, 10**10, 1.5, "1"])
-def test_a_time_that_makes_no_sense_is_measured_anew(folder: Path, value: object) -> None:
+def test_invalid_time_in_the_speed_file_is_measured_again(folder: Path, value: object) -> None:
     find(Measurement())
     path = speeds._path()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"read": value}))
@@ -93,7 +93,7 @@ def test_a_time_that_makes_no_sense_is_measured_anew(folder: Path, value: object
     assert (find(measure).speeds.read, measure.calls) == (measure.result[0], 1)
 
 
-def test_hosts_that_share_the_folder_have_files_of_their_own(folder: Path, tmp_path: Path) -> None:
+def test_hosts_that_share_a_cache_folder_have_their_own_speed_files(folder: Path, tmp_path: Path) -> None:
     paths = set()
     for name, about in (
         ("intel", "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Processor\n"),
@@ -108,7 +108,7 @@ def test_hosts_that_share_the_folder_have_files_of_their_own(folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
-def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_speed_file_that_is_no_regular_file_is_not_read(folder: Path, tmp_path: Path, kind: str) -> None:
     find(Measurement(1, 1))
     path = speeds._path()
     path.rename(tmp_path / "elsewhere")
@@ -123,7 +123,7 @@ def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) ->
     assert [entry for entry in path.parent.iterdir() if entry != path] == []
 
 
-def test_another_users_file_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_file_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find(Measurement(1, 1))
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     measure = Measurement()
@@ -131,14 +131,16 @@ def test_another_users_file_is_not_read(folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("where", ["file", "relative"])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_unwritable_cache_folder_measures_without_caching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if where == "file" else "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))  # a relative path is to be ignored
     assert find(Measurement()).origin == "measured now"
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_measures_without_caching(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -147,7 +149,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find(Measurement()).origin == "measured now"
 
 
-def test_where_the_kernel_reads_nothing_it_is_asked_again(folder: Path) -> None:
+def test_unsupported_kernel_read_is_not_cached(folder: Path) -> None:
     measure = Measurement(read=0)
     assert [find(measure).speeds for _ in range(2)] == [None, None]
     assert measure.calls == 2
@@ -155,11 +157,11 @@ def test_where_the_kernel_reads_nothing_it_is_asked_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("read", "copied", "in_place"), [(47, 14, False), (59, 62, True), (70, 62, True)])
-def test_the_quicker_way_is_taken(read: int, copied: int, in_place: bool) -> None:
+def test_quicker_of_read_and_copy_is_chosen(read: int, copied: int, in_place: bool) -> None:
     assert Speeds("processor", "system", "version", read, copied).reads_in_place is in_place
 
 
-def test_this_host_is_measured() -> None:
+def test_measure_speeds_returns_positive_times() -> None:
     assert min(measure_speeds()) > 0
     assert MEASURED_BYTES == 128 * 1024
 
@@ -173,7 +175,7 @@ def unknown(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("measure", [Measurement(47_000, 14_000), Measurement(read=0)], ids=["slots", "refused"])
-def test_info_says_what_is_known_and_from_where(
+def test_info_shows_the_speeds_and_their_origin(
     unknown: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measure: Measurement
 ) -> None:
     monkeypatch.setattr(speeds, "measure_speeds", measure)
@@ -199,7 +201,9 @@ async def measured_when_ranks_share_a_host(measure: Measurement) -> None:
     assert measure.calls == 1
 
 
-def test_the_first_rank_of_a_host_measures_it_once(unknown: None, monkeypatch: pytest.MonkeyPatch, run: object) -> None:
+def test_first_rank_of_a_host_measures_its_speeds_once(
+    unknown: None, monkeypatch: pytest.MonkeyPatch, run: object
+) -> None:
     measure = Measurement()
     monkeypatch.setattr(speeds, "measure_speeds", measure)
     run(measured_when_ranks_share_a_host, measure)

@@ -64,7 +64,7 @@ def _zoo() -> dict[str, object]:
 
 @pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("name", zoo())
-def test_what_the_engine_takes_for_plain_the_core_takes_too(name, written):
+def test_engine_calls_a_tensor_plain_only_if_the_core_accepts_it(name, written):
     value = zoo()[name]
     try:
         (checks.writable if written else checks.readable)("tensor", value, CPU)
@@ -76,5 +76,5 @@ def test_what_the_engine_takes_for_plain_the_core_takes_too(name, written):
     assert engine.is_plain(value, written) is wanted
 
 
-def test_dtypes_have_the_same_names():
+def test_engine_and_core_have_the_same_dtypes():
     assert {getattr(torch, name) for name in engine.dtype_names()} == checks.DTYPES

@@ -48,7 +48,7 @@ async def share_memory(place: Rank) -> None:
         assert remote[0, 5] == 10 + peer  # the memory lives for as long as it is held
 
 
-def test_a_mapped_tensor_is_the_memory_itself(ranks: Run) -> None:
+def test_mapped_tensor_shares_the_windows_memory(ranks: Run) -> None:
     ranks(2, share_memory)
 
 
@@ -75,7 +75,7 @@ async def lend_foreign_memory(place: Rank) -> None:
         await window.aclose()
 
 
-def test_foreign_memory(ranks: Run) -> None:
+def test_window_on_foreign_memory_works_and_refuses_mapping(ranks: Run) -> None:
     ranks(2, lend_foreign_memory)
 
 
@@ -102,7 +102,7 @@ async def contend(place: Rank, turns: int, foreign: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_atomics_contend(ranks: Run, foreign: bool) -> None:
+def test_contending_atomics_lose_no_update(ranks: Run, foreign: bool) -> None:
     taken = [number for rank in ranks(4, contend, 200, foreign) for number in rank]
     assert sorted(taken) == list(range(4 * 200))
 
@@ -125,14 +125,14 @@ async def wait_in_vain(place: Rank) -> None:
         await window.aclose()
 
 
-def test_a_wait_that_is_withdrawn(ranks: Run) -> None:
+def test_withdrawn_wait_signal_leaves_the_signal_for_the_next(ranks: Run) -> None:
     ranks(2, wait_in_vain)
 
 
 @pytest.mark.deterministic
 @pytest.mark.fault(76)
 @pytest.mark.parametrize(("transport", "by_name"), [("local", False), ("c10d", False), ("ucx", False), ("ucx", True)])
-def test_a_window_does_not_move_what_an_op_of_another_communicator_has(
+def test_new_window_does_not_move_memory_of_another_communicators_op(
     transport: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it move what processes share by a name, which torch would move once more to have a descriptor of it."""
@@ -163,7 +163,7 @@ def test_a_window_does_not_move_what_an_op_of_another_communicator_has(
 
 @pytest.mark.deterministic
 @pytest.mark.fault(76, transport="ucx")
-def test_a_window_does_not_move_what_another_window_has() -> None:
+def test_new_window_does_not_move_memory_of_another_window() -> None:
     """The first window's communicator shares no memory, and so did not move it."""
 
     async def main() -> None:
@@ -207,5 +207,5 @@ async def put_more_than_a_slice(place: Rank) -> None:
         await window.aclose()
 
 
-def test_a_burst_of_puts_keeps_its_order(ranks: Run) -> None:
+def test_burst_of_puts_keeps_its_order(ranks: Run) -> None:
     ranks(2, put_more_than_a_slice)
