@@ -41,7 +41,7 @@ def record(due: float, ended: float, status: int = 200, right: bool | None = Tru
     return Record(due, due, ended, status, right, list(tokens))
 
 
-def test_arrivals_are_a_poisson_process_and_the_same_each_time() -> None:
+def test_arrivals_are_a_reproducible_poisson_process() -> None:
     moments = list(arrivals(50.0, 200.0, seed=3))
     assert moments == sorted(moments) == list(arrivals(50.0, 200.0, seed=3))
     assert moments[-1] < 200
@@ -58,7 +58,7 @@ def test_quantiles_are_values_that_were_measured() -> None:
     assert quantile([], 0.5) is None
 
 
-def test_a_summary_counts_each_request_once_and_times_the_good_ones() -> None:
+def test_summary_counts_each_request_once_and_times_the_good_ones() -> None:
     records = [
         record(10.0, 10.1), record(10.2, 10.5), record(10.4, 13.0), record(11.0, 11.1, 503, None),
         record(11.2, 11.3, 0, None), record(11.4, 11.5, 200, False), record(11.6, 11.7, 500, None),
@@ -72,7 +72,7 @@ def test_a_summary_counts_each_request_once_and_times_the_good_ones() -> None:
     assert found["tokens_per_s"] is found["ttft_p50"] is found["gap_p99"] is None
 
 
-def test_a_summary_of_streams_times_their_tokens() -> None:
+def test_summary_of_streams_times_their_tokens() -> None:
     streams = [record(0.0, 0.5, 200, True, 0.2, 0.3, 0.5), record(1.0, 2.6, 200, True, 1.4, 1.5, 2.6)]
     found = summary(streams, 2.0)
     assert found["tokens_per_s"] == 2.5  # the last one came after the end
@@ -82,11 +82,11 @@ def test_a_summary_of_streams_times_their_tokens() -> None:
     assert found["gap_p99"] == pytest.approx(1100)
 
 
-def test_nothing_is_said_of_no_requests() -> None:
+def test_summary_of_no_requests_has_no_quantiles() -> None:
     assert summary([], 1.0)["p99"] is None
 
 
-def test_a_kill_is_over_with_the_first_answer_to_whoever_came_later() -> None:
+def test_recovery_ends_with_the_first_answer_to_a_later_request() -> None:
     records = [
         record(0.0, 0.9), record(0.5, 1.25, 503, None), record(0.9, 1.6), record(1.1, 1.3, 0, None),
         record(1.2, 2.5), record(1.4, 2.25),
@@ -95,7 +95,7 @@ def test_a_kill_is_over_with_the_first_answer_to_whoever_came_later() -> None:
     assert around(records[:2], 1.0)["again"] is None
 
 
-def test_each_kill_is_judged_by_what_came_before_the_next() -> None:
+def test_each_kill_is_judged_by_requests_before_the_next() -> None:
     records = [record(1.1, 1.3, 503, None), record(1.2, 2.0), record(3.5, 5.5, 503, None), record(4.0, 9.0)]
     found = deaths(records, [1.0, 3.0, 10.0])
     assert (found["kills"], found["never_again"]) == (3, 1)
@@ -120,7 +120,7 @@ def look(**processes: tuple[int, ...]) -> Look:
     return Look(0.0, parse("\n".join(["# TYPE late histogram", *buckets, ""])))
 
 
-def test_lateness_is_that_of_the_time_between_two_looks_and_of_the_worst_process() -> None:
+def test_lateness_is_that_of_the_worst_process_between_two_looks() -> None:
     quiet, busy = (0, 0, 0, 0), (5, 5, 5, 5)
     before, after = look(a=quiet, b=busy), look(a=(100, 100, 100, 100), b=(55, 95, 105, 105))
     assert late(before, after, "late", 0.5) == pytest.approx(1.0)
@@ -148,7 +148,7 @@ Transfer/sec:      1.03MB
 """
 
 
-def test_what_wrk_prints_is_read() -> None:
+def test_parse_wrk_reads_its_report_and_refuses_other_text() -> None:
     assert parse_wrk(WRK) == {"per_s": 122.93, "p50": 0.85, "p99": 1260.0, "errors": 19}
     with pytest.raises(ValueError, match="no report"):
         parse_wrk("unable to connect")
@@ -197,7 +197,7 @@ async def streaming() -> AsyncIterator[tuple[Tokens, str]]:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_a_stream_is_asked_to_its_end() -> None:
+def test_load_reads_each_stream_to_its_end() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url):
             for _ in range(100):
@@ -214,7 +214,7 @@ def test_a_stream_is_asked_to_its_end() -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_each_token_has_the_moment_in_which_it_came() -> None:
+def test_each_token_of_a_stream_has_its_arrival_time() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
             asking = asyncio.create_task(ask(http, Stream(["a"], 2), 0, time.perf_counter()))
@@ -230,7 +230,7 @@ def test_each_token_has_the_moment_in_which_it_came() -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_a_client_leaves_after_half_of_its_stream() -> None:
+def test_client_with_leave_after_leaves_amid_its_stream() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
             tokens.go.release()
@@ -244,7 +244,7 @@ def test_a_client_leaves_after_half_of_its_stream() -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_refusals_and_streams_that_break_off_are_no_answers() -> None:
+def test_refusals_and_broken_streams_count_as_no_answers() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
             tokens.go.release()
@@ -255,7 +255,7 @@ def test_refusals_and_streams_that_break_off_are_no_answers() -> None:
     asyncio.run(main())
 
 
-def test_a_must_is_missed_where_ours_is_neither_faster_nor_sooner() -> None:
+def test_verdict_fails_unless_throughput_or_latency_is_better() -> None:
     def row(load: str, by: str, per_s: float, p99: float) -> dict[str, Any]:
         return {"load": load, "by": by, "per_s": per_s, "p99": p99, "late_p99": 1.0, "wrong": 0, "other": 0}
 
@@ -272,7 +272,7 @@ def test_a_must_is_missed_where_ours_is_neither_faster_nor_sooner() -> None:
     assert reached(130.0, 50.0, 4) == [True, False, True, True]
 
 
-def test_a_must_of_streams_is_missed_where_ours_gives_neither_more_nor_sooner_tokens() -> None:
+def test_stream_verdict_fails_unless_token_rate_or_gap_is_better() -> None:
     def row(load: str, by: str, tokens: float, gap: float) -> dict[str, Any]:
         shared = {"late_p99": 1.0, "wrong": 0, "other": 0}
         return {"load": load, "by": by, "tokens_per_s": tokens, "gap_p99": gap, **shared}
@@ -290,7 +290,7 @@ def test_a_must_of_streams_is_missed_where_ours_gives_neither_more_nor_sooner_to
 
 @pytest.mark.search
 @pytest.mark.real
-def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
+def test_answer_that_differs_from_the_unsplit_model_is_wrong() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
             for wanted in ("01", "02"):
@@ -305,7 +305,7 @@ def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
 @pytest.mark.search
 @pytest.mark.real
 @pytest.mark.timeout(SUITE_HANGS)
-def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_benchmark_measures_both_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are the unsplit model's, and after a kill tokens come again."""
     model = tmp_path / "model.safetensors"
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -329,7 +329,7 @@ def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.search
 @pytest.mark.real
 @pytest.mark.timeout(SUITE_HANGS)
-def test_both_servers_are_measured(tmp_path: Path) -> None:
+def test_serve_benchmark_measures_both_servers(tmp_path: Path) -> None:
     """All answers are right, and what a kill breaks is served again by ours."""
     command = [
         sys.executable,

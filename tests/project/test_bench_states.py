@@ -20,11 +20,11 @@ def row(title: str, trials: object) -> dict[str, Any]:
     return {"title": title, "ours": "", "figures": [], "verdicts": [], "failures": [], "states": trials}
 
 
-def test_turns_are_counted_by_what_slows_them() -> None:
+def test_turns_are_counted_by_kind_of_slowness() -> None:
     assert kinds(TRIALS, BEST) == {"quiet": 2, "slow": 1, "far": 1, "slow and far": 1}
 
 
-def test_the_best_is_that_of_the_run() -> None:
+def test_states_are_relative_to_the_best_of_the_run() -> None:
     text = states({"rows": [row("later", TRIALS[2:]), row("first", TRIALS[:2])]})
     assert "8.0 to 12.0 ns" in text
     assert "400 to 900 ns" in text
@@ -32,16 +32,16 @@ def test_the_best_is_that_of_the_run() -> None:
     assert counted[2:] == [["later", "0", "1", "1", "1"], ["first", "2", "0", "0", "0"]]
 
 
-def test_a_run_without_probes_has_no_such_table() -> None:
+def test_run_without_probes_has_no_states_table() -> None:
     special = row("idle", [])
     del special["states"]
     assert states({"rows": [special, row("failed", [])]}) == ""
     assert "Turns" not in markdown({"where": {"when": "once"}, "rows": [special]})
 
 
-def test_one_core_has_no_way_to_another() -> None:
+def test_single_core_run_counts_no_far_turns() -> None:
     assert kinds([(8.0, 0.0)], HostState(8.0, 0.0)) == {"quiet": 1, "slow": 0, "far": 0, "slow and far": 0}
 
 
-def test_a_turn_has_the_worse_of_two_probes() -> None:
+def test_turn_has_the_worse_of_its_two_probes() -> None:
     assert HostState(8.0, 900.0).worst(HostState(12.0, 400.0)) == HostState(12.0, 900.0)

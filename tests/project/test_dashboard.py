@@ -33,14 +33,14 @@ def queries():
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def test_it_is_a_dashboard():
+def test_dashboard_round_trips_through_grafana_classes():
     """Grafana's own classes read it; what they write again is the same, so they know every field."""
     register_default_plugins()
     read = Dashboard.from_json(json.loads(TEXT))
     assert json.loads(JSONEncoder().encode(read)) == json.loads(TEXT)
 
 
-def test_it_has_a_description_and_a_place_for_each_panel():
+def test_every_dashboard_panel_has_description_unit_and_place():
     assert all(panel["description"] and panel["fieldConfig"]["defaults"]["unit"] for panel in panels())
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in panels()]
     assert len(set(places)) == len(places)
@@ -71,7 +71,7 @@ def scraped():
     return found
 
 
-def test_it_asks_for_what_is_exported(monkeypatch):
+def test_dashboard_queries_only_exported_metrics(monkeypatch):
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "5")
     known, asked = scraped(), set()
 

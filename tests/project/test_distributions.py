@@ -26,7 +26,7 @@ CORE, ENGINE = (tomllib.loads((folder / "pyproject.toml").read_text())["project"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
-def test_both_are_of_one_version_wherever_it_stands():
+def test_both_distributions_have_one_version_everywhere():
     version = aiocomms.__version__
     assert aiocomms_ucx.__version__ == CORE["version"] == ENGINE["version"] == version
     assert CORE["optional-dependencies"]["ucx"] == [f"aiocomms-ucx[cu13]=={version}"]
@@ -36,7 +36,7 @@ def test_both_are_of_one_version_wherever_it_stands():
 
 @pytest.mark.search
 @pytest.mark.real
-def test_an_engine_of_another_version_says_so():
+def test_import_of_an_engine_of_another_version_fails_with_advice():
     code = "import aiocomms; aiocomms.__version__ = '9.0'; import aiocomms_ucx"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
     assert ended.returncode == 1
@@ -45,7 +45,7 @@ def test_an_engine_of_another_version_says_so():
     assert "is installed: pip install 'aiocomms[ucx]==9.0'" in ended.stderr
 
 
-def test_both_have_the_license_with_them():
+def test_both_distributions_include_the_license():
     for folder, project in ((ROOT, CORE), (UCX, ENGINE)):
         assert project["license-files"] == ["LICENSE"]
         assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
@@ -54,7 +54,7 @@ def test_both_have_the_license_with_them():
 @pytest.mark.search
 @pytest.mark.real
 @pytest.mark.parametrize("folder", [ROOT, UCX], ids=["aiocomms", "aiocomms-ucx"])
-def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
+def test_pypi_readme_has_only_absolute_links(folder):
     """There is none around it: whatever is linked or shown has an address."""
     tool = Path(sys.executable).with_name("hatch-fancy-pypi-readme")
     shown = subprocess.run([tool], cwd=folder, capture_output=True, text=True, timeout=HANGS, check=True).stdout
@@ -63,7 +63,7 @@ def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
     assert "pip install 'aiocomms[ucx]'" in shown
 
 
-def test_the_pythons_that_are_declared_are_those_of_the_wheels():
+def test_declared_python_versions_are_those_of_the_wheels():
     built = re.search(r"^WHEEL_PYTHONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     for project in (CORE, ENGINE):
         declared = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", it) for it in project["classifiers"]]
@@ -76,7 +76,7 @@ def test_the_pythons_that_are_declared_are_those_of_the_wheels():
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_step_of_a_workflow_is_a_target_here(workflow):
+def test_every_workflow_step_is_a_make_target(workflow):
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
     for job in yaml.safe_load(workflow.read_text())["jobs"].values():
@@ -91,14 +91,14 @@ def test_a_step_of_a_workflow_is_a_target_here(workflow):
                 assert set(named) <= targets
 
 
-def test_what_is_typed_stands_in_the_readme():
+def test_readme_blocks_are_those_that_the_check_runs():
     blocks = [mark for mark, _ in check.BLOCK.findall((ROOT / "README.md").read_text())]
     assert sorted(blocks) == ["file: hello.py", "run", "wheels"]
 
 
 @pytest.mark.search
 @pytest.mark.real
-def test_an_interpreter_is_found_by_its_path():
+def test_find_accepts_the_path_of_an_interpreter():
     found = pythons.find(sys.executable)
     assert found is not None
     assert found.version == sys.version_info[:2]
@@ -106,7 +106,7 @@ def test_an_interpreter_is_found_by_its_path():
 
 @pytest.mark.search
 @pytest.mark.real
-def test_one_that_is_not_there_is_said(capsys):
+def test_missing_interpreter_is_reported(capsys):
     assert pythons.find_all(["9.9", "/nowhere/python"]) == []
     said = capsys.readouterr().out
     assert "no Python 9.9 on PATH or in pyenv" in said
@@ -121,7 +121,7 @@ def program(path: Path, script: str) -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
+def test_find_takes_the_newest_pyenv_version_behind_a_refusing_shim(tmp_path, monkeypatch):
     """A shim of pyenv ends with 127 where another version is chosen; of pyenv's versions the newest is taken."""
     program(tmp_path / "bin" / "python8.1", "exit 127")
     program(tmp_path / "bin" / "pyenv", f"echo {tmp_path}")
@@ -131,7 +131,7 @@ def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
     assert pythons.find("8.1") == pythons.Python("/there/8.1.10", (8, 1))
 
 
-def test_the_old_c_library_has_the_headers_of_this_machines_pythons_beside_it(tmp_path):
+def test_sysroot_includes_the_python_headers_of_this_machine(tmp_path):
     """Debian's interpreters keep pyconfig.h in the folder of the kind of processor, which the compiler does not see."""
     headers, root = tmp_path / "usr" / "include" / "x86_64-linux-gnu", tmp_path / "root"
     (headers / "python3.14").mkdir(parents=True)

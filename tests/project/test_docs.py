@@ -138,14 +138,14 @@ class Session:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in FOR_HOSTS and blocks_of(page)], ids=name_of
 )
-def test_code_runs(page, tmp_path):
+def test_every_code_block_of_a_page_runs(page, tmp_path):
     """Run all blocks of a page, one after another."""
     session = Session(page, tmp_path)
     for block in blocks_of(page):
         session.run(block)
 
 
-def test_every_file_is_used():
+def test_every_file_that_a_page_writes_is_used():
     """Code that is only written to a file has not been run."""
     wrong = []
     for blocks in map(blocks_of, PAGES):
@@ -184,7 +184,7 @@ def fault_of(link: str, page: Path) -> str:
     return "leads out of docs/" if page.parent.name == "docs" and not target.is_relative_to(ROOT / "docs") else ""
 
 
-def test_links_lead_somewhere():
+def test_every_link_has_a_target():
     wrong = [
         f"{name_of(page)}:{number}: {link} {fault}"
         for page in PAGES
@@ -209,12 +209,12 @@ def test_every_page_is_in_the_navigation():
     assert {str(page.relative_to(docs)) for page in docs.rglob("*.md") if page not in listed} == set()
 
 
-def test_the_chart_shows_the_figures_of_its_page():
+def test_chart_shows_the_figures_of_its_page():
     with Image.open(ROOT / "docs" / "why.png") as image:
         assert image.text["Description"] == chart.described()
 
 
-def test_make_targets_exist():
+def test_make_targets_named_in_pages_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"\bmake (\w+)`", page.read_text())}
     assert named <= targets
@@ -254,7 +254,7 @@ def test_reference_has_every_method():
     assert not wrong, "\n".join(wrong)
 
 
-def test_reference_has_what_a_lane_adds():
+def test_reference_has_every_member_that_a_lane_adds():
     """Its operations are the communicator's, and are told there."""
     own = {name for name in vars(aiocomms.Lane) if not name.startswith("_")}
     assert {name for name in own if not re.search(rf"`(await )?{name}\b", section("Lane"))} == set()
@@ -308,14 +308,14 @@ def test_reference_has_every_error():
     assert {name for name in errors.__all__ if f"`{name}`" not in section("Errors")} == set()
 
 
-def test_the_guide_has_every_member_of_a_transport():
+def test_guide_has_every_member_of_a_transport():
     guide = (ROOT / "docs" / "transports.md").read_text()
     members = {name for name in vars(aiocomms.Transport) if not name.startswith("_")}
     fields = set(aiocomms.Capabilities.__struct_fields__)
     assert {name for name in members | fields if not re.search(rf"^\| `{name}\b", guide, re.MULTILINE)} == set()
 
 
-def test_reference_has_every_variable():
+def test_reference_has_every_environment_variable():
     """The environment variables that the code reads are those that the reference lists."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
     read = {name for source in sources for name in re.findall(r"AIOCOMMS_[A-Z_]+", source.read_text())}

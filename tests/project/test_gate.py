@@ -101,7 +101,7 @@ def test_failure_is_never_retried(text: str, what: str) -> None:
         "E       AssertionError: nobody told 'ready 1'",
     ],
 )
-def test_failure_may_be_chance(text: str) -> None:
+def test_failure_by_chance_may_be_retried(text: str) -> None:
     assert retry.never(text) == ""
 
 
@@ -222,7 +222,9 @@ def planted(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
 
 
 @pytest.mark.real
-def test_chance_failure_is_noted_and_lands(planted: Callable[[str], tuple[int, str]], tmp_path: Path) -> None:
+def test_chance_failure_is_recorded_and_passes_the_gate(
+    planted: Callable[[str], tuple[int, str]], tmp_path: Path
+) -> None:
     code, output = planted("test_fails_three_times_of_ten")
     assert code == 0, output
     assert "flaky: 1 in this run, 1 in tests/flaky.jsonl" in output
@@ -245,7 +247,7 @@ def test_chance_failure_is_noted_and_lands(planted: Callable[[str], tuple[int, s
         ("test_has_no_kind", "1 tests have neither the mark 'deterministic' nor 'real'"),
     ],
 )
-def test_defect_is_red(planted: Callable[[str], tuple[int, str]], tmp_path: Path, test: str, said: str) -> None:
+def test_defect_fails_the_gate(planted: Callable[[str], tuple[int, str]], tmp_path: Path, test: str, said: str) -> None:
     code, output = planted(test)
     assert code != 0, output
     assert said in output

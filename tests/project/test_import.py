@@ -75,13 +75,13 @@ def said() -> dict[str, Any]:
 
 
 @pytest.mark.real
-def test_it_is_quick():
+def test_import_is_quicker_than_asyncio():
     """Quicker than asyncio, which whoever uses it imports anyway."""
     ours, theirs = zip(*[(import_time("aiocomms"), import_time("asyncio")) for _ in range(3)], strict=True)
     assert min(ours) < min(theirs)
 
 
-def test_nothing_is_loaded_before_it_is_used(said):
+def test_import_loads_no_heavy_module_or_transport(said):
     """Check for our modules, for heavy ones, and for transports."""
     heavy = {"torch", "asyncio", "anyio", "trio"}
     assert set(said[ALONE]) & (heavy | {"numpy", "msgspec", "uvloop", "pytest"}) == set()
@@ -91,17 +91,17 @@ def test_nothing_is_loaded_before_it_is_used(said):
     assert [name for name in said[LAZY] if name.startswith("aiocomms_")] == []
 
 
-def test_without_ray_it_says_what_to_install(said):
+def test_import_without_ray_says_what_to_install(said):
     assert "aiocomms.integrations.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in said[NO_RAY]
 
 
-def test_what_a_torch_without_one_sided_transports_is_told(said):
+def test_import_on_torch_without_one_sided_transports_suggests_endpoints(said):
     """The backend is of no use for other imports: torch alone asks for it, by its entry point."""
     assert said[OLD_TORCH].startswith("ImportError: torch")
     assert "which came with 2.15: use aiocomms.blocking.open_endpoint" in said[OLD_TORCH]
 
 
-def test_what_type_checkers_see_is_what_there_is():
+def test_names_for_type_checkers_match_the_runtime():
     seen = type_checkers_see()
     assert set(seen) == set(aiocomms.__all__) == {*aiocomms._HOME, *aiocomms._MODULES}
     for name, origin in seen.items():
@@ -114,31 +114,31 @@ def test_what_type_checkers_see_is_what_there_is():
             assert aiocomms._HOME[name] == module.removeprefix("aiocomms.") + (f":{attribute}" * (attribute != name))
 
 
-def test_nothing_else_is_offered():
+def test_dir_lists_exactly_the_public_names():
     assert sorted(aiocomms.__all__) == sorted(set(aiocomms.__all__))
     assert sorted(dir(aiocomms)) == sorted([*aiocomms.__all__, "__version__"])
 
 
-def test_a_star_import_works():
+def test_star_import_gives_all_public_names():
     namespace: dict[str, object] = {}
     exec("from aiocomms import *", namespace)
     assert set(aiocomms.__all__) <= set(namespace)
 
 
-def test_a_name_that_there_is_not():
+def test_unknown_attribute_raises_attribute_error():
     with pytest.raises(AttributeError, match="module 'aiocomms' has no attribute 'all_reduce'"):
         aiocomms.all_reduce  # noqa: B018
     with pytest.raises(ImportError):
         from aiocomms import all_reduce  # noqa: F401
 
 
-def test_the_version_is_the_distributions():
+def test_version_is_that_of_the_distribution():
     from importlib.metadata import version
 
     assert aiocomms.__version__ == version("aiocomms")
 
 
-def test_every_public_class_and_function_is_described():
+def test_every_public_class_and_function_has_a_docstring():
     wrong = []
     for name in set(aiocomms.__all__) - aiocomms._MODULES:
         value = getattr(aiocomms, name)

@@ -124,7 +124,7 @@ ROOMS = {room(name) for name in MODULES if name != "aiocomms"} - {
 }  # any project's pytest loads these
 
 
-def test_the_order_names_every_room():
+def test_layer_order_names_every_room():
     assert set().union(*LAYERS) == ROOMS
 
 
@@ -140,7 +140,7 @@ def test_imports_run_downward(path):
         yield from ((line, f"imports {name}") for line, name in core_imports(path) if layer(name) > layer(me))
 
 
-def test_no_import_goes_round():
+def test_imports_form_no_cycle():
     """Neither by imports within a room, nor within functions, nor for type checkers; in transports, too."""
     modules = {module_name(path): path for path in sources(CORE, *TRANSPORTS)}
     graph: dict[str, set[str]] = {}
@@ -154,19 +154,19 @@ def test_no_import_goes_round():
 
 
 @holds_for(*TRANSPORTS, *EXAMPLES)
-def test_a_transport_imports_the_toolkit_and_nothing_else_of_the_core(path):
+def test_transport_imports_only_the_toolkit_of_the_core(path):
     for line, name in core_imports(path):
         if room(name) not in FOR_TRANSPORTS or name.startswith("aiocomms.lowlevel."):
             yield line, f"imports {name}"
 
 
 @holds_for(*TRANSPORTS, *EXAMPLES)
-def test_a_transport_imports_no_other_transport(path):
+def test_transport_imports_no_other_transport(path):
     others = {root.name for root in TRANSPORTS} - set(path.relative_to(ROOT).parts)
     return ((line, f"imports {name}") for line, name in imports(path) if name.split(".")[0] in others)
 
 
-def test_the_toolkit_offers_what_it_describes():
+def test_toolkit_exports_exactly_what_its_docstring_describes():
     described = set(re.findall(r":(?:class|func|data|mod):`(\w+)`", lowlevel.__doc__))
     assert described == set(lowlevel.__all__)
     assert all(getattr(lowlevel, name).__doc__ for name in described - {"LOOPBACK", "MAX_RECORD"})
@@ -178,7 +178,7 @@ def docstrings(tree: ast.AST) -> set[ast.AST]:
 
 
 @holds_for(CORE)
-def test_the_core_knows_no_transport_by_name(path):
+def test_core_names_no_transport(path):
     told, words = docstrings(parse(path)), WORDS - (OF_TORCH if "torch_backend" in path.parts else set())
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
@@ -196,7 +196,7 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 @holds_for(CORE, *TRANSPORTS)
-def test_modules_and_functions_are_small(path):
+def test_modules_and_functions_stay_below_their_line_limits(path):
     lines = path.read_text().splitlines()
     if len(lines) > MODULE_LINES:
         yield len(lines), f"more than {MODULE_LINES} lines"
@@ -209,7 +209,7 @@ def test_modules_and_functions_are_small(path):
 
 
 @holds_for(CORE, *TRANSPORTS)
-def test_docstrings_describe_parameters_that_there_are(path):
+def test_docstrings_describe_only_existing_parameters(path):
     for node in functions(path):
         described = [text.split(":")[0] for text in (ast.get_docstring(node) or "").split(":param ")[1:]]
         a = node.args
@@ -244,7 +244,7 @@ SHARED_NAMES = {"Batch", "Communicator", "Endpoint"}
 """The names that users type, in a form of records or of programs without a loop, too."""
 
 
-def test_each_class_has_a_name_of_its_own():
+def test_class_names_are_unique():
     """One word means one thing, to whoever searches for it."""
     places: dict[str, list[str]] = {}
     for path in sources(CORE, *TRANSPORTS):
@@ -255,7 +255,7 @@ def test_each_class_has_a_name_of_its_own():
     assert not wrong, "\n".join(wrong)
 
 
-def test_each_class_of_the_engine_has_a_name_of_its_own():
+def test_engine_class_names_are_unique():
     """The linker takes one of two for both, and what a template makes of it corrupts memory."""
     headers = sorted((ROOT / "transports" / "ucx" / "src").rglob("*.hpp"))
     texts = [header.read_text() for header in headers]

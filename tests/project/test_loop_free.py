@@ -39,7 +39,7 @@ def held_by_local() -> list[str]:
     return end(start("local"))
 
 
-def test_ranks_of_one_process_hold_the_loop_with_nothing(held_by_local: list[str]) -> None:
+def test_ranks_of_one_process_never_block_the_loop(held_by_local: list[str]) -> None:
     assert held_by_local == []
 
 
@@ -47,7 +47,7 @@ def test_ranks_of_one_process_hold_the_loop_with_nothing(held_by_local: list[str
 @pytest.mark.real
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
-def test_ranks_that_a_launcher_has_started_hold_the_loop_with_nothing(transport: str, loop: str) -> None:
+def test_launched_ranks_never_block_the_loop(transport: str, loop: str) -> None:
     """Run ranks in fresh interpreters, where nothing was loaded before but torch."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(transport, loop, RANK=str(n), LOCAL_RANK=str(n), **place) for n in range(2)]
@@ -88,7 +88,9 @@ def waits() -> None:
     ],
     ids=["import", "open", "dlopen", "listdir", "sleep", "wait"],
 )
-def test_what_may_wait_is_noticed(call: Any, event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_reports_a_call_that_may_block(
+    call: Any, event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with watched() as held:
         call()
@@ -99,7 +101,7 @@ def test_what_may_wait_is_noticed(call: Any, event: str, tmp_path: Path, monkeyp
     assert len(held) == before, "behind the context nothing is noted"
 
 
-def test_what_waits_for_nobody_is_not_noticed() -> None:
+def test_watch_ignores_calls_that_never_block() -> None:
     thread = threading.Thread(target=waits)
     with watched() as held:
         Path("/proc/self/stat").read_text()  # the kernel's own
@@ -112,7 +114,7 @@ def test_what_waits_for_nobody_is_not_noticed() -> None:
     assert held == []
 
 
-def test_a_callback_that_takes_long_is_shown_with_its_stack(run: Any) -> None:
+def test_long_callback_is_reported_with_its_stack(run: Any) -> None:
     """The limit is below what any callback takes; no bound is an upper one."""
 
     async def main() -> Callbacks:

@@ -129,7 +129,7 @@ def counted(ask: Callable[[str], list[dict[str, Any]]], rank: int) -> float | No
 
 @pytest.mark.search
 @pytest.mark.real
-def test_it_has_what_the_process_has_done(program, ask) -> None:
+def test_prometheus_server_has_the_metrics_of_the_process(program, ask) -> None:
     for rank in range(2):
         assert until(lambda rank=rank: counted(ask, rank)) == 5
     tell(program, "more")
@@ -146,7 +146,7 @@ def test_it_has_what_the_process_has_done(program, ask) -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_every_query_of_the_dashboard_has_an_answer(program, ask) -> None:
+def test_every_dashboard_query_has_an_answer(program, ask) -> None:
     tell(program, "more")
     tell(program, "abort")
     panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_there_is_one_version() -> None:
+def test_version_is_the_same_everywhere() -> None:
     engine = tomllib.loads((ROOT / "transports" / "ucx" / "pyproject.toml").read_text())
     versions = {
         "aiocomms": aiocomms.__version__,
@@ -33,7 +33,7 @@ def test_there_is_one_version() -> None:
 
 
 @pytest.mark.real
-def test_a_change_log_can_be_made_of_the_fragments() -> None:
+def test_changelog_builds_from_every_fragment() -> None:
     """A name that is no fragment's is an error; every fragment but those that no user notices is in the log."""
     command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS, check=False)

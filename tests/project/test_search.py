@@ -36,17 +36,17 @@ def test_new_campaigns_come_first_and_of_these_the_quickest() -> None:
     assert search.choose(TABLE, state_of(quick=5.0), 1000) is SLOW
 
 
-def test_the_campaign_that_was_run_longest_ago_is_next() -> None:
+def test_campaign_run_longest_ago_is_next() -> None:
     assert search.choose(TABLE, state_of(quick=5.0, slow=6.0), 1000) is QUICK
     assert search.choose(TABLE, state_of(quick=7.0, slow=6.0), 1000) is SLOW
 
 
-def test_no_campaign_is_begun_that_cannot_end_in_time() -> None:
+def test_campaign_that_cannot_end_in_time_is_not_begun() -> None:
     assert search.choose(TABLE, state_of(quick=7.0, slow=6.0), 99) is QUICK
     assert search.choose(TABLE, state_of(quick=7.0, slow=6.0), 0.5) is QUICK
 
 
-def test_a_run_that_was_cut_off_says_only_that_it_takes_longer() -> None:
+def test_run_that_was_cut_off_counts_only_as_longer() -> None:
     state = state_of()
     search.count(state, search.Run(SLOW, None, search.CUT_OFF, "", 300.0, ""))
     assert search.numbers(state, SLOW)["took"] == 300.0
@@ -62,14 +62,14 @@ def test_seeds_are_read_with_blank_lines_and_comments() -> None:
 
 
 @pytest.mark.parametrize("line", ["quick", "quick x", "quick -1", "quick 1 2", "unknown 1", "slow 1"])
-def test_a_wrong_line_of_the_seeds_is_named(line: str) -> None:
+def test_wrong_line_of_the_seeds_is_named(line: str) -> None:
     wanted = "wanted '<campaign> <seed>  # <date> <what failed>', with a campaign that has seeds: quick"
     with pytest.raises(ValueError, match="line 2") as caught:
         search.read_seeds(f"quick 1\n{line}\n", TABLE)
     assert str(caught.value) == f"tests/seeds.txt, line 2: got {line!r}, {wanted}"
 
 
-def test_the_command_that_repeats_a_run_is_for_a_shell() -> None:
+def test_repeat_command_is_quoted_for_a_shell() -> None:
     campaign = QUICK._replace(
         command=("pytest", "-m", "a and b", "--seed={seed}"), environment={"A": "{seconds}", "B": "c d"}
     )
@@ -89,11 +89,13 @@ def test_the_command_that_repeats_a_run_is_for_a_shell() -> None:
         (None, False, search.FAILED, "it took more than its limit of 3600 s"),
     ],
 )
-def test_how_a_run_ended(status: int | None, cut_off: bool, outcome: str, why: str) -> None:
+def test_judge_tells_passed_failed_and_cut_off_runs_apart(
+    status: int | None, cut_off: bool, outcome: str, why: str
+) -> None:
     assert search.judge(SLOW, status, cut_off) == (outcome, why)
 
 
-def test_the_summary_says_what_ran_what_failed_and_what_did_not_run() -> None:
+def test_summary_lists_passed_failed_and_skipped_campaigns() -> None:
     state = state_of()
     runs = [
         search.Run(QUICK, 11, search.PASSED, "", 2.0, ""),
@@ -122,7 +124,7 @@ def searching(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: str = search.
     return search.Search(TABLE, [(QUICK, 12)], folder), begun
 
 
-def test_a_cycle_begins_with_the_known_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cycle_begins_with_the_known_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it, begun = searching(tmp_path, monkeypatch)
     it.go_on(3600, 2)
     names = [name for name, _ in begun]
@@ -132,13 +134,13 @@ def test_a_cycle_begins_with_the_known_seeds(tmp_path: Path, monkeypatch: pytest
     assert ("slow", None) in begun
 
 
-def test_a_campaign_that_failed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_campaign_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it, begun = searching(tmp_path, monkeypatch, search.FAILED)
     it.go_on(3600, 100)
     assert [name for name, _ in begun] == ["quick", "quick", "slow"]
 
 
-def test_the_next_call_goes_on_where_the_last_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_resumes_where_the_last_call_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state_of(quick=5.0) | {"cycle": 4.0, "repeated": ["quick 12"]}))
     it, begun = searching(tmp_path, monkeypatch)
     it.go_on(3600, 1)
@@ -149,7 +151,7 @@ def test_the_next_call_goes_on_where_the_last_ended(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
-def test_a_file_that_is_no_state_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_state_file_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "build" / "search" / "state.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -157,7 +159,7 @@ def test_a_file_that_is_no_state_is_named(text: str, tmp_path: Path, capsys: pyt
     assert f"{path}: got " in capsys.readouterr().err
 
 
-def test_two_searches_do_not_write_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_search_in_one_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "build" / "search"
     folder.mkdir(parents=True)
     with (folder / "lock").open("w") as lock:
@@ -166,7 +168,7 @@ def test_two_searches_do_not_write_into_one_folder(tmp_path: Path, capsys: pytes
     assert "another search writes into" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_campaign_with_missing_needs_is_not_run_and_names_them(tmp_path: Path) -> None:
     campaign = QUICK._replace(needs=("make test-hosts", "make no-target", "no-program", "no-program|python3"))
     it = search.Search([campaign, SLOW], [(campaign, 1)], tmp_path)
     assert it.not_run == {"quick": "needs make no-target, no-program"}
@@ -184,13 +186,13 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         (["--campaigns", "quick,x,"], "argument --campaigns: got 'x', '', wanted some of slow,quick"),
     ],
 )
-def test_wrong_arguments(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_of_search_are_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         search.main(given, TABLE)
     assert said in capsys.readouterr().err
 
 
-def test_the_table_can_be_filled_and_its_names_differ() -> None:
+def test_campaign_table_has_unique_names_and_valid_commands() -> None:
     names = [campaign.name for campaign in search.CAMPAIGNS]
     assert len(set(names)) == len(names)
     for campaign in search.CAMPAIGNS:
@@ -201,9 +203,7 @@ def test_the_table_can_be_filled_and_its_names_differ() -> None:
 
 
 @pytest.mark.real
-def test_a_search_runs_commands_and_ends_with_1_if_one_failed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_search_runs_commands_and_exits_with_1_if_one_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fails = (sys.executable, "-c", "raise SystemExit(int('{seed}') and 1)")
     passes = (sys.executable, "-c", "import os; assert os.environ['A'] == 'b c'")
     table = (

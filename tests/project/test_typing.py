@@ -54,7 +54,7 @@ WRONG = [
 
 
 @pytest.mark.real
-def test_a_portals_methods_have_signatures_and_results(tmp_path: Path) -> None:
+def test_mypy_infers_signatures_and_results_of_portal_methods(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version=3.11"]
     cache = ["--cache-dir", str(ROOT / ".mypy_cache")]

@@ -82,7 +82,7 @@ def counted() -> dict[str, list[int]]:
     return {folder: [found[folder, 0], found[folder, 1]] for folder in folders}
 
 
-def test_headless_docstrings_and_comments_only_become_fewer() -> None:
+def test_docstrings_and_comments_without_a_subject_match_their_counts() -> None:
     now = counted()
     text = "".join(f'"{folder}" = {numbers}\n' for folder, numbers in now.items())
     assert now == tomllib.loads(NUMBERS.read_text())["headless"], (
@@ -102,6 +102,6 @@ def test_headless_docstrings_and_comments_only_become_fewer() -> None:
         ("def f():\n    '''Return one.'''  # In a test this is enough.", [0, 0]),
     ],
 )
-def test_what_is_headless(source: str, expected: list[int]) -> None:
+def test_headless_finds_docstrings_and_comments_without_a_subject(source: str, expected: list[int]) -> None:
     found = [sum(headless(text, IN_DOCSTRINGS) for text in docstrings(source))]
     assert [*found, sum(headless(text, IN_COMMENTS) for text in comments(source))] == expected
