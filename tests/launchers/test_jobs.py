@@ -180,26 +180,26 @@ QUICK = ["multiprocessing, fork", "Open MPI 5", "MPICH"]
 @pytest.mark.parametrize(
     "way", [pytest.param(it, marks=[] if it.name in QUICK else pytest.mark.search) for it in WAYS], ids=str
 )
-def test_a_job(way: Way, tmp_path: Path) -> None:
+def test_launched_job_runs_on_every_rank(way: Way, tmp_path: Path) -> None:
     assert set(run(way.commands([*JOB, str(tmp_path), "end well"]), tmp_path)) == {0}
     assert told(tmp_path) == wanted(way)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_rank_that_leaves_ends_the_job(way: Way, tmp_path: Path) -> None:
+def test_rank_that_exits_with_an_error_ends_the_job(way: Way, tmp_path: Path) -> None:
     assert set(run(way.commands([*JOB, str(tmp_path), "leave"]), tmp_path)) <= way.statuses()
     assert told(tmp_path) == []
 
 
-def test_torchrun_starts_a_rank_that_was_killed_anew(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank_and_the_job_forms_again(tmp_path: Path) -> None:
     """And the other agent's with it: they form the job again, in the store of the one that was not hit."""
     assert run(two_agents([*JOB, str(tmp_path), "be killed once"]), tmp_path) == [0, 0]
     assert (tmp_path / "killed").exists()
     assert told(tmp_path) == wanted(WAYS[0])
 
 
-def test_hosts_that_have_no_ipv4(tmp_path: Path) -> None:
+def test_job_runs_on_hosts_without_ipv4(tmp_path: Path) -> None:
     """Two, whose ranks are started by hand."""
     known = tmp_path / "hosts"
     known.write_text("fd77::1 host0\nfd77::2 host1\n")
@@ -223,7 +223,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("way", OF_SLURM, ids=str)
-def test_a_job_of_slurm(way: Way, slurm: Cluster, tmp_path: Path) -> None:
+def test_slurm_job_runs_on_every_rank(way: Way, slurm: Cluster, tmp_path: Path) -> None:
     (command,) = way.commands([*JOB, str(tmp_path), "end well"])
     variables = {**slurm.variables, "AIOCOMMS_TOKEN": secrets.token_hex(16)}
     assert run([slurm.login(*command)], tmp_path, **variables) == [0], slurm.outputs()
@@ -231,7 +231,7 @@ def test_a_job_of_slurm(way: Way, slurm: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", OF_SLURM, ids=str)
-def test_a_rank_that_leaves_ends_a_job_of_slurm(way: Way, slurm: Cluster, tmp_path: Path) -> None:
+def test_rank_that_exits_with_an_error_ends_the_slurm_job(way: Way, slurm: Cluster, tmp_path: Path) -> None:
     (command,) = way.commands([*JOB, str(tmp_path), "leave"])
     variables = {**slurm.variables, "AIOCOMMS_TOKEN": secrets.token_hex(16)}
     assert set(run([slurm.login(*command)], tmp_path, **variables)) <= way.statuses(), slurm.outputs()

@@ -35,12 +35,12 @@ def documents(manifest: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda it: it.stem)
-def test_manifests_are_what_kubernetes_takes(manifest: Path, version: str) -> None:
+def test_manifests_validate_against_the_kubernetes_schema(manifest: Path, version: str) -> None:
     for document in documents(manifest):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_what_kubernetes_does_not_take_is_refused() -> None:
+def test_manifest_with_an_unknown_field_is_refused() -> None:
     _, job = documents(EXAMPLE / "job.yaml")
     job["spec"]["template"]["spec"]["subDomain"] = "ranks"
     with pytest.raises(kubernetes_validate.ValidationError, match="subDomain"):
@@ -136,7 +136,7 @@ class Pod:
 @pytest.mark.real
 @pytest.mark.timeout(3 * HANGS)
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda it: it.stem)
-def test_the_pods_of_a_manifest_form_four_ranks(manifest: Path, tmp_path: Path) -> None:
+def test_pods_of_a_manifest_form_four_ranks(manifest: Path, tmp_path: Path) -> None:
     _, job = documents(manifest)
     count = job["spec"]["completions"]
     known = tmp_path / "hosts"
