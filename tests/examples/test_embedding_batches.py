@@ -42,36 +42,36 @@ def batches(found: Waiting) -> list[list[int]]:
     return taken
 
 
-def test_one_is_alone_and_none_is_none() -> None:
+def test_take_returns_a_single_text_alone_and_then_nothing() -> None:
     found, [text] = waiting(9)
     assert found.take() == [text]
     assert found.take() == []
 
 
-def test_the_oldest_goes_with_those_of_its_length() -> None:
+def test_batch_joins_the_oldest_text_with_texts_of_its_length() -> None:
     found, _ = waiting(8, 200, 9, 201, 7)
     assert batches(found) == [[8, 9, 7], [200, 201]]
 
 
-def test_no_text_adds_more_padding_than_a_batch_of_its_own_would_take() -> None:
+def test_batch_takes_no_text_that_adds_too_much_padding() -> None:
     assert batches(waiting(50, 50 - MORE_PADDING)[0]) == [[50, 50 - MORE_PADDING]]
     assert batches(waiting(50, 50 - MORE_PADDING - 1)[0]) == [[50], [50 - MORE_PADDING - 1]]
     assert batches(waiting(50, 50, 50 + MORE_PADDING)[0]) == [[50, 50], [50 + MORE_PADDING]]
 
 
-def test_a_batch_is_no_larger_than_allowed_and_a_text_that_is_goes_alone() -> None:
+def test_batch_respects_its_token_limit_and_an_oversized_text_goes_alone() -> None:
     assert batches(waiting(*[256] * 9)[0]) == [[256] * (MICRO_BATCH_TOKENS // 256)] * 2 + [[256]]
     assert batches(waiting(2 * MICRO_BATCH_TOKENS, 5)[0]) == [[2 * MICRO_BATCH_TOKENS], [5]]
 
 
-def test_those_that_nobody_waits_for_are_dropped() -> None:
+def test_cancelled_texts_are_dropped() -> None:
     found, texts = waiting(8, 8, 100, 8)
     texts[0].vector.cancelled = texts[2].vector.cancelled = True
     assert batches(found) == [[8, 8]]
     assert list(found) == []
 
 
-def test_whoever_has_waited_longest_is_in_the_next_batch() -> None:
+def test_oldest_text_is_in_the_next_batch() -> None:
     found, texts = waiting(*[10, 120, 240] * 60)
     left = list(texts)
     while batch := found.take():

@@ -184,7 +184,7 @@ class Load:
 
 
 @pytest.mark.search
-def test_the_last_stage_is_killed_twice_under_load(expected):
+def test_server_recovers_from_two_deaths_of_the_last_stage(expected):
     """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
     with Recovering(2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
@@ -205,7 +205,7 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
 
 
 @pytest.mark.search
-def test_any_part_of_any_stage_is_killed_under_load(expected):
+def test_server_recovers_from_the_death_of_any_part_of_any_stage(expected):
     """Its stage's other part waits for its sum, the other stages for what it sends; all parts meet anew."""
     with Recovering(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
@@ -223,7 +223,7 @@ def test_any_part_of_any_stage_is_killed_under_load(expected):
 
 
 @pytest.mark.real
-def test_deaths_elsewhere_and_amid_the_recovery(expected):
+def test_server_recovers_from_deaths_amid_the_recovery(expected):
     with Recovering(3) as server:
         server.connect()
         load = Load(server, expected.result())
@@ -253,7 +253,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
 
 
 @pytest.mark.search
-def test_a_stage_that_dies_all_the_time_is_given_up():
+def test_supervisor_gives_up_a_stage_that_dies_repeatedly():
     with Recovering(2) as server:
         server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None
         assert server.process.wait() == 1

@@ -154,7 +154,7 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
         pytest.param(4, 2, marks=pytest.mark.search),
     ],
 )
-def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, tp, expected):
+def test_other_layouts_give_equal_vectors_and_end_by_ctrl_c_amid_requests(size, tp, expected):
     """The ranks' grace never ends: a rank that waits for half a request, a stream's end or a barrier hangs.
 
     The requests are 128 micro-batches, of which a few are done when the server stops: were it to finish them, all
@@ -176,7 +176,7 @@ def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(si
 
 
 @pytest.mark.search
-def test_a_rank_that_cannot_end_in_good_order_ends_by_ctrl_c_all_the_same():
+def test_rank_with_a_stopped_peer_ends_by_ctrl_c():
     """The other one is stopped for good, and nothing tells: without its grace the rank waits for ever.
 
     An engine that nobody frees, because the garbage collector does not visit what refers to it, is a complaint.
@@ -213,7 +213,7 @@ def test_a_rank_that_cannot_end_in_good_order_ends_by_ctrl_c_all_the_same():
     ],
     ids=lambda value: value[:16].decode("ascii", "replace") if isinstance(value, bytes) else None,
 )
-def test_a_bad_request_gets_a_sentence(trio, body, status, sentence):
+def test_bad_request_is_answered_with_its_error(trio, body, status, sentence):
     response = trio.http.post("/embed", content=body)
     assert response.status_code == status
     assert sentence in response.json()["error"]
@@ -226,7 +226,7 @@ def test_other_paths_and_methods_are_refused(trio):
 
 
 @pytest.mark.search
-def test_a_client_that_leaves_takes_its_texts_along(trio, expected):
+def test_disconnected_clients_texts_are_dropped(trio, expected):
     last = trio.ranks[-1]
     body = json.dumps({"texts": BODY[:40]}).encode()
     last.send_signal(signal.SIGSTOP)  # nothing gets through, so that the order of events is ours
@@ -240,7 +240,7 @@ def test_a_client_that_leaves_takes_its_texts_along(trio, expected):
     assert_equal(trio, expected.result())
 
 
-def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end(trio):
+def test_death_of_a_stage_answers_503_and_ends_the_others(trio):
     """There is no heartbeat: were the death not seen on the connection, nothing would be answered, and nobody end."""
     with ThreadPoolExecutor(4) as threads:
         first, middle, last = trio.ranks
@@ -258,7 +258,7 @@ def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end(trio):
 
 
 @pytest.mark.search
-def test_metrics_say_where_the_time_goes(trio):
+def test_metrics_split_the_time_of_a_request(trio):
     def read() -> dict[str, float]:
         lines = trio.http.get("/metrics").raise_for_status().text.splitlines()
         return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
@@ -274,7 +274,7 @@ def test_metrics_say_where_the_time_goes(trio):
 
 
 @pytest.mark.search
-def test_ranks_that_cannot_be_split_so_say_it():
+def test_tp_that_does_not_divide_the_ranks_is_refused():
     rank = subprocess.run(
         [sys.executable, "-m", "embedding_server", "--tp=2"], cwd=EXAMPLES, capture_output=True, text=True, check=False
     )
@@ -283,7 +283,7 @@ def test_ranks_that_cannot_be_split_so_say_it():
 
 
 @pytest.mark.search
-def test_the_demo_runs():
+def test_embedding_demo_runs_and_ends_its_ranks():
     """It bounds itself, and ends its ranks, before the test hangs."""
     demo = subprocess.run(
         [sys.executable, "-m", "embedding_server.demo"], cwd=EXAMPLES, capture_output=True, text=True, check=False

@@ -105,5 +105,5 @@ async def embedding_server() -> None:
 
 
 @pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
-def test_who_waits_for_work_outlives_its_deadline(program: Any) -> None:
+def test_idle_rank_outlives_the_deadline(program: Any) -> None:
     asyncio.run(program())

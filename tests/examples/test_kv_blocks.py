@@ -86,7 +86,7 @@ async def write(place: Rank) -> list[int]:
     return [row[0] for row in mine.tolist()]
 
 
-def test_both_write(ranks: Run) -> None:
+def test_both_nodes_write_blocks_into_each_other(ranks: Run) -> None:
     first = [*range(9), 107, 100, 101, 102, 13, 14, 15]
     second = [*range(100, 109), 7, 0, 1, 2, 113, 114, 115]
     assert ranks(2, write) == [first, second]
@@ -115,12 +115,12 @@ async def refuse(place: Rank) -> None:
 
 
 @pytest.mark.search
-def test_what_does_not_fit(ranks: Run) -> None:
+def test_blocks_that_do_not_fit_are_refused(ranks: Run) -> None:
     ranks(1, refuse)
 
 
 @pytest.mark.deterministic
-def test_blocks_that_lie_behind_each_other_are_one_put() -> None:
+def test_adjacent_blocks_are_merged_into_one_put() -> None:
     runs = load("blocks").runs
     assert list(runs([0, 1, 2, 7, 8, 3], [4, 5, 6, 7, 9, 10])) == [(0, 4, 3), (7, 7, 1), (8, 9, 1), (3, 10, 1)]
     assert list(runs([], [])) == []
@@ -162,7 +162,7 @@ async def submit(place: Rank, dies: bool) -> Any:
 
 
 @pytest.mark.search
-def test_submit_and_poll(ranks: Run) -> None:
+def test_submitted_transfer_is_polled_to_its_end_and_reports_a_closed_peer(ranks: Run) -> None:
     fault, rows = ranks(2, submit, False)
     assert rows == [3, 4, *range(102, 115), 5]
     assert fault == "it has closed the connection"
@@ -170,7 +170,7 @@ def test_submit_and_poll(ranks: Run) -> None:
 
 @pytest.mark.search
 @pytest.mark.fault(112, transport="ucx")
-def test_a_node_that_dies(ranks: Run) -> None:
+def test_transfer_to_a_dead_node_reports_a_fault(ranks: Run) -> None:
     fault, rows = ranks(2, submit, True)
     assert rows == KILLED
     assert "is gone" in fault

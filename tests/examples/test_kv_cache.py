@@ -75,7 +75,7 @@ def assert_right(example: ModuleType, generated: list[list[int]]) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("blocks", [NEED, pytest.param(20, marks=pytest.mark.search), 400])
-def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, blocks: int) -> None:
+def test_two_processes_give_the_tokens_of_one(example: ModuleType, tmp_path: Path, blocks: int) -> None:
     """Where blocks are so scarce that prefill must wait for decode, and where they are not."""
     done = run(f"--blocks={blocks}", "--sequences=20", f"--json={tmp_path / 'tokens'}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, b
 
 
 @pytest.mark.real
-def test_a_sequence_that_is_too_long_for_the_pool() -> None:
+def test_sequence_too_long_for_the_pool_is_refused() -> None:
     done = run("--blocks=2")
     assert done.returncode != 0
     assert re.search(r"ValueError: a sequence of \d blocks does not fit: 2 is the most", done.stderr)
@@ -96,7 +96,7 @@ def test_a_sequence_that_is_too_long_for_the_pool() -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_it_takes_two_ranks() -> None:
+def test_other_than_two_ranks_are_refused() -> None:
     done = run(size=1)
     assert done.returncode != 0
     assert "there are 1 ranks, and it takes 2" in done.stderr
@@ -124,13 +124,13 @@ async def both(example: ModuleType, blocks: int, sequences: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("blocks", [NEED, 11, 40])
-def test_both_ranks_in_one_process(example: ModuleType, blocks: int) -> None:
+def test_both_ranks_in_one_process_give_the_right_tokens(example: ModuleType, blocks: int) -> None:
     """Long enough for every block to be used again."""
     done = asyncio.run(both(example, blocks, 30))
     assert_right(example, [tokens for tokens, _ in done])
 
 
-def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_finds_a_misplaced_block(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     push = example.Transfer.push
     monkeypatch.setattr(example.Transfer, "push", lambda self, block, number: push(self, block, (number + 1) % 40))
     done = asyncio.run(both(example, 40, 5))
@@ -139,7 +139,7 @@ def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, mo
 
 
 @pytest.mark.search
-def test_a_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
+def test_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
     """With sequences in flight, and some that wait for blocks."""
 
     async def main() -> None:

@@ -118,7 +118,7 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Output, str,
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_what_is_under_way_is_answered_before_any_rank_leaves(server, number) -> None:
+def test_pending_requests_are_answered_before_any_rank_exits_on_a_signal(server, number) -> None:
     process, output, url, folder = server
     with httpx.Client(base_url=url, timeout=None) as client:
         assert client.get("/one").json() == 2.0

@@ -98,7 +98,7 @@ async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[
     return answers
 
 
-def test_requests_of_any_shape_at_once(example: dict[str, Any]) -> None:
+def test_concurrent_requests_of_any_shape_give_the_same_vectors(example: dict[str, Any]) -> None:
     """More than go together, padded and not; and every number of ranks that divides the heads says the same."""
     requests = [tokens(5), tokens(1, 40, 7), *(tokens(n + 1) for n in range(12))]
     alone = [answer for request in requests for answer in asyncio.run(on_ranks(example, 1, [request]))]
@@ -108,7 +108,7 @@ def test_requests_of_any_shape_at_once(example: dict[str, Any]) -> None:
             assert (got - want).abs().max() <= TOLERANCE
 
 
-def test_the_parts_of_a_pair_of_layers_sum_up(example: dict[str, Any]) -> None:
+def test_column_and_row_parallel_shards_sum_to_the_whole_layers(example: dict[str, Any]) -> None:
     """Column-parallel, then row-parallel: no rank has more than its part, and the sum is that of the whole layers."""
     layers = example["layers"]
     weights = {"a.weight": torch.randn(12, 5), "a.bias": torch.randn(12), "b.weight": torch.randn(5, 12)}
@@ -135,14 +135,14 @@ def test_the_parts_of_a_pair_of_layers_sum_up(example: dict[str, Any]) -> None:
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_heads_that_cannot_be_split(example: dict[str, Any]) -> None:
+def test_heads_not_divisible_by_the_ranks_are_refused(example: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="12 heads cannot be split evenly over 5 ranks"):
         asyncio.run(on_ranks(example, 5, []))
     with pytest.raises(ValueError, match="12 features cannot be split evenly over 7 ranks"):
         example["layers"].share(12, SimpleNamespace(rank=0, size=7))
 
 
-def test_a_lost_rank_fails_the_handlers(example: dict[str, Any]) -> None:
+def test_lost_rank_fails_pending_and_later_requests(example: dict[str, Any]) -> None:
     """Those whose threads are in the model, and those that come later; nobody waits for ever."""
 
     async def main() -> None:

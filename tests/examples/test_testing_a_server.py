@@ -32,7 +32,7 @@ def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.real
-def test_its_tests_pass():
+def test_tests_of_the_example_pass():
     run = suite(EXAMPLE)
     assert run.returncode == 0, run.stdout
     assert re.search(r"^\d+ passed in", run.stdout, re.MULTILINE), run.stdout
@@ -48,7 +48,7 @@ def test_its_tests_pass():
         ("return row % shards, row // shards", "return row % shards, 0", "test_rows_are_those_of_the_table"),
     ],
 )
-def test_its_tests_notice(tmp_path, right, wrong, noticed):
+def test_tests_of_the_example_catch_each_defect(tmp_path, right, wrong, noticed):
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     module = tmp_path / "sharded_lookup.py"
     source = module.read_text()

@@ -76,19 +76,19 @@ def assert_all_right(server: Served, model: Any, count: int = 40) -> None:
 
 
 @pytest.mark.search
-def test_every_token_is_the_unsplit_models(pair: Served, model: Any) -> None:
+def test_every_token_equals_the_unsplit_models(pair: Served, model: Any) -> None:
     assert_all_right(pair, model)
     assert pair.measured("near_ties_total") == 0
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.search
-def test_however_the_model_is_split(path: Path, model: Any, tp: int, pp: int) -> None:
+def test_every_token_is_right_for_any_tp_and_pp(path: Path, model: Any, tp: int, pp: int) -> None:
     with Served(path, f"--tp={tp}", f"--pp={pp}", "--decoders=1") as server:
         assert_all_right(server, model)
 
 
-def test_a_client_that_leaves_takes_its_pages_along(pair: Served, model: Any) -> None:
+def test_disconnected_clients_pages_are_freed(pair: Served, model: Any) -> None:
     before, wasted = pair.health(), pair.measured("wasted_tokens_total")
     with pair.stream("stays", 300) as stays:
         for _ in range(3):
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_takes_its_pages_along(pair: Served, model: Any) ->
 
 
 @pytest.mark.search
-def test_who_leaves_amid_prefill_has_no_more_of_it_done(pair: Served) -> None:
+def test_client_that_disconnects_amid_prefill_stops_its_prefill(pair: Served) -> None:
     """The prefill group stands still when the client comes, and when it leaves: of many chunks it does a few."""
     left, written = pair.health()["clients_left"], pair.summed_up("prefill.1")
     body = b'{"prompt": "%s", "max_tokens": 9}' % (b"word " * 1500)
@@ -118,7 +118,7 @@ def test_who_leaves_amid_prefill_has_no_more_of_it_done(pair: Served) -> None:
 
 
 @pytest.mark.search
-def test_a_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, model: Any) -> None:
+def test_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, model: Any) -> None:
     again = pair.measured("again_total")
     prompts = [f"stream {i}" for i in range(4)]  # two on each decoder
     with ExitStack() as stack:
@@ -135,7 +135,7 @@ def test_a_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, mode
 
 
 @pytest.mark.search
-def test_a_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
+def test_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
     """What it was about to do is done by the one that comes; what was with a decoder by then does not notice."""
     again = pair.measured("again_total")
     with pair.stream("decoded by then", LONG) as stream, ThreadPoolExecutor(1) as threads:
@@ -171,14 +171,14 @@ def test_a_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
     ],
     ids=lambda value: value[:16].decode("ascii", "replace") if isinstance(value, bytes) else None,
 )
-def test_a_bad_request_gets_a_sentence(pair: Served, body: bytes, status: int, sentence: str) -> None:
+def test_bad_request_is_answered_with_its_error(pair: Served, body: bytes, status: int, sentence: str) -> None:
     response = pair.http.post("/generate", content=body)
     assert response.status_code == status
     assert sentence in response.json()["error"]
 
 
 @pytest.mark.search
-def test_metrics_are_of_all_processes(pair: Served, model: Any) -> None:
+def test_metrics_cover_all_processes(pair: Served, model: Any) -> None:
     assert_all_right(pair, model, 4)
     page = pair.http.get("/metrics").raise_for_status().text
     health = pair.health()
@@ -197,7 +197,7 @@ def narrow(path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.search
-def test_who_finds_no_free_pages_waits(narrow: Served, model: Any) -> None:
+def test_request_without_free_pages_waits(narrow: Served, model: Any) -> None:
     with ThreadPoolExecutor(3) as threads:
         with narrow.stopped("decode-0.1"):
             answers = [threads.submit(narrow.generate, "much", 250) for _ in range(3)]
@@ -208,7 +208,7 @@ def test_who_finds_no_free_pages_waits(narrow: Served, model: Any) -> None:
 
 
 @pytest.mark.search
-def test_who_leaves_while_waiting_for_pages_never_gets_any(narrow: Served, model: Any) -> None:
+def test_client_that_disconnects_while_waiting_gets_no_pages(narrow: Served, model: Any) -> None:
     left, waited = narrow.health()["clients_left"], narrow.measured("waited_total")
     with narrow.stopped("decode-0.1"), ThreadPoolExecutor(1) as threads:
         first = threads.submit(narrow.generate, "all", 390)
@@ -226,7 +226,7 @@ def test_who_leaves_while_waiting_for_pages_never_gets_any(narrow: Served, model
 
 
 @pytest.mark.search
-def test_sigterm_lets_streams_end_and_refuses_new_ones(narrow: Served, model: Any) -> None:
+def test_sigterm_finishes_streams_and_refuses_new_requests(narrow: Served, model: Any) -> None:
     with narrow.stream("the last", 390) as last, ExitStack() as stack:
         with narrow.stopped("decode-0.1"):
             narrow.process.terminate()
@@ -243,7 +243,7 @@ def test_sigterm_lets_streams_end_and_refuses_new_ones(narrow: Served, model: An
 
 
 @pytest.mark.search
-def test_the_front_is_killed_and_all_is_started_anew(path: Path, model: Any) -> None:
+def test_killed_front_restarts_all_processes(path: Path, model: Any) -> None:
     with Served(path, "--tp=2", "--decoders=1") as server:
         with server.stream("breaks off", LONG) as stream:
             stream.read(1)
@@ -254,7 +254,7 @@ def test_the_front_is_killed_and_all_is_started_anew(path: Path, model: Any) -> 
 
 
 @pytest.mark.search
-def test_a_rank_that_stands_still_is_replaced(path: Path, model: Any) -> None:
+def test_stopped_rank_is_replaced(path: Path, model: Any) -> None:
     with Served(path, "--tp=2", "--decoders=2", heartbeat="2") as server:
         with server.stream("goes on", 1200) as stream:
             stream.read(1)
@@ -267,7 +267,7 @@ def test_a_rank_that_stands_still_is_replaced(path: Path, model: Any) -> None:
 
 
 @pytest.mark.search
-def test_the_model_learns(example: ModuleType) -> None:
+def test_training_lowers_the_loss_reproducibly(example: ModuleType) -> None:
     """A small one, of a few steps, from its own seed each time: what `make demo-generate` does for longer."""
     train = importlib.import_module("text_generator.train")
     text, shape = train.documentation(), example.Shape(width=32, heads=2, layers=1, context=64)
@@ -282,7 +282,7 @@ def test_the_model_learns(example: ModuleType) -> None:
     assert all(torch.equal(models[1].weights[name], models[2].weights[name]) for name in shape.weights())
 
 
-def test_the_demo_runs(path: Path) -> None:
+def test_text_generator_demo_runs_and_ends_its_processes(path: Path) -> None:
     """With a model so fast that streams must be longer, and however long it takes until pages are free."""
     program = "from text_generator import demo; demo.FREE, demo.LONG = 1e9, 1000; demo.anyio.run(demo.main)"
     command = [sys.executable, "-c", program, f"--model={path}"]

@@ -63,7 +63,7 @@ class Ways:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 3)])
-def test_shards_over_pages_choose_what_the_model_does(part: Any, tmp_path: Path, tp: int, pp: int) -> None:
+def test_shards_over_pages_choose_the_tokens_of_the_whole_model(part: Any, tmp_path: Path, tp: int, pp: int) -> None:
     """In chunks, then token by token beside another sequence, over pages in no order."""
     model, pages = part("model"), part("pages")
     path = tmp_path / "model.safetensors"
@@ -103,7 +103,7 @@ def test_shards_over_pages_choose_what_the_model_does(part: Any, tmp_path: Path,
     asyncio.run(main())
 
 
-def test_a_model_that_cannot_be_split_so(part: Any) -> None:
+def test_tp_or_pp_that_does_not_divide_the_model_is_refused(part: Any) -> None:
     model = part("model")
     with pytest.raises(ValueError, match="--tp is 3, and the model's 8 heads"):
         model.Part(0, 1, 0, 3).check(model.Shape())
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_split_so(part: Any) -> None:
         model.Part(0, 5, 0, 1).check(model.Shape())
 
 
-def test_pages_are_given_out_in_the_order_of_the_requests(part: Any) -> None:
+def test_pages_are_granted_in_request_order(part: Any) -> None:
     async def main() -> None:
         pages = part("pages").Pages(11)
         first = await pages.take(6)
@@ -125,7 +125,7 @@ def test_pages_are_given_out_in_the_order_of_the_requests(part: Any) -> None:
     asyncio.run(main())
 
 
-def test_who_stops_waiting_for_pages_holds_up_nobody(part: Any) -> None:
+def test_cancelled_request_for_pages_does_not_delay_the_next(part: Any) -> None:
     async def main() -> None:
         pages = part("pages").Pages(11)
         first = await pages.take(6)
@@ -143,7 +143,7 @@ def test_who_stops_waiting_for_pages_holds_up_nobody(part: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_front_refuses_what_it_cannot_do(part: Any) -> None:
+def test_front_refuses_requests_that_it_cannot_serve(part: Any) -> None:
     front = part("front")
 
     async def ask(it: Any) -> str:
@@ -168,7 +168,7 @@ def test_a_front_refuses_what_it_cannot_do(part: Any) -> None:
     asyncio.run(main())
 
 
-def test_pages_of_several_processes_become_one(part: Any) -> None:
+def test_metrics_pages_of_several_processes_merge_into_one(part: Any) -> None:
     metrics = part("metrics")
     texts = []
     for name in ("a", "b"):

@@ -62,14 +62,14 @@ def lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-def test_the_page_is_the_package(package: Path) -> None:
+def test_code_of_the_page_equals_the_example_package(package: Path) -> None:
     assert (package / "pyproject.toml").read_text() == (EXAMPLE / "pyproject.toml").read_text()
     assert lines((package / MODULE).read_text()) == lines((EXAMPLE / MODULE).read_text())
     assert [path.name for path in EXAMPLE.rglob("*.py")] == [MODULE]
     assert "$ pip install ." in PAGE
 
 
-def test_it_is_small(package: Path) -> None:
+def test_tcp_example_has_fewer_than_250_lines(package: Path) -> None:
     assert len((EXAMPLE / MODULE).read_text().splitlines()) < 250
 
 
@@ -79,7 +79,7 @@ def test_it_is_small(package: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "options"), [("", "--loops=asyncio"), ("@processes", "--loops=trio -k 'closing or timeouts'")]
 )
-def test_it_conforms(installed: Path, where: str, options: str) -> None:
+def test_tcp_example_passes_the_conformance_suite(installed: Path, where: str, options: str) -> None:
     """All of the suite in one process, and where processes and loops make a difference, on other ones."""
     command = next(c for c in re.findall(r"^\$ (.*--transport=tcp)$", PAGE, re.MULTILINE))
     _, *arguments = shlex.split(command + where)
@@ -88,7 +88,7 @@ def test_it_conforms(installed: Path, where: str, options: str) -> None:
 
 
 @pytest.mark.real
-def test_a_death_is_noticed_although_a_fork_of_the_dead_lives(installed: Path) -> None:
+def test_death_is_noticed_although_a_forked_child_lives(installed: Path) -> None:
     """The child has a copy of each descriptor; a connection ends when the last copy is closed."""
     expect_death_to_be_noticed(
         installed, "tcp", "recv", "recv", "send", die="os.read(0, 1) if os.fork() == 0 else os._exit(0)"
@@ -152,7 +152,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize("said", SENSELESS)
-def test_what_makes_no_sense_ends_the_communicator(end: End, module: ModuleType, said: str) -> None:
+def test_malformed_header_raises_protocol_error_and_disconnects(end: End, module: ModuleType, said: str) -> None:
     end.socket.sendall(module.HEADER.pack(*SENSELESS[said]))
     end.transport.progress()
     (failure,) = end.failures
@@ -161,13 +161,13 @@ def test_what_makes_no_sense_ends_the_communicator(end: End, module: ModuleType,
     assert end.socket.recv(1) == b""  # it has hung up
 
 
-def test_a_reason_that_makes_no_sense(end: End, module: ModuleType) -> None:
+def test_malformed_abort_reason_raises_protocol_error(end: End, module: ModuleType) -> None:
     end.socket.sendall(module.HEADER.pack(4, 0, 0, 0, 0, 3) + b"\xc1\xc1\xc1")
     end.transport.progress()
     assert isinstance(end.failures[0], ProtocolError)
 
 
-def test_an_end_without_last_words_is_a_death_behind_all_that_was_said(end: End, module: ModuleType) -> None:
+def test_end_without_a_farewell_is_a_death_after_all_received_data(end: End, module: ModuleType) -> None:
     op = ops.Recv(torch.empty(2), 0)
     work = end.post(op)
     data = torch.tensor([1.0, 2.0])
@@ -186,7 +186,9 @@ def test_an_end_without_last_words_is_a_death_behind_all_that_was_said(end: End,
 
 
 @pytest.mark.parametrize("thread", ["the loop's", "another one"])
-def test_an_abort_amid_a_large_message(end: End, module: ModuleType, thread: str) -> None:
+def test_abort_amid_a_large_message_sends_its_reason_and_no_later_data(
+    end: End, module: ModuleType, thread: str
+) -> None:
     """The reason gets out at once, behind whole pieces, and what the program writes afterwards does not."""
     tensor = torch.full((4 * 2**20,), 7, dtype=torch.uint8)
     end.post(ops.Send(tensor, 0))
@@ -220,7 +222,7 @@ def test_an_abort_amid_a_large_message(end: End, module: ModuleType, thread: str
     assert not heard
 
 
-def test_a_withdrawn_receive_takes_no_message(end: End, module: ModuleType) -> None:
+def test_withdrawn_recv_takes_no_message(end: End, module: ModuleType) -> None:
     first, second = ops.Recv(torch.empty(2), 0), ops.Recv(torch.empty(2), 0)
     works = [end.post(first), end.post(second)]
     assert end.transport.try_cancel(works[0])

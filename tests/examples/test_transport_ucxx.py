@@ -122,12 +122,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_small() -> None:
+def test_ucxx_example_has_fewer_than_200_lines() -> None:
     assert [path.name for path in EXAMPLE.rglob("*.py")] == [MODULE.name]
     assert len(MODULE.read_text().splitlines()) < 200
 
 
-def test_it_is_a_distribution_of_its_own() -> None:
+def test_ucxx_example_is_its_own_distribution() -> None:
     assert PROJECT["entry-points"] == {"aiocomms.transports": {"ucxx": "aiocomms_ucxx:UcxxTransport"}}
     assert "aiocomms" in PROJECT["dependencies"]
     assert not re.findall(r"^from aiocomms\S*\._|^import aiocomms_(?!ucxx)", MODULE.read_text(), re.MULTILINE)
@@ -135,7 +135,7 @@ def test_it_is_a_distribution_of_its_own() -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
+def test_missing_ucxx_says_what_to_install(folder: Path) -> None:
     hidden = "import sys; sys.modules['ucxx'] = sys.modules['ucp'] = None; "
     program = "import torch; from aiocomms.bootstrap.registry import available; print(available(torch.device('cpu')))"
     (folder / "hide.py").write_text(
@@ -149,19 +149,19 @@ def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
 
 @pytest.mark.search
 @pytest.mark.real
-def test_a_death_is_noticed_over_a_stand_in(folder: Path) -> None:
+def test_death_is_noticed_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
     expect_death_to_be_noticed(folder, "ucxx", "recv", "recv")  # its sends do not wait for their receives
 
 
-def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
+def test_death_is_noticed_over_ucxx(folder: Path) -> None:
     need_ucxx()
     expect_death_to_be_noticed(folder, "ucxx", "recv", "recv", "send")
 
 
 @pytest.mark.search
 @pytest.mark.timeout(2 * SUITE_HANGS)
-def test_it_conforms_over_a_stand_in(folder: Path) -> None:
+def test_ucxx_example_passes_the_conformance_suite_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
     done = run(folder, *SUITE, *QUICK)
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
@@ -169,7 +169,7 @@ def test_it_conforms_over_a_stand_in(folder: Path) -> None:
 
 @pytest.mark.search
 @pytest.mark.timeout(2 * SUITE_HANGS)
-def test_it_conforms_over_ucxx(folder: Path) -> None:
+def test_ucxx_example_passes_the_conformance_suite_over_ucxx(folder: Path) -> None:
     need_ucxx()
     done = run(folder, *SUITE, *QUICK)
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
