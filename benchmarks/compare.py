@@ -28,7 +28,7 @@ from benchmarks.special import SPECIAL
 from benchmarks.targets import NAMES, ROWS, Row, Versus
 
 CORES = 2
-"""How many cores are used, however many there are."""
+"""The number of cores that are used, however many there are."""
 FULL, QUICK = 0.5, 0.1
 """Seconds for which each contender of a row is measured."""
 MOST = 20_000
@@ -46,7 +46,7 @@ class RowFailedError(Exception):
 
 
 def about(seconds: float, transport: str) -> dict[str, str]:
-    """Where and with what this was measured."""
+    """Return where and with what this was measured."""
     versions = []
     for package in PACKAGES:
         try:
@@ -115,7 +115,7 @@ def measure_row(row: Row, transport: str, example: str | None, seconds: float) -
 
 
 def perftests(row: Row) -> list[dict[str, Any]]:
-    """What UCX's own benchmark says, if it has such an operation."""
+    """Return the figures of UCX's own benchmark, if it has such an operation."""
     found = []
     for tls in perftest.TRANSPORTS if row.op in perftest.TESTS else ():
         took = [perftest.Perftest(row.op, row.nbytes, tls).trial() * 1e6 for _ in range(3)]

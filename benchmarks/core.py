@@ -1,4 +1,4 @@
-"""What the core costs by itself: no wire, no second process.
+"""Costs of the core by itself: no wire, no second process.
 
 Run it with ``make bench`` or ``python -m benchmarks.core [--json FILE]``. Everything is measured in one run, the
 yardstick (``await asyncio.sleep(0)``) in turn with each subject, and printed as medians, p99 and ratios: times drift
@@ -67,7 +67,7 @@ async def finished_in_post(transport: str) -> dict[str, Any]:
 
 
 async def recorded(transport: str) -> dict[str, Any]:
-    """What the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
+    """Measure what the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
     async with aiocomms.new_comm(transport) as comm:
@@ -135,7 +135,7 @@ async def outstanding(count: int) -> tuple[float, float]:
 
 
 async def many_receives() -> dict[str, Any]:
-    """Whether 10,000 receives that wait cost more each than 100 do."""
+    """Measure whether 10,000 receives that wait cost more each than 100 do."""
     few, many = [], []
     memory = 0.0
     for _ in range(7):

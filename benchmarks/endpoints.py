@@ -124,7 +124,7 @@ async def come_and_go(here: aiocomms.Endpoint) -> None:
 
 
 async def connections(address: bytes) -> tuple[float, ...]:
-    """What each of several connections holds on this side, and the seconds that it takes to form."""
+    """Return what each of several connections holds on this side, and the seconds that it takes to form."""
     before, began = held(), time.perf_counter()
     ends = []
     for _ in range(CONNECTIONS):

@@ -193,11 +193,11 @@ CONTENDERS: dict[str, tuple[type[Contender], str]] = {
     "NIXL": (Nixl, "nixl_cu13"),
     "ZeroMQ": (ZeroMq, "zmq"),
 }
-"""By name: the class, and the module that it needs."""
+"""The contenders by name: the class, and the module that it needs."""
 
 
 class Lateness:
-    """By how much a task that sleeps for 1 ms over and over wakes too late, in seconds."""
+    """The lateness of a task that sleeps for 1 ms over and over, in seconds."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
@@ -231,7 +231,7 @@ async def signals(rank: int, folder: str) -> tuple[asyncio.StreamReader, asyncio
 
 
 async def measure(rank: int, folder: str, name: str) -> list[dict[str, Any]]:
-    """For each case: when each transfer began or ended on this rank, CPU seconds, lateness."""
+    """Measure for each case: when each transfer began or ended on this rank, CPU seconds, lateness."""
     pool = torch.randint(0, 256, (POOL,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     first = torch.randint(0, 256, (POOL,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     contender = CONTENDERS[name][0]()

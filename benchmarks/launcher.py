@@ -1,4 +1,4 @@
-"""What an op of the nccl transport costs the loop's thread: by the launcher in Python, and by the native one.
+"""Costs of an op of the nccl transport to the loop's thread: by the launcher in Python, and by the native one.
 
 There is no GPU, and nothing is moved: each call of CUDA and NCCL returns at once. So the figures are those of the code
 above these calls, and say nothing of a GPU. Both launchers run in turn in one process, round after round. What is
@@ -37,7 +37,7 @@ from aiocomms.transport import Capabilities
 OPS = 200
 ROUNDS = 40
 PURE = {"python": "1", "native": "0"}
-"""What ``AIOCOMMS_PURE`` is for each launcher."""
+"""The value of ``AIOCOMMS_PURE`` for each launcher."""
 
 
 def returns_0() -> int:

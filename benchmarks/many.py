@@ -1,4 +1,4 @@
-"""What many communicators cost: a wake-up, descriptors and memory, of a family of splits beside one split.
+"""Costs of many communicators: a wake-up, descriptors and memory, of a family of splits beside one split.
 
 Rank 1 sends its clock to rank 0, which has parked; the two share the machine's. The pairs of families take turns, so
 that the machine's drift hits both alike. Then each split carries something large. Run it with
@@ -60,12 +60,12 @@ def memory() -> tuple[int, int]:
 
 
 def descriptors() -> int:
-    """How many this process has open."""
+    """Return the number of descriptors that this process has open."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 async def splits_of(root: aiocomms.Communicator, count: int) -> list[aiocomms.Communicator]:
-    """So many communicators of all ranks, which have all carried something small."""
+    """Return so many communicators of all ranks, which have all carried something small."""
     comms = [await root.split(range(root.size)) for _ in range(count)]
     found = [comm for comm in comms if comm is not None]
     for comm in found:
@@ -74,7 +74,7 @@ async def splits_of(root: aiocomms.Communicator, count: int) -> list[aiocomms.Co
 
 
 def taken() -> dict[str, int]:
-    """What this process has taken for communicators by now."""
+    """Return the resources that this process has taken for communicators by now."""
     shared, tables = memory()
     return {"descriptors": descriptors(), "shared": shared, "tables": tables}
 
@@ -119,7 +119,7 @@ async def measure(rank: int, folder: str, transport: str, ranks: int, splits: in
 
 
 def report(found: list[dict[str, Any]], number: str, size: str) -> str:
-    """What a family's splits have taken: descriptors of the first rank, and memory of all."""
+    """Report the costs of a family's splits: descriptors of the first rank, and memory of all."""
     costs = [rank["costs"][number] for rank in found]
     grown = {key: [cost[size][key] - cost["before"][key] for cost in costs] for key in costs[0]["before"]}
     shared, tables = (sum(grown[key]) / 2**20 for key in ("shared", "tables"))

@@ -1,4 +1,4 @@
-"""What it costs an op to be measured or traced, by who does it.
+"""Costs to an op of being measured or traced, by who does it.
 
 Run it with ``make bench`` or ``python -m benchmarks.metrics [--json FILE]``. An all_reduce of 8 bytes, awaited one
 after the other: in a world of one, where nothing but the core and the transport's own work is timed, and between two
@@ -40,7 +40,7 @@ Begin = Callable[[Communicator], tuple[Any, AbstractContextManager[Any]]]
 
 
 def subjects() -> dict[str, Begin]:
-    """How each is begun: what has a ``remove()``, and what the ops run within."""
+    """Return how each is begun: what has a ``remove()``, and what the ops run within."""
     registry = prometheus_client.CollectorRegistry()
     meters = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
     traced, untraced = (

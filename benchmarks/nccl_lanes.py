@@ -1,4 +1,4 @@
-"""What a collective of a lane costs on the nccl transport, against one of the communicator, between two processes.
+"""Costs of a lane's collective on the nccl transport, against one of the communicator, between two processes.
 
 There is no GPU: calls of CUDA and NCCL return at once, and a collective ends when both ranks have launched it, which
 they see in shared memory. So a figure is what the host does: the loops, the control connections, the launcher in
@@ -37,13 +37,13 @@ from benchmarks.launcher import NoComm, NoCuda, NoNccl, NoNcclTransport, NoStrea
 
 OPS, TASKS, ROUNDS = 320, 16, 30
 CELLS = 1 << 14
-"""How many communicators of NCCL can be told apart, by their ids."""
+"""The number of communicators of NCCL that can be told apart, by their ids."""
 WAYS = {"no lane": "carried", "lane": "carried", "lane by messages": "messages"}
 """Each way, and the communicator that it uses."""
 
 
 class Launches:
-    """How many calls of NCCL each rank has made in each communicator: memory of both processes."""
+    """The number of calls of NCCL that each rank has made in each communicator: memory of both processes."""
 
     rank = 0
     counts: memoryview
@@ -91,7 +91,7 @@ class SharedCuda(NoCuda):
 
 class Comm(NoComm):
     cells: ClassVar[dict[int, int]] = {}
-    """By the handle of a stream."""
+    """The cells by the handle of a stream."""
 
     def __init__(self, unique_id: bytes) -> None:
         self._cell = int.from_bytes(unique_id[:4], "little") % CELLS
@@ -220,6 +220,7 @@ def summary(times: list[float]) -> tuple[float, float, float]:
 
 
 if __name__ == "__main__":
-    from benchmarks import nccl_lanes  # as the registry knows it: what the processes share is in that module
+    # The registry knows the module by this name, and the module holds what the processes share.
+    from benchmarks import nccl_lanes
 
     nccl_lanes.main()

@@ -1,4 +1,4 @@
-"""How long the event loop is held while the first communicator of a process opens, between two fresh processes.
+"""Time for which the event loop is held while a process's first communicator opens, between two fresh processes.
 
 The longest callback, and by how much a task that sleeps for 0.5 ms over and over was late: that also where another
 thread keeps the interpreter's lock. "Cold": the files of the environment were put out of the page cache, as far as the
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rank")
     transport = parser.parse_args().rank
     if transport is not None:
-        import torch  # as a program has it, before there is a loop
+        import torch  # a program has imported it before there is a loop
 
         gc.collect()
         gc.freeze()

@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 
 class PerftestFailedError(Exception):
-    """It did not start, or not end."""
+    """A run of ucx_perftest that did not start, or not end."""
 
 
 class Perftest:

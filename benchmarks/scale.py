@@ -1,4 +1,4 @@
-"""What grows with the number of ranks while a communicator forms.
+"""Costs that grow with the number of ranks while a communicator forms.
 
 Processes that form one over ``ucx``, ranks of one event loop, and the calls and bytes that each of up to 10,000 ranks
 has of its store: those are counted, of the real code of the meeting and of an exchange, over a store that counts. Run
@@ -153,7 +153,7 @@ async def in_one_process(size: int) -> dict[str, float]:
 
 
 async def form(transport: str) -> dict[str, float]:
-    """What one process does: when it begins, when it has formed the communicator, and when it has closed it."""
+    """Run one process: note when it begins, when it has formed the communicator, and when it has closed it."""
     times = {"began": time.monotonic()}
     async with aiocomms.new_comm(transport, timeout=PATIENCE) as comm:
         times["formed"] = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is no comparison of two libraries: many receives, a busy peer, the recorder, idling, the death of a peer."""
+"""Measurements that compare no two libraries: many receives, a busy peer, the recorder, idling, a peer's death."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def resident() -> int:
 
 
 def busy_peer(transport: str, rounds: int) -> Result:
-    """How long an all_reduce takes whose peer computes without awaiting."""
+    """Time an all_reduce whose peer computes without awaiting."""
     figures, verdicts = [], []
     for nbytes, title in ((8, "8 B"), (MIB, "1 MiB")):
         took = in_two_processes(beside_busy_peer, transport, nbytes, max(5, rounds))[0]
@@ -168,7 +168,7 @@ async def beside_busy_peer(rank: int, folder: str, transport: str, nbytes: int, 
 
 
 def overhead(transport: str, rounds: int) -> Result:
-    """What the flight recorder and the heartbeat cost, in pairs of processes in turn; the slower rank's time."""
+    """Time the flight recorder and the heartbeat in pairs of processes in turn; the slower rank's time counts."""
     turns: dict[bool, list[list[float]]] = {False: [], True: []}
     for turn in range(rounds):  # where things lie in memory is a matter of luck, so in new processes each time
         for bare in (False, True) if turn % 2 else (True, False):

@@ -13,7 +13,7 @@ SLOW, FAR = 1.25, 1.35
 
 
 def kinds(trials: Sequence[Sequence[float]], best: HostState) -> dict[str, int]:
-    """How many turns were in which state of the host, of which there are up to four."""
+    """Count the turns in each state of the host, of which there are up to four."""
     counts = {"quiet": 0, "slow": 0, "far": 0, "slow and far": 0}
     for loop, trip in trials:
         slow, far = loop > SLOW * best.loop, trip > FAR * best.trip
@@ -63,7 +63,7 @@ def number(value: float, unit: str) -> str:
 
 
 def met(verdict: dict[str, Any]) -> str:
-    """What of it is reached."""
+    """Say which limit is reached."""
     if verdict["must"] is not None and verdict["value"] > verdict["must"]:
         return "MISSED"
     if verdict["aim"] is not None:
@@ -72,7 +72,7 @@ def met(verdict: dict[str, Any]) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> str:
-    """What was to be reached, and whether it was."""
+    """Tabulate the limits to reach, and whether they were reached."""
     rows = []
     for row in results["rows"]:
         title = row["title"]
@@ -84,7 +84,7 @@ def verdicts(results: dict[str, Any]) -> str:
 
 
 def states(results: dict[str, Any]) -> str:
-    """How many turns of each row were in which state of the host; of an earlier run without probes, nothing."""
+    """Count the turns of each row in each state of the host; an earlier run without probes gives nothing."""
     probed = [(row["title"], row["states"]) for row in results["rows"] if row.get("states")]
     looks = [look for _, of_row in probed for look in of_row]
     if not looks:
@@ -107,7 +107,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def missed(results: dict[str, Any]) -> int:
-    """How many musts are not reached."""
+    """Count the musts that are not reached."""
     return sum(met(v) == "MISSED" for row in results["rows"] for v in row["verdicts"])
 
 

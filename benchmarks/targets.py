@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.compare` measures, and what it must reach: times as ratios to a peer's in the same run."""
+"""Measurements of :mod:`benchmarks.compare` and their limits: times as ratios to a peer's in the same run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = {
     "gloo:executor": "gloo awaited by executor", "gloo:polling": "gloo awaited by polling",
     "gloo:future": "gloo awaited by future",
 }  # fmt: skip
-"""What the report calls each library that ``aiocomms bench --vs`` measures."""
+"""The report's name of each library that ``aiocomms bench --vs`` measures."""
 
 
 class Versus(NamedTuple):
@@ -21,7 +21,7 @@ class Versus(NamedTuple):
     must: float | None = None
     aim: float | None = None
     of: str = "median"
-    """Which of the figures is compared: the median, the mean or the 99th percentile of all iterations."""
+    """The figure that is compared: the median, the mean or the 99th percentile of all iterations."""
 
 
 class Row(NamedTuple):
@@ -34,13 +34,13 @@ class Row(NamedTuple):
     vs: tuple[str, ...] = tuple(NAMES)
     ranks: int = 2
     bound: bool = True
-    """Whether each rank has a core of its own, where there are as many cores."""
+    """A flag: each rank has a core of its own, where there are as many cores."""
     neighbours: int = 0
-    """How many processes beside the ranks want a core all the time."""
+    """The number of processes beside the ranks that want a core all the time."""
     patience: int = 1
-    """How many times as long as usual it is measured: where the scheduler decides, a stall is of 4 ms."""
+    """The factor by which it is measured longer than usual: where the scheduler decides, a stall is of 4 ms."""
     late: tuple[float, float] | None = None
-    """How many ms a task that sleeps for 1 ms may be late beside it, at p99: must, and aim."""
+    """The lateness in ms, at p99, that a task that sleeps for 1 ms may have beside it: must, and aim."""
     beside: str = ""
     """Another operation of ours in the same run."""
 
