@@ -24,7 +24,7 @@ LIMIT = 300.0
 
 
 def worlds() -> dict[str, tuple[int, list[str]]]:
-    """Which measures run in the same processes, and on how many ranks."""
+    """Return the measures that run in the same processes, and their numbers of ranks."""
     return {
         "one rank": (1, [t.key for t in TARGETS if t.size == 1]),
         "two ranks": (2, ["bandwidth2"]),

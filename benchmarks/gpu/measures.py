@@ -1,4 +1,4 @@
-"""What is measured, ours and the peer in turn in the same processes, round after round."""
+"""Measurements of ours and the peer in turn in the same processes, round after round."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ BY_KEY = {target.key: target for target in TARGETS}
 
 
 class Bench(NamedTuple):
-    """What a measure has."""
+    """The tools and parameters of a measure."""
 
     comm: Communicator
     stage: Stage
     rounds: int
     nbytes: int = 64 * MIB
-    """Of what is moved."""
+    """The bytes that are moved."""
     op_seconds: float = 10e-6
-    """Of a short op."""
+    """The seconds of a short op."""
     long_seconds: float = 10e-3
-    """Of a long one."""
+    """The seconds of a long op."""
     parked_seconds: float = 2.0
 
 
@@ -47,7 +47,7 @@ Measure = Callable[[Bench], Awaitable[dict[str, Any]]]
 
 
 async def post(b: Bench) -> dict[str, Any]:
-    """How long the host takes to post an all_reduce: the mean of many, none waited for."""
+    """Measure the host's time to post an all_reduce: the mean of many, none waited for."""
     tensor = b.stage.tensor(SMALL)
     ours, theirs = [], []
     for number in range(WARM + b.rounds):
@@ -70,7 +70,7 @@ async def post(b: Bench) -> dict[str, Any]:
 
 
 async def await_(b: Bench) -> dict[str, Any]:
-    """How much later an `await` comes back than `stream.synchronize()` would have, for the same op."""
+    """Measure how much later an `await` comes back than `stream.synchronize()` would have, for the same op."""
     tensor = b.stage.tensor(SMALL)
     awaited, synchronised = [], []
     for number in range(WARM + 20 * b.rounds):
@@ -93,7 +93,7 @@ async def await_(b: Bench) -> dict[str, Any]:
 
 
 async def heartbeat(b: Bench) -> dict[str, Any]:
-    """How late the loop comes to a tick of 1 ms while long collectives run; and how late with nothing to do."""
+    """Measure the loop's lateness at a tick of 1 ms while long collectives run, and with nothing to do."""
     tensor = b.stage.tensor(SMALL)
     idle: list[float] = []
     busy: list[float] = []
@@ -109,7 +109,7 @@ async def heartbeat(b: Bench) -> dict[str, Any]:
 
 
 async def parked(b: Bench) -> dict[str, Any]:
-    """How much of a core the process uses while an op of seconds is awaited; all its threads."""
+    """Measure the share of a core that all threads of the process use while an op of seconds is awaited."""
     tensor = b.stage.tensor(SMALL)
     await b.comm.all_reduce(tensor)
     b.stage.synchronize()
@@ -188,7 +188,7 @@ async def get(b: Bench) -> dict[str, Any]:
                     took[name + kind].append((time.perf_counter() - began) / times)
     await window.aclose()
     if b.comm.rank != 0:
-        return figure(BY_KEY["get"], 1.0)  # nobody asks this rank
+        return figure(BY_KEY["get"], 1.0)  # no rank asks this one
     detail = {f"{kind}_gb_per_s": [b.nbytes / seconds / 1e9 for seconds in took[kind]] for kind in ("put", "get")}
     detail |= {f"{kind}_us": [seconds * 1e6 for seconds in took[kind]] for kind in ("small_put", "small_get")}
     return figure(BY_KEY["get"], paired(took["get"], took["put"]), mapped=mapped, **detail)

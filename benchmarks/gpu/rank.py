@@ -47,7 +47,7 @@ async def run(stage: Stage, folder: Path, rank: int, size: int, keys: list[str],
 
 
 def versions() -> dict[str, str]:
-    """What was measured on, and with."""
+    """Return the versions of all that was measured on, and with."""
     properties = torch.cuda.get_device_properties(0)
     driver = Path("/proc/driver/nvidia/version")
     found = re.search(r"Module\s.*?(\d+\.\d[\d.]*)", driver.read_text()) if driver.exists() else None

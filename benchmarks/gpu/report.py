@@ -16,7 +16,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Where, and a row for every figure that is wanted; one that is not there says why."""
+    """Format where it was measured, and a row for every figure that is wanted; one that is not there says why."""
     figures = {figure["key"]: figure for figure in results["figures"]}
     rows = []
     for target in TARGETS:

@@ -17,7 +17,7 @@ class Stage:
     """One GPU. The tests give the measures one that is none."""
 
     backend = "nccl"
-    """What torch.distributed runs beside us."""
+    """The backend of torch.distributed that runs beside us."""
     transport = "nccl"
     p2p = "ucx"
 
@@ -39,7 +39,7 @@ class Stage:
         work.wait_stream()
 
     def seconds_of_copy(self, nbytes: int, times: int) -> float:
-        """How long the GPU takes to copy so many bytes within its memory, at best of some times."""
+        """Return the GPU's best time of some copies of so many bytes within its memory."""
         source, target = (torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2))
         took = []
         for _ in range(times):
@@ -61,7 +61,7 @@ class Stage:
 
     def _calibrate(self) -> float:
         """Cycles per second of the spinning kernel's clock, which is the GPU's, not that of the host."""
-        torch.cuda._sleep(10_000_000)  # so that it runs at full speed
+        torch.cuda._sleep(10_000_000)  # the GPU runs at full speed then
         torch.cuda.synchronize()
         cycles = 50_000_000
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is measured on a GPU, and what it must reach."""
+"""Figures that are measured on a GPU, and the limits they must reach."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Target(NamedTuple):
     """``"x"``: a ratio to the peer of the same run."""
     limit: float
     least: bool = False
-    """Whether the limit is the least that is wanted, and not the most."""
+    """A flag: the limit is the least that is wanted, and not the most."""
     size: int = 1
     """Ranks, all on one GPU."""
 
     def met(self, value: float) -> bool:
-        """Whether a value reaches it."""
+        """Return whether a value reaches it."""
         return value >= self.limit if self.least else value <= self.limit
 
     @property
@@ -41,7 +41,7 @@ TARGETS = (
     Target("get", "window, time of a get of 64 MiB / of a put, 2 processes", "x", 1.2, size=2),
 )
 OF_WINDOWS_AND_MESSAGES = frozenset({"p2p", "get"})
-"""What is measured of the transport of these."""
+"""The measures of the transport of windows and messages."""
 
 
 def figure(target: Target, value: float, **detail: Any) -> dict[str, Any]:
