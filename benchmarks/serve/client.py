@@ -30,25 +30,25 @@ class Record:
     sent: float = 0.0
     ended: float = 0.0
     status: int = 0
-    """Of the answer; 0: there was none, for the connection broke, or was refused, or the client's patience ended."""
+    """The status of the answer; 0: there was none, for the connection broke, or was refused, or the client gave up."""
     right: bool | None = None
-    """Whether a 200 had the right answer; None: nobody can say."""
+    """A flag that a 200 had the right answer; None: it cannot be known."""
     tokens: list[float] = field(default_factory=list)
-    """When each token came, of a stream."""
+    """The time at which each token of a stream came."""
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Return the time it took, in seconds."""
         return self.ended - self.due
 
     @property
     def first(self) -> float:
-        """When the first token came, of a stream; else when it ended."""
+        """Return the time at which a stream's first token came, or at which the answer ended."""
         return self.tokens[0] if self.tokens else self.ended
 
 
 class Target(Protocol):
-    """How a kind of server is asked."""
+    """A way to ask a kind of server."""
 
     async def ask(self, http: aiohttp.ClientSession, number: int, record: Record) -> None:
         """Send a request, and note its status, tokens and whether it is right.
@@ -123,7 +123,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def summary(records: Sequence[Record], seconds: float) -> dict[str, float | int | None]:
-    """What is said of a load.
+    """Summarise a load.
 
     :param seconds: for how long requests were sent; what was answered later is no throughput of that time.
     :returns: counts; rates per second; times in ms, of good answers, from when they were due.

@@ -1,4 +1,4 @@
-"""What the text generator's ranks say to each other, by ``torch.distributed`` and gloo; see ``text_generator.links``.
+"""Links of the text generator's ranks by ``torch.distributed`` and gloo; see ``text_generator.links``.
 
 It is written as one writes it today. All ranks are one job, rank by rank the prefill group's and then those of each
 decode group, and form all process groups at its start. Every call of gloo's blocks, so each process group has a thread
@@ -38,7 +38,7 @@ class LostError(Exception):
 Execute = Callable[[Any], Awaitable[Any]]
 LOST = LostError
 Description = int
-"""Where a rank is reached: its number in the job."""
+"""The place at which a rank is reached: its number in the job."""
 PIECES = 256
 """Pieces of pages that a message may have."""
 new_group = partial(gloo.Group, lost=LOST)
@@ -281,7 +281,7 @@ class Channel:
 
 
 class Endpoint:
-    """Where the front is reached."""
+    """The place at which the front is reached."""
 
     def __init__(self) -> None:
         self.callers: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
@@ -294,7 +294,7 @@ class Endpoint:
 
 @asynccontextmanager
 async def open_endpoint() -> AsyncIterator[Endpoint]:
-    """Where this process is reached; only the front listens."""
+    """Open the place at which this process is reached; only the front listens."""
     here = Endpoint()
     if "RANK" in os.environ:
         yield here

@@ -23,7 +23,7 @@ from benchmarks.serve import generator_links
 
 sys.modules["text_generator.links"] = generator_links  # before anything of the generator is imported
 
-from text_generator import preload, supervisor  # noqa: E402, F401 - what the fork server imports
+from text_generator import preload, supervisor  # noqa: E402, F401 - the fork server imports these
 from text_generator.supervisor import Supervisor  # noqa: E402
 
 
@@ -35,7 +35,7 @@ class OneJob(Supervisor):
         groups.start_soon(self._keep_all, news.recv())
         while True:
             await anyio.wait_readable(news)
-            news.recv()  # which group is lost is known here already
+            news.recv()  # this process knows already which group is lost
 
     async def _keep_all(self, address: bytes) -> None:
         """Start all ranks, and again when one has died."""

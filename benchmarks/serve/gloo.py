@@ -1,4 +1,4 @@
-"""What the twins have in common: process groups of gloo's, whose calls block threads."""
+"""The common parts of the twins: process groups of gloo, whose calls block threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 IDLE = timedelta(days=365)
-"""How long a call may take: a worker waits in one for the next plan."""
+"""The longest time of a call: a worker waits in one for the next plan."""
 
 
 class Group:

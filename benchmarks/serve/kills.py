@@ -46,7 +46,7 @@ class Killer:
             for _ in range(4):
                 await asyncio.sleep(every / 4)
                 self.memory.append(await asyncio.to_thread(self._server.memory))
-            there = [rank for rank in self._server.pids if rank]  # but for one that is not replaced yet
+            there = [rank for rank in self._server.pids if rank]  # a rank that is not replaced yet has no entry
             self.moments.append(time.perf_counter())
             self._server.kill(self._rng.choice(there))
 
@@ -63,7 +63,7 @@ async def run(server: Server, target: Embedding, rate: float, seconds: float, ev
 
 
 def deaths(records: list[Record], moments: list[float]) -> dict[str, Any]:
-    """What the kills at these moments have done."""
+    """Summarise the effects of the kills at these moments."""
     ends = [*moments[1:], float("inf")]
     found = [around([r for r in records if r.due < end], moment) for moment, end in zip(moments, ends, strict=True)]
     again = [death["again"] for death in found if death["again"] is not None]
@@ -78,7 +78,7 @@ def deaths(records: list[Record], moments: list[float]) -> dict[str, Any]:
 
 
 def verdicts(row: dict[str, Any]) -> list[Verdict]:
-    """What was to be reached."""
+    """Return the limits to reach, and whether they were."""
     memory = row["memory"]
     quarter = max(1, len(memory) // 4)
     grown = statistics.median(memory[-quarter:]) / statistics.median(memory[quarter : 2 * quarter] or memory)

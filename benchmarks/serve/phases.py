@@ -1,4 +1,4 @@
-"""What is done to a server: load below and beyond its capacity, a busy neighbour, clients that leave, ``kill -9``."""
+"""Trials of a server: load below and beyond its capacity, a busy neighbour, clients that leave, ``kill -9``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEVELS = (0.3, 0.6, 0.9, 1.2)
 KILL = 4
 """Times the seconds of a level that the load lasts in which a rank is killed."""
 CLIENTS = 16
-"""Of the closed loop that finds the capacity, and of wrk."""
+"""The clients of the closed loop that finds the capacity, and of wrk."""
 MINUTE = 60.0
 LONG = "a text as long as the model reads " * 60
 TEXTS = 64
@@ -63,7 +63,7 @@ async def under(server: Server, target: Target, rate: float, seconds: float) -> 
 
 
 async def capacity(server: Server, target: Target, seconds: float) -> Row:
-    """What it does for clients that never pause, after a second in which it warms up.
+    """Measure the rate for clients that never pause, after a second in which the server warms up.
 
     Where a machine is so slow that no answer came within these seconds, it is given more.
     """
@@ -78,7 +78,7 @@ async def capacity(server: Server, target: Target, seconds: float) -> Row:
 
 
 def spent(before: Look, after: Look, records: list[Record], target: Target) -> Row:
-    """What it cost: CPU seconds of all processes for 1,000 good answers, and how late the loop was."""
+    """Return what it cost: CPU seconds of all processes for 1,000 good answers, and how late the loop was."""
     good = sum(record.status == 200 for record in records)
     return {
         "cpu_per_1000": 1000 * (after.cpu - before.cpu) / good if good else None,
@@ -87,7 +87,7 @@ def spent(before: Look, after: Look, records: list[Record], target: Target) -> R
 
 
 async def split(server: Server, target: Embedding, count: int) -> Row:
-    """Where the time of a request goes that is alone: means in ms."""
+    """Split the time of a request that is alone: means in ms."""
     async with connect(server.url) as http:
         await ask(http, target, 0, time.perf_counter())
         before = await server.look()
@@ -161,7 +161,7 @@ async def served(server: Server, target: Target, moment: float) -> float | None:
 
 
 def around(records: list[Record], moment: float) -> Row:
-    """What a kill at this moment has done.
+    """Summarise the effects of a kill at this moment.
 
     :returns: seconds until a request was served that came later, None if none was; how long the slowest of those took
         that got no answer, after it came or after the kill; and how many got none.
@@ -190,7 +190,7 @@ def burn() -> None:
 
 
 async def wrk(server: Server, target: Embedding, seconds: float) -> Row | None:
-    """What wrk says; None where it is not installed."""
+    """Run wrk, and return its report; None where it is not installed."""
     program = shutil.which("wrk")
     if program is None:
         return None
@@ -210,7 +210,7 @@ async def wrk(server: Server, target: Embedding, seconds: float) -> Row | None:
 
 
 def parse_wrk(text: str) -> Row:
-    """What of its report is shown.
+    """Return the figures of wrk's report that are shown.
 
     :raises ValueError: it is none.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import table
 
 FASTER, SOONER, LATE = 1.3, 0.6, 5.0
-"""Of the embedding server, against its twin: requests per second, or else p99; and ms of lateness at p99."""
+"""The limits of the embedding server, against its twin: requests per second, or else p99; and ms of lateness at p99."""
 FASTER_STREAMS = 1.5
 """The same of tokens per second; or else SOONER, of p99 between tokens."""
 COLUMNS = {
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """What was to be reached, and whether it was."""
+    """A limit to reach, and whether it was reached."""
 
     what: str
     value: str
@@ -58,19 +58,19 @@ def find(layout: Row, load: str, by: str) -> Row:
 
 
 def splits(layout: Row) -> str:
-    """Where the time of a request goes that is alone."""
+    """Tabulate where the time of a request goes that is alone."""
     parts = list(layout["split"][ORDER[0]])
     rows = [[by, *(f"{layout['split'][by][part]:.2f}" for part in parts)] for by in ORDER]
     return table(["one client, ms", *parts], rows, 1)
 
 
 def again(killed: Row) -> str:
-    """When it was served again."""
+    """Say when it was served again."""
     return "never" if killed["again"] is None else f"{killed['again']:.2f} s"
 
 
 def leavings(layout: Row) -> str:
-    """What of a client that has left is still computed, and what a kill does."""
+    """Tabulate what is still computed for a client that has left, and the effects of a kill."""
     rows = []
     for by in ORDER:
         left, killed = layout["leaving"][by], layout["killed"][by]
@@ -102,7 +102,7 @@ def stream_leavings(layout: Row) -> str:
 
 
 def wrks(layout: Row) -> str:
-    """What wrk has measured, or that it is not there."""
+    """Tabulate wrk's figures, or say that it is not there."""
     if layout["wrk"] is None:
         return "wrk is not installed (`apt-get install wrk`): not measured."
     keys = ("per_s", "p50", "p99", "errors")
@@ -118,7 +118,7 @@ def ratios(layout: Row, of: str, till: str) -> tuple[float, float]:
 
 
 def common(layout: Row) -> list[Verdict]:
-    """What every server is to reach."""
+    """Return the verdicts on what every server is to reach."""
     mine = [row for row in layout["rows"] if row["by"] == ORDER[0]]
     late = max((row["late_p99"] or 0.0 for row in mine if row["load"] in ("30 %", "60 %", "90 %")), default=0.0)
     wrong = sum(row["wrong"] + row["other"] for row in mine) + layout["killed"][ORDER[0]]["wrong"]
@@ -129,7 +129,7 @@ def common(layout: Row) -> list[Verdict]:
 
 
 def verdicts(layout: Row) -> list[Verdict]:
-    """What was to be reached with this layout of the embedding server."""
+    """Return the verdicts on this layout of the embedding server."""
     faster, sooner = ratios(layout, "per_s", "p99")
     after, most = layout["leaving"][ORDER[0]]["after"], layout["pp"] + 1
     better = faster >= FASTER or sooner <= SOONER
@@ -206,7 +206,7 @@ def glance(results: Row, path: Path) -> None:
 
 
 def curves(results: Row, path: Path) -> None:
-    """What a request takes, over the load."""
+    """Draw the time of a request over the load."""
     from matplotlib.figure import Figure
 
     layouts = [*results["layouts"], *results["streams"]]

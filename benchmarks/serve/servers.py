@@ -30,12 +30,12 @@ STARTS, ENDS = 300.0, 30.0
 
 
 class Look(NamedTuple):
-    """What of a server only grows."""
+    """The counters of a server, which only grow."""
 
     cpu: float
     """Seconds on a core that its processes have had."""
     metrics: dict[str, float]
-    """By name; where there are labels, with them, as ``name{key="value"}``."""
+    """The metrics by name; where there are labels, with them, as ``name{key="value"}``."""
 
 
 class Server:
@@ -151,7 +151,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def late(before: Look, after: Look, metric: str, share: float = 0.99) -> float | None:
-    """By how many ms the loop was late at most, in this share of the looks that the server took at it in between.
+    """Return the ms by which the loop was late at most, in this share of the looks that the server took in between.
 
     It is interpolated within a bucket of the histogram ``metric``, as Prometheus does. Of several histograms, as of
     several processes, the worst; None: the server shows none.

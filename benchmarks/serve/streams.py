@@ -28,7 +28,7 @@ PROMPTS = (
     "```python\nimport asyncio\n", "await comm.", "A deadline ", "| `put(tensor, ",
 )  # fmt: skip
 TOKENS = 64
-"""Behind each of them."""
+"""The tokens that follow each prompt."""
 LEAVERS = 16
 """Clients that leave after half of their stream, beside as many that stay."""
 VICTIM = "decode-0"
@@ -42,15 +42,15 @@ class Alone:
         return x
 
     async def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """Nobody is before it."""
+        """Return the input, as no stage is before this one."""
         return x
 
     async def pass_on(self, x: torch.Tensor) -> None:
-        """Nobody is behind it."""
+        """Drop the output, as no stage is behind this one."""
 
 
 async def model_alone(path: Path, tp: int, pp: int, steps: int) -> float:
-    """What the first rank of a group computes in a step of one sequence that has 64 tokens: a mean, in ms."""
+    """Time a step of the first rank of a group for one sequence that has 64 tokens: a mean, in ms."""
     shard = Shard(path, Part(0, pp, 0, tp))
     cache = Cache(shard.shape, shard.part, 8)
     step = Step(torch.tensor([[1]]), torch.tensor([TOKENS]), torch.arange(1, 6)[None])
@@ -63,7 +63,7 @@ async def model_alone(path: Path, tp: int, pp: int, steps: int) -> float:
 
 
 async def split(server: Server, target: Stream, model: float) -> Row:
-    """Where the time between two tokens goes, with one client: means in ms."""
+    """Split the time between two tokens, with one client: means in ms."""
     async with connect(server.url) as http:
         await ask(http, target, 0, 0.0)
         before = await server.look()
@@ -103,12 +103,12 @@ async def leaving(server: Server, stays: Stream, leaves: Stream) -> Row:
 
 
 def answers(model: Model) -> list[bytes]:
-    """What the unsplit model makes of the prompts."""
+    """Return what the unsplit model makes of the prompts."""
     return [model.generate(prompt.encode(), TOKENS) for prompt in PROMPTS]
 
 
 def shown(text: bytes) -> str:
-    """As a client gets it, who never hears the rest of a character that has not come to its end."""
+    """Decode as for a client, which never hears the rest of a character that has not come to its end."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(text)
 
 

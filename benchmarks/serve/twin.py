@@ -54,11 +54,11 @@ class Turn(AbstractContextManager["Turn"]):
 
 
 TURN: ContextVar[Turn] = ContextVar("turn")
-"""That of the plan which this task carries out."""
+"""The turn of the plan which this task carries out."""
 
 
 class GlooLinks:
-    """What :class:`embedding_server.links.Links` does, by gloo."""
+    """The links of :class:`embedding_server.links.Links`, by gloo."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -131,7 +131,7 @@ def take(group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor] | None:
 
 
 class GlooService:
-    """What :class:`aiocomms.serving.Service` does for the server: rank 0 gives out plans, all carry them out."""
+    """The service of :class:`aiocomms.serving.Service` for the server: rank 0 gives out plans, all carry them out."""
 
     failure: PlanLostError | None = None
 
@@ -145,7 +145,7 @@ class GlooService:
         """See Service: this is its own driver."""
         self._execute = execute
         yield self
-        if self.failure is None:  # else nobody is there to be told
+        if self.failure is None:  # after a failure no rank is there to be told
             await self._plans.call(give, None)
 
     async def run(self, plan: tuple[int, Tensor, Tensor]) -> Any:
