@@ -238,7 +238,7 @@ def slope(samples: list[tuple[float, int]]) -> float:
 
 
 def summary(soak: Soak, elapsed: float) -> str:
-    """What docs/reliability.md says of a run."""
+    """What docs/benchmarks/core.md says of a run."""
     n = soak.counts
     held = [value / 2**20 for _, value in soak.spared.memory]
     sixths = [held[len(held) * sixth // 6 :][: max(1, len(held) // 6)] for sixth in range(6)]
