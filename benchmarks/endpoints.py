@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import aiocomms
+from aiocomms.cli.bench.machine import bind
 from aiocomms.errors import CommClosedError
-from benchmarks.peers.worker import pin
 from benchmarks.processes import in_two_processes
 
 SIZES = (4 * 2**10, 2**20)
@@ -63,7 +63,7 @@ class Nixl:
 
 async def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
     """Seconds of each call, by what it is and whose; what connections cost."""
-    pin(rank, 2, True)
+    bind(rank, 2)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[no-untyped-call]
     memory = torch.zeros(max(SIZES), dtype=torch.uint8)

@@ -76,6 +76,7 @@ class Watchdog:
     def leaving(self) -> list[threading.Thread]:
         """The threads that are to end, and have not. They may be telling an object that its deadline has passed."""
         with self._lock:
+            self._changed.notify_all()  # A signal handler may have raised between the end and the notice of it.
             self._leaving = [thread for thread in self._leaving if thread.is_alive()]
             return list(self._leaving)
 

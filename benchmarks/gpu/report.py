@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu.targets import TARGETS
-from benchmarks.peers.report import table
+from benchmarks.tables import table
 
 NOT_MEASURED = "not measured: no GPU could be reached"
 

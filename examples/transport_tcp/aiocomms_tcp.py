@@ -27,6 +27,7 @@ ANNOUNCE, TAKE, PIECE, BYE, ABORT = range(5)
 HEADER = struct.Struct("<BBBxqqq")  # of everything: kind, channel, dtype, tag, number, size in bytes
 LARGEST = 64 * 1024  # bytes of a piece, and of a reason
 NUMBERED = sorted(DTYPES, key=str)  # dtypes by the number that stands for them
+REASONS = lowlevel.ControlCodec(lowlevel.Reason, "the reason of an abort")
 
 
 async def meet(rendezvous: Rendezvous) -> dict[int, socket.socket]:
@@ -189,7 +190,7 @@ class TcpTransport(Transport):
                 return self.leave(peer)
             elif kind == ABORT and 0 < nbytes <= LARGEST:
                 yield (reason := memoryview(bytearray(nbytes)))
-                return self.on_failure(lowlevel.Reason.decode(reason).to_error())
+                return self.on_failure(REASONS.decode(reason).to_error())
             else:
                 raise ProtocolError(f"rank {peer.rank} says what makes no sense: {bytes(frame).hex()}", peer=peer.rank)
 
@@ -218,7 +219,7 @@ class TcpTransport(Transport):
                 self.write(peer)
 
     def abort(self, error: CommError) -> None:
-        reason = lowlevel.Reason.of(error, self.rank).encode()
+        reason = REASONS.encode(lowlevel.Reason.of(error, self.rank))
         self.part(HEADER.pack(ABORT, 0, 0, 0, 0, len(reason)) + reason)
 
     async def aclose(self) -> None:
@@ -235,7 +236,6 @@ class TcpTransport(Transport):
 
 
 def octets(tensor: torch.Tensor) -> Any:
-    """A tensor's memory."""
     return writing.octets(tensor).numpy().data
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, device
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, MismatchError
-from aiocomms.lowlevel import Inbox, Reason, closed_by, gone, misfit, run_in_thread
+from aiocomms.lowlevel import ControlCodec, Inbox, Reason, closed_by, gone, misfit, run_in_thread
 from aiocomms.ops import checks, writing
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
@@ -23,6 +23,7 @@ Frame = namedtuple("Frame", "kind channel dtype tag nbytes number data", default
 HELLO, MESSAGE, CLOSE, ABORT = range(4)
 HEADER, SIZE, ROOM = struct.Struct("<BBBxqqq"), 256, 228  # bytes
 DTYPES = sorted(checks.DTYPES, key=str)
+REASONS = ControlCodec(Reason, "the reason of an abort")
 LIBRARY = next((name for name in ("ucxx", "ucp") if util.find_spec(name)), None)
 
 
@@ -112,7 +113,7 @@ class UcxxTransport(Transport):
     def abort(self, error: CommError) -> None:
         reason = Reason.of(error, self.rank)
         text = reason.message.encode()[:150].decode(errors="ignore")  # all of it has to have room in a frame
-        data = structs.replace(reason, message=text).encode()
+        data = REASONS.encode(structs.replace(reason, message=text))
         self.engine.submit(self.fall_silent(Frame(ABORT, nbytes=len(data), data=data)))
 
     async def aclose(self) -> None:
@@ -121,7 +122,7 @@ class UcxxTransport(Transport):
 
     def hear(self, rank: int, frame: Frame) -> None:
         if frame.kind == ABORT:
-            self.on_failure(Reason.decode(frame.data[: frame.nbytes]).to_error())
+            self.on_failure(REASONS.decode(frame.data[: frame.nbytes]).to_error())
         elif frame.kind == CLOSE:
             self.gone.add(rank)
             while it := take(self.pending, 0, rank):

@@ -126,7 +126,8 @@ class Again:
         """Run one test alone, in a fresh process; return its output if it fails, else an empty text."""
         # Its plug-in imports hypothesis at the end of a run that has none of its tests, and trio then warns.
         without = ["cacheprovider", "xdist", *(["hypothesispytest"] if test.startswith(SUITE) else [])]
-        command = [sys.executable, "-m", "pytest", test, *self._options(), *(f"-pno:{name}" for name in without)]
+        options = self._options() if test.startswith(SUITE) else []  # pytest knows them where the suite is named alone
+        command = [sys.executable, "-m", "pytest", test, *options, *(f"-pno:{name}" for name in without)]
         done = subprocess.run(
             command, cwd=self._config.rootpath, env={**os.environ, ALONE: "1"}, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -134,7 +135,7 @@ class Again:
         return "" if done.returncode == pytest.ExitCode.OK else done.stdout
 
     def _options(self) -> list[str]:
-        """Return the options of this run that one test needs as well: those of the conformance suite."""
+        """Return the options of this run that a check of the conformance suite needs as well."""
         wanted = ("--transport=", "--device=", "--deadline=", "--seed=", "--loops=", "--full")
         return [option for option in self._config.invocation_params.args if str(option).startswith(wanted)]
 
