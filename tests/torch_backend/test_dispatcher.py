@@ -13,13 +13,14 @@ from forms import Form, calls, forms
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group, _unregister_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.integrations.torch_backend import Group
+from aiocomms.integrations.torch_backend import Group, communicators
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(134)]
@@ -148,9 +149,17 @@ def test_another_backends_operation_within_a_mode_is_its_own(group: Group, comm:
 
 
 @pytest.mark.fault(137)
-def test_another_device_is_answered_by_what_to_write(group: Group) -> None:
-    with pytest.raises(RuntimeError, match=r"write init_process_group\('nccl'\) and new_group\(backend='aiocomms'\)"):
-        group._get_backend(torch.device("cuda", 0))
+def test_another_backends_device_is_answered_by_what_to_write(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert group._get_backend(cuda) is group
+    monkeypatch.setitem(distributed_c10d._world.pg_backend_config, group, "cpu:aiocomms,cuda:nccl")
+    monkeypatch.setattr(communicators, "device_of", lambda tensors: cuda)
+    for call in (lambda: group._get_backend(cuda), lambda: group.allreduce(torch.ones(1))):
+        with pytest.raises(RuntimeError, match=r"write init_process_group\('nccl'\) and new_group\(backend='aiocomms'"):
+            call()
+    assert group._get_backend(torch.device("cpu")) is group
+    with pytest.raises(RuntimeError, match="carries no tensors of meta"):
+        group._get_backend(torch.device("meta"))
 
 
 @pytest.fixture

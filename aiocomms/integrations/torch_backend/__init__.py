@@ -6,8 +6,9 @@
 >>> await dist.all_reduce(t, async_op=True)  # in a coroutine of asyncio or trio
 
 To import it registers the backend. ``pg_options`` of ``init_process_group`` and ``new_group`` is the transport, as
-:func:`aiocomms.new_comm` takes it; without it aiocomms chooses one. Programs of ``torch.distributed`` run unchanged,
-and so do what is built on it: DDP, FSDP2, DTensor, pipelining schedules, functional collectives, checkpoints.
+:func:`aiocomms.new_comm` takes it; without it aiocomms chooses one, for the CPU and for a GPU. Programs of
+``torch.distributed`` run unchanged, and so do what is built on it: DDP, FSDP2, DTensor, pipelining schedules,
+functional collectives, checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from torch import distributed as dist
 
 from aiocomms.integrations.torch_backend import functional
+from aiocomms.integrations.torch_backend.communicators import DEVICES
 from aiocomms.integrations.torch_backend.group import Group, create
 from aiocomms.integrations.torch_backend.works import BACKEND, GroupWork
 
@@ -24,7 +26,7 @@ __all__ = ["BACKEND", "Group", "GroupWork", "register"]
 def register() -> None:
     """Register the backend; the import of this module has done so. From 2.14 on torch finds this by an entry point."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
         functional.register()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import (
@@ -39,6 +40,8 @@ class How(NamedTuple):
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
     timeout: OpTimeout = COMM_TIMEOUT
+    device: torch.device | None = None
+    """Of a barrier."""
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
@@ -134,7 +137,10 @@ def _options(kind: type) -> Callable[[Any], How]:
     def options(value: Any) -> How:
         _is(isinstance(value, kind))
         op, root = getattr(value, "reduceOp", None), getattr(value, "rootRank", 0)
-        return How(ReduceOp.SUM if op is None else reduction(op), root, deadline(value.timeout))
+        device = getattr(value, "device", None)
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return How(ReduceOp.SUM if op is None else reduction(op), root, deadline(value.timeout), device)
 
     return options
 

@@ -30,6 +30,7 @@ def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any,
 
 
 def register() -> None:
-    """Have torch call ours for tensors of the CPU, of whose groups torch's own would look for a backend in C++."""
+    """Have torch call ours, for torch's own would look for a backend of the group in C++."""
     if hasattr(torch.ops._c10d_functional, "all_gather_into_tensor_out"):
-        _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "CPU")
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device)

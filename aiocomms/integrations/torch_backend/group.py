@@ -18,9 +18,10 @@ from torch import distributed as dist
 from aiocomms import blocking
 from aiocomms.arguments import COMM_TIMEOUT
 from aiocomms.errors import ArgumentError, CommError
-from aiocomms.integrations.torch_backend import sparse
-from aiocomms.integrations.torch_backend.any_source import Receives, source_of
+from aiocomms.integrations.torch_backend import communicators, sparse
+from aiocomms.integrations.torch_backend.any_source import source_of
 from aiocomms.integrations.torch_backend.calls import operation
+from aiocomms.integrations.torch_backend.communicators import DEVICES, GroupComms, GroupSide, mapped_elsewhere
 from aiocomms.integrations.torch_backend.completer import Completer
 from aiocomms.integrations.torch_backend.forms import UNSET, How
 from aiocomms.integrations.torch_backend.monitored import monitored_barrier
@@ -40,8 +41,8 @@ def create(how: Any, options: Any) -> Group:
     """
     timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
     if isinstance(world, Group) and options in (None, world.transport):
-        comm = world.comm.create_group(how.global_ranks_in_group, name, timeout=timeout)
-        return Group(comm, how.store, world.transport)
+        ranks = how.global_ranks_in_group
+        return Group(world.comm.create_group(ranks, name, timeout=timeout), how.store, world.transport, world, ranks)
     comm = blocking.new_comm(
         "auto" if options is None else options,
         store=how.store,
@@ -60,15 +61,24 @@ class Group(Handle, dist.ProcessGroup):
     may be non-contiguous, and may require grad, through which nothing flows.
     """
 
-    def __init__(self, comm: blocking.Communicator, store: dist.Store, transport: Any = None) -> None:
+    def __init__(
+        self,
+        comm: blocking.Communicator,
+        store: dist.Store,
+        transport: Any = None,
+        parent: Group | None = None,
+        ranks: Sequence[int] = (),
+    ) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
-        """The communicator."""
+        """The communicator of tensors on the CPU."""
+        above: GroupComms | None = None if parent is None else parent.comms
+        self.comms: GroupComms = GroupComms(comm, store, transport, above, ranks)
+        """This one, and that of tensors on a GPU."""
         self.transport = transport
         """The transport that was asked for, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
         self._store = store
         self.completer: Completer = Completer()
-        self._receives = Receives(comm)
         self._group_name, self._group_desc = "", ""
         self._number = self._barriers = self._sums = 0
         self._together: list[GroupWork] | None = None
@@ -101,10 +111,10 @@ class Group(Handle, dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in DEVICES]
 
     def _get_backend(self, device: torch.device) -> Group:
-        if device.type != "cpu":
+        if device.type not in DEVICES or mapped_elsewhere(self, device):
             raise RuntimeError(
                 f"the backend {BACKEND!r} carries no tensors of {device}, and where it is one of several, as in "
                 f"'cpu:{BACKEND},cuda:nccl', torch before 2.15 leaves the others out; write "
@@ -126,11 +136,13 @@ class Group(Handle, dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of what is called from now on."""
-        self.comm.set_timeout(timeout.total_seconds())
+        for side in self.comms.sides:
+            side.comm.set_timeout(timeout.total_seconds())
 
     def abort(self) -> None:
         """Give up, on every rank."""
-        self.comm.abort("the process group was aborted")
+        for side in self.comms.sides:
+            side.comm.abort("the process group was aborted")
         self._release()
 
     def shutdown(self) -> None:
@@ -139,11 +151,29 @@ class Group(Handle, dist.ProcessGroup):
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
         try:
-            with contextlib.suppress(CommError):  # The works have said that the communicator is lost.
-                self.comm.close()
+            for side in self.comms.sides[::-1]:
+                with contextlib.suppress(CommError):  # The works have said that the communicator is lost.
+                    side.comm.close()
             then()
         finally:
             self.completer.close()
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Open the communicator of a GPU, that of ``device_id``; torch calls this as it forms the group. Collective."""
+        if device is not None:
+            try:
+                with raising_as_torch_does():
+                    self.comms.open(device)
+            except BaseException:
+                self._release()  # torch drops a group that it cannot form
+                raise
+            self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: torch has the ranks call this that are not in a new group, which its ranks form alone."""
+
+    options = None
+    """What torch gives a split of this group as its options."""
 
     @property
     def supports_splitting(self) -> bool:
@@ -173,7 +203,8 @@ class Group(Handle, dist.ProcessGroup):
             comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=seconds)
         if comm is None:
             return None
-        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store), self.transport)
+        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store), self.transport, self, ranks)
+        group.eager_connect_single_device(self.bound_device_id)
         group.setGroupName(group_name or "")
         group.setGroupDesc(group_desc or "")
         return group
@@ -193,16 +224,16 @@ class Group(Handle, dist.ProcessGroup):
     @operation("reduce")
     def reduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
-        its = CallTensors()
+        its = self._call([tensor])
         give = its.written if self.comm.rank == how.root else its.read
-        return self._work([self.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
+        return self._work([its.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
 
     @operation("broadcast")
     def broadcast(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
-        its = CallTensors()
+        its = self._call([tensor])
         give = its.read if self.comm.rank == how.root else its.written
-        return self._work([self.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
+        return self._work([its.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
 
     @operation("all_gather", 1)
     def allgather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
@@ -227,8 +258,8 @@ class Group(Handle, dist.ProcessGroup):
     @operation("reduce_scatter", 1)
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
-        its, equal = CallTensors(), len({each.numel() for each in inputs}) == 1
-        scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
+        its, equal = self._call([output]), len({each.numel() for each in inputs}) == 1
+        scatter = its.comm.reduce_scatter if equal else its.comm.reduce_scatter_v
         part = scatter(its.written(output), [its.read(each) for each in inputs], how.op, timeout=how.timeout)
         return self._work([part], [output], its)
 
@@ -247,9 +278,9 @@ class Group(Handle, dist.ProcessGroup):
     @operation("all_to_all", 1)
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
-        its = CallTensors()
+        its = self._call(outputs)
         into, given = [its.written(each) for each in outputs], [its.read(each) for each in inputs]
-        return self._work([self.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
+        return self._work([its.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
 
     @operation("all_to_all_single", 1)
     def all_to_all_single(
@@ -257,29 +288,30 @@ class Group(Handle, dist.ProcessGroup):
     ) -> GroupWork:
         """See :func:`torch.distributed.all_to_all_single`."""
         # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
-        its, size = CallTensors(), self.comm.size
+        its, size = self._call([output]), self.comm.size
         into, given = its.written(output), its.read(input)
         splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
-        return self._work([self.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
+        return self._work([its.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
 
     @operation("gather", 1)
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
-        its, into = CallTensors(), outputs if self.comm.rank == how.root else ()
+        its, into = self._call([tensor]), outputs if self.comm.rank == how.root else ()
         written = [its.written(each) for each in into] if self.comm.rank == how.root else None
-        return self._work([self.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
+        return self._work([its.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
 
     @operation("scatter", 1)
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
-        its = CallTensors()
+        its = self._call([output])
         given = [its.read(each) for each in inputs] if self.comm.rank == how.root else None
-        return self._work([self.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
+        return self._work([its.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
 
     @operation("barrier", None)
     def barrier(self, how: How) -> GroupWork:
-        """See :func:`torch.distributed.barrier`."""
-        return self._work([self.comm.barrier(timeout=how.timeout)], [], CallTensors())
+        """See :func:`torch.distributed.barrier`. On a GPU, too, a wait for it blocks the thread."""
+        its = CallTensors(self._side(how.device or torch.device("cpu")))
+        return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
@@ -293,20 +325,20 @@ class Group(Handle, dist.ProcessGroup):
     @operation("send")
     def send(self, tensor: Tensor, dst: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
-        its = CallTensors()
-        return self._work([self.comm.send(its.read(tensor), dst, tag)], [], its)
+        its = self._call([tensor], "send")
+        return self._work([its.comm.send(its.read(tensor), dst, tag)], [], its)
 
     @operation("recv")
     def recv(self, tensor: Tensor, src: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
-        its = CallTensors()
-        return self._work([self._receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
+        its = self._call([tensor], "recv")
+        return self._work([its.side.receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
 
     @operation("recvAnySource")
     def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv` without a source."""
-        its = CallTensors()
-        receive = self._receives.from_any(its.written(tensor), tag)
+        its = self._call([tensor], "recv")
+        receive = its.side.receives.from_any(its.written(tensor), tag)
         return self._work([receive], [tensor], its, functools.partial(source_of, receive))
 
     # ------------------------------------------------------------------------------------------------- together
@@ -326,51 +358,67 @@ class Group(Handle, dist.ProcessGroup):
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _all_reduce(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
-        its = CallTensors()
+        its = self._call(tensors)
         parts = [
-            self.comm.all_reduce(its.written(tensor), how.op, timeout=how.timeout)
+            its.comm.all_reduce(its.written(tensor), how.op, timeout=how.timeout)
             if tensor.layout is torch.strided
-            else self._sum(tensor, how)
+            else self._sum(tensor, how, its.side)
             for tensor in tensors
         ]
         return self._work(parts, tensors, its)
 
-    def _sum(self, tensor: Tensor, how: How) -> WorkStep:
-        sparse.check(tensor, how.op)
+    def _sum(self, tensor: Tensor, how: How, side: GroupSide) -> WorkStep:
+        sparse.check(tensor, how.op, side.gpu)
         self._sums += 1
         return WorkStep((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
             self.completer, here=False
         )
 
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its, parts = CallTensors(), []
+        its, parts = self._call(inputs), []
         for into, tensor in zip(outputs, inputs, strict=True):
             equal = len({each.numel() for each in into}) == 1
-            gather = self.comm.all_gather if equal else self.comm.all_gather_v
+            gather = its.comm.all_gather if equal else its.comm.all_gather_v
             parts.append(gather([its.written(each) for each in into], its.read(tensor), timeout=how.timeout))
         return self._work(parts, [each for into in outputs for each in into], its)
 
     def _all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its = CallTensors()
+        its = self._call(inputs)
         parts = [
-            self.comm.all_gather_single(its.written(output), its.read(given), timeout=how.timeout)
+            its.comm.all_gather_single(its.written(output), its.read(given), timeout=how.timeout)
             for output, given in zip(outputs, inputs, strict=True)
         ]
         return self._work(parts, outputs, its)
 
     def _reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        its = CallTensors()
+        its = self._call(inputs)
         parts = [
-            self.comm.reduce_scatter_single(its.written(output), its.read(given), how.op, timeout=how.timeout)
+            its.comm.reduce_scatter_single(its.written(output), its.read(given), how.op, timeout=how.timeout)
             for output, given in zip(outputs, inputs, strict=True)
         ]
         return self._work(parts, outputs, its)
 
+    def _call(self, tensors: Sequence[Tensor], message: str | None = None) -> CallTensors:
+        return CallTensors(self._side(communicators.device_of(tensors), message))
+
+    def _side(self, device: torch.device, message: str | None = None) -> GroupSide:
+        if device.type == "cpu":
+            return self.comms.cpu
+        self._get_backend(device)  # which says so if they are another backend's
+        return self.comms.on(device, message)
+
     def _work(
-        self, parts: Sequence[Any], outputs: Sequence[Tensor], its: CallTensors, source: Callable[[], int] = lambda: -1
+        self,
+        parts: Sequence[Any],
+        outputs: Sequence[Tensor],
+        its: CallTensors,
+        source: Callable[[], int] = lambda: -1,
+        *,
+        ordered: bool = True,
     ) -> GroupWork:
         self._number += 1
-        work = GroupWork(its.parts(list(parts), self.completer), list(outputs), self.completer, source)
+        following, ordered = its.parts(list(parts), self.completer), ordered and its.side.gpu is not None
+        work = GroupWork(following, list(outputs), self.completer, source, ordered=ordered)
         if self._together is not None:
             self._together.append(work)
         return work

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
-from aiocomms.errors import CommError
+from aiocomms.communicator.portal.works import BlockingWork
+from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.integrations.torch_backend.completer import Completer
 
 
@@ -56,6 +57,16 @@ def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
     ends = None if patience is None else monotonic() + patience
     for part in parts:
         part.wait(None if ends is None else max(0.0, ends - monotonic()))
+
+
+def order_stream(parts: Sequence[WorkPart]) -> None:
+    """Have this thread's current stream wait for all; block until those have ended that no stream can wait for."""
+    for part in parts:
+        if isinstance(part, BlockingWork):
+            with contextlib.suppress(UnsupportedOperation):
+                part.wait_stream()
+                continue
+        part.wait(None)
 
 
 class WorkStep:

@@ -17,11 +17,14 @@ from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import writing
 
 
-def check(tensor: Tensor, op: ReduceOp) -> None:
+def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
     """Say what is not summed up.
 
-    :raises UnsupportedOperation: it is another layout than COO, or not to be summed up.
+    :param gpu: where it is; None: on the CPU.
+    :raises UnsupportedOperation: it is another layout than COO, or not to be summed up, or on a GPU.
     """
+    if gpu is not None:
+        raise UnsupportedOperation(f"all_reduce of a sparse tensor has it on {gpu}, wanted it on the CPU, or dense")
     if tensor.layout is not torch.sparse_coo or op != ReduceOp.SUM:
         raise UnsupportedOperation(
             f"all_reduce of a sparse tensor has layout {tensor.layout} and op {op!r}, wanted torch.sparse_coo and SUM"

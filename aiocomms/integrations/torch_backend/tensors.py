@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aiocomms import blocking
 from aiocomms.errors import ArgumentError
+from aiocomms.integrations.torch_backend.communicators import GroupSide
 from aiocomms.integrations.torch_backend.completer import Completer
 from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_for
 from aiocomms.ops.writing import write
@@ -37,7 +39,10 @@ def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
 class CallTensors:
     """The tensors of one call: those that aiocomms moves in place of those that it cannot move as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: GroupSide) -> None:
+        """Note by which communicator they go."""
+        self.side: GroupSide = side
+        self.comm: blocking.Communicator = side.comm
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -69,5 +74,6 @@ class CallTensors:
             wait_for(started, None)  # All parts have ended; one that has failed has nothing to put back.
             for tensor, copy in self._copies:
                 write(tensor, copy)
+            self.side.settle()
 
         return [WorkStep(started, put_back).after(completer, here=True)]

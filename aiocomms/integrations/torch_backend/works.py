@@ -15,7 +15,7 @@ from torch import distributed as dist
 from aiocomms.blocking.compound import CompoundWork
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, UnsupportedOperation
 from aiocomms.integrations.torch_backend.completer import Completer
-from aiocomms.integrations.torch_backend.parts import WorkPart, wait_for, when_done
+from aiocomms.integrations.torch_backend.parts import WorkPart, order_stream, wait_for, when_done
 from aiocomms.integrations.torch_backend.ranges import WorkRange
 from aiocomms.progress.loops import Waiter, running_loop
 
@@ -52,14 +52,18 @@ class GroupWork(CompoundWork):
         outputs: list[Tensor],
         completer: Completer,
         source: Callable[[], int] = lambda: -1,
+        *,
+        ordered: bool = False,
     ) -> None:
         """Note what it consists of.
 
         :param outputs: the tensors that are written.
         :param completer: completes the future, if one is asked for.
         :param source: says, once it is done, which rank a message came from.
+        :param ordered: whether the current stream of who waits waits in the place of the thread.
         """
         super().__init__()
+        self._ordered = ordered
         self._parts, self._outputs, self._completer, self._source = parts, outputs, completer, source
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -68,30 +72,42 @@ class GroupWork(CompoundWork):
     def of_all(cls, works: Sequence[GroupWork], completer: Completer) -> Self:
         """One that is done when all of some are."""
         outputs = [tensor for work in works for tensor in work._outputs]
-        return cls([part for work in works for part in work._parts], outputs, completer)
+        ordered = any(work._ordered for work in works)
+        return cls([part for work in works for part in work._parts], outputs, completer, ordered=ordered)
 
     def within(self, span: WorkRange) -> Self:
         """Have a profiler's range end with it; no thread has waited for it yet."""
-        self._parts = span.around(list(self._parts), self._completer)
+        if self._ordered:  # No thread need wait for it.
+            when_done(self._parts, lambda: self._completer.submit(span.end), waits=False)
+        else:
+            self._parts = span.around(list(self._parts), self._completer)
         return self
 
     # ---------------------------------------------------------------------------------------- as torch calls them
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until it is done.
+        """Block this thread until it is done; or, of tensors on a GPU, have its current stream wait until it is.
 
-        :param timeout: the caller's patience; 0, or less: the deadline of the group says.
+        Then the thread waits for no more than the launch, but for messages, barriers, tensors that are not contiguous,
+        and what is made of messages: these have ended when this returns.
+
+        :param timeout: the caller's patience, with which the thread waits for the GPU, too; 0, or less: the deadline of
+            the group says.
         :returns: True.
         :raises torch.distributed.DistBackendError: it failed; or it was not done in time, and goes on.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
-            wait_for(self._parts, patience if patience > 0 else None)
+            if self._ordered and patience <= 0:
+                order_stream(self._parts)
+            else:
+                wait_for(self._parts, patience if patience > 0 else None)
         return True
 
     def result(self) -> list[Tensor]:
         """Block until it is done, and return the tensors that it has written."""
-        self.wait()
+        with raising_as_torch_does():
+            wait_for(self._parts, None)
         return self._outputs
 
     def source_rank(self) -> int:
@@ -109,8 +125,9 @@ class GroupWork(CompoundWork):
         with self._lock:
             if self._future is not None:
                 return self._future
-            ended: torch.futures.Future[None] = torch.futures.Future()
-            # An exception that a callback raises is an error for torch's C++, too; one that set_exception sets is a
+            gpus: list[int | str | torch.device] = [*{tensor.device for tensor in self._outputs if tensor.is_cuda}]
+            ended: torch.futures.Future[None] = torch.futures.Future(devices=gpus)
+            # An exception that a callback raises is an error for torch's C++, too. One that set_exception sets is a
             # value there.
             self._future = ended.then(lambda _: self.result())
         if self.is_completed():

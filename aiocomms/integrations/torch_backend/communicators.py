@@ -1,0 +1,139 @@
+"""The communicators of a group: one for tensors on the CPU, and one for those on a GPU, which is opened when needed."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+from aiocomms import blocking
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.integrations.torch_backend.any_source import Receives
+from aiocomms.integrations.torch_backend.works import BACKEND
+
+DEVICES: Final = ("cpu", "cuda")
+"""The types of devices whose tensors a group carries."""
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Return the device of the tensors of a call; tests, which have no GPU, replace this."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def open_gpu(transport: Any, device: torch.device, **where: Any) -> blocking.Communicator:
+    """Form a communicator for tensors on a GPU, as :func:`aiocomms.new_comm`; tests replace this."""
+    return blocking.new_comm(transport, device, **where)
+
+
+class GroupSide:
+    """A communicator of a group, for the tensors of one device."""
+
+    def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
+        self.comm = comm
+        self.gpu: torch.device | None = gpu
+        """The GPU, on whose streams works are waited for; None: it is the CPU."""
+        self.receives: Receives = Receives(comm)
+
+    def settle(self) -> None:
+        """Block until the GPU has done what is on this thread's current stream."""
+        if self.gpu is not None and (marks := self.comm._core.marks) is not None:
+            end = marks.cuda.event()
+            end.record(marks.cuda.current_stream())
+            end.synchronize()
+
+
+class GroupComms:
+    """The communicators of a group. If one is lost, so is the other; any thread."""
+
+    def __init__(
+        self,
+        comm: blocking.Communicator,
+        store: dist.Store,
+        transport: Any = None,
+        parent: GroupComms | None = None,
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """Begin with that of the CPU.
+
+        :param store: where the ranks meet for that of a GPU.
+        :param transport: what it is asked to run over; None: the best that is available.
+        :param parent: the communicators of the group from which it was made, whose engines it shares.
+        :param ranks: its ranks, as ranks of the parent.
+        """
+        self.cpu: GroupSide = GroupSide(comm)
+        self.gpu: GroupSide | None = None
+        """None: it was not opened yet."""
+        self._store, self._transport = store, transport
+        self._parent, self._ranks = parent, ranks
+        self._lock = threading.Lock()  # while it is opened, which waits for the other ranks
+
+    @property
+    def sides(self) -> list[GroupSide]:
+        """All that are open."""
+        return [self.cpu] if self.gpu is None else [self.cpu, self.gpu]
+
+    def on(self, device: torch.device, message: str | None = None) -> GroupSide:
+        """Return the one for a GPU, which is opened if it is not; all ranks must call that.
+
+        :param message: the name of the op, if it is one between two ranks, which opens nothing; None: all call it.
+        :raises ArgumentError: there is none for this GPU, and none can be opened now.
+        """
+        side = self.gpu
+        if side is None:
+            if message is not None:
+                raise ArgumentError(
+                    f"{message} has a tensor on {device}, for which the group has no communicator yet, and a message "
+                    "does not open one, for all ranks must do that together: give device_id= to init_process_group, "
+                    "or call a collective of this group on that device first"
+                )
+            side = self.open(device)
+        if device != side.gpu:
+            raise ArgumentError(f"a tensor is on {device}, and the group has its communicator of GPUs on {side.gpu}")
+        return side
+
+    def open(self, device: torch.device) -> GroupSide:
+        """Open that of a GPU, if it is not open; collective."""
+        with self._lock:
+            if self.gpu is None:
+                if (error := self.cpu.comm._core.refusal()) is not None:
+                    raise error.about(comm=self.cpu.comm.name, rank=self.cpu.comm.rank)
+                side = GroupSide(self._opened(device), device)
+                for one, other in ((self.cpu, side), (side, self.cpu)):
+                    one.comm.register_abort_hook(functools.partial(_also, other.comm))
+                    if (error := one.comm._core.refusal()) is not None:  # before it heard of the hook
+                        _also(other.comm, error)
+                self.gpu = side
+            return self.gpu
+
+    def _opened(self, device: torch.device) -> blocking.Communicator:
+        cpu, name = self.cpu.comm, f"{self.cpu.comm.name} on GPUs"
+        above = None if self._parent is None else self._parent.gpu
+        if above is not None and above.gpu == device and not above.comm.closed:
+            return above.comm.create_group(self._ranks, name, timeout=cpu.timeout)
+        return open_gpu(
+            "auto" if self._transport is None else self._transport,
+            device,
+            store=self._store,
+            rank=cpu.rank,
+            size=cpu.size,
+            name=name,
+            timeout=cpu.timeout,
+        )
+
+
+def _also(other: blocking.Communicator, error: CommError) -> None:
+    """Lose the other communicator, too, on all ranks."""
+    other.abort(error)
+
+
+def mapped_elsewhere(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether ``init_process_group`` named another backend for a device, as in ``"cpu:aiocomms,cuda:nccl"``."""
+    said: str = distributed_c10d._world.pg_backend_config.get(group, "")
+    backends = dict(pair.split(":") for pair in said.split(",") if ":" in pair)
+    return backends.get(device.type, BACKEND) != BACKEND
