@@ -140,7 +140,8 @@ class Core(Posting):
         """Note from where in this thread's stream an op is called, which the loop begins later; any thread."""
         if self.marks is None:
             return None
-        known = op.reads() or op.writes() or isinstance(op, ops.Barrier)  # Any other op may return new tensors.
+        # An op that names no tensor may return new ones, which belong to the memory pool of the caller's stream.
+        known = op.reads() or op.writes() or isinstance(op, ops.Barrier)
         return self.marks.mark() if known else self.marks.stream()
 
     @property

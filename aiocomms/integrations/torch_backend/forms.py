@@ -41,7 +41,7 @@ class How(NamedTuple):
     root: int = 0
     timeout: OpTimeout = COMM_TIMEOUT
     device: torch.device | None = None
-    """Of a barrier."""
+    """The device of a barrier."""
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.

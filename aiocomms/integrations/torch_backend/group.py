@@ -173,7 +173,7 @@ class Group(Handle, dist.ProcessGroup):
         """Do nothing: torch has the ranks call this that are not in a new group, which its ranks form alone."""
 
     options = None
-    """What torch gives a split of this group as its options."""
+    """The options that torch gives a split of this group."""
 
     @property
     def supports_splitting(self) -> bool:
@@ -404,7 +404,7 @@ class Group(Handle, dist.ProcessGroup):
     def _side(self, device: torch.device, message: str | None = None) -> GroupSide:
         if device.type == "cpu":
             return self.comms.cpu
-        self._get_backend(device)  # which says so if they are another backend's
+        self._get_backend(device)  # raises where the device is another backend's
         return self.comms.on(device, message)
 
     def _work(

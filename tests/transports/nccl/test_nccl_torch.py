@@ -27,15 +27,15 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Memory:
-    """Which tensors of the CPU stand for some of a GPU."""
+    """Notes the tensors of the CPU that stand for some of a GPU."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.streams = [FakeStream(cuda.gpu) for _ in range(3)]
-        """Of each rank: on one stream for all, a rank's call would come after another one's wait for it."""
+        """One of each rank: on one stream for all, a rank's call would come after another one's wait for it."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.device]] = {}
         self.opened = 0
-        """How many communicators were formed anew."""
+        """The number of communicators that were formed anew."""
 
     def put(self, tensor: Tensor, device: torch.device = GPU) -> Tensor:
         storage = tensor.untyped_storage()
@@ -112,7 +112,7 @@ def test_a_collective_comes_after_its_callers_stream_which_waits_for_it_and_the_
             cuda.enqueue(streams[rank], lambda: seen.append(tensors[rank].flatten().tolist()))
             return work
 
-        works = memory.on_each(formed, call)  # which returns while the GPU is held
+        works = memory.on_each(formed, call)  # returns while the GPU is held
         assert [work.is_completed() for work in works] == [False, False]
         assert not seen
         for gate in gates:
@@ -181,7 +181,7 @@ def test_a_barrier_has_the_thread_wait_for_the_gpu(cuda, memory):
         waiting.join(60)
         assert work.is_completed()
         other.wait()
-        memory.on_each([one, two], lambda group: group.barrier().wait())  # that of the CPU
+        memory.on_each([one, two], lambda group: group.barrier().wait())  # on the CPU
 
 
 def test_the_first_collective_opens_the_communicator_and_a_message_does_not(cuda, memory):
@@ -313,4 +313,4 @@ def test_groups_that_are_split_off_share_what_their_parent_has(cuda, memory):
             return tensor.tolist()
 
         assert memory.on_each(formed, call) == [[1.0], [1.0]]
-        assert memory.opened == 2  # of the parent
+        assert memory.opened == 2  # the parent's
