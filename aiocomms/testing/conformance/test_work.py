@@ -363,9 +363,7 @@ async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Commun
 @pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
-async def test_storage_moved_during_an_op_is_an_error_and_nothing_else_is_written(
-    comm: Communicator, case: Case, count: int
-) -> None:
+async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: Case, count: int) -> None:
     """The move is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
     case.need("p2p")
     if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
