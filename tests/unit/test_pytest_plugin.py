@@ -441,7 +441,7 @@ def test_work_or_task_left_behind_is_an_error(suite, mark, left):
     assert result.stdout.str().count(LEFTOVERS[left].split(",")[0]) == 1
 
 
-def test_work_left_behind_on_trio_is_an_error(suite):
+def test_work_left_behind_is_an_error_on_every_loop(suite):
     source = LEFT.format(mark="@pytest.mark.anyio", left="world[2].send(torch.ones(1), 1, tag=7)")
     result = suite(source, "-k", "trio and test_left", "-W", "ignore")
     result.assert_outcomes(passed=1, errors=1, deselected=3)

@@ -275,6 +275,8 @@ def test_abort_drops_all_deadlines(run):
             for work in works:
                 await work.wait()
             await turns()
+            for thread in watchdog.leaving:
+                thread.join()
             assert not watching()
 
     run(main)
