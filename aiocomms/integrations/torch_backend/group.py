@@ -73,8 +73,8 @@ class Group(Handle, dist.ProcessGroup):
         self.comm = comm
         """The communicator of tensors on the CPU."""
         above: GroupComms | None = None if parent is None else parent.comms
+        # The communicators of tensors on the CPU and of those on a GPU.
         self.comms: GroupComms = GroupComms(comm, store, transport, above, ranks)
-        """This one, and that of tensors on a GPU."""
         self.transport = transport
         """The transport that was asked for, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
         self._store = store
