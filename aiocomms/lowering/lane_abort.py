@@ -53,7 +53,7 @@ class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Channels and tags of messages to the rank that is told, which nothing may have matched yet."""
 
 
-_CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("ends of lanes", b"aioL", 1))
+_CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("ends of lanes", b"aioL", 2))
 
 
 class Stopping(Protocol):

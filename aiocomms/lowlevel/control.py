@@ -17,7 +17,7 @@ from aiocomms.lowlevel.versions import Dialect
 _T = TypeVar("_T")
 # The errors that msgspec raises of bytes that it cannot decode.
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_LENGTH_BYTES: Final = 2
+_LENGTH_BYTES: Final = 4
 LIMIT: Final = 1 << 20
 """Most bytes of a control word, unless its format has a limit of its own."""
 
@@ -35,14 +35,14 @@ class ControlCodec(Generic[_T]):
         """
         self._what = what
         self._dialect = dialect
+        self._head = b"" if dialect is None else dialect.head
         self._limit = limit
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def encode(self, word: _T) -> bytes:
         """Return a word as bytes."""
-        body = self._encoder.encode(word)
-        return body if self._dialect is None else self._dialect.head + body
+        return self._head + self._encoder.encode(word)
 
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
         """Return the word that :meth:`encode` was given.
@@ -50,7 +50,25 @@ class ControlCodec(Generic[_T]):
         :param peer: the rank that has sent the word, for the error.
         :raises ProtocolError: the data are no such word, are too long, or are of another version.
         """
+        return self._decode(self._body(data, peer), peer)
+
+    def encode_padded(self, word: _T, size: int) -> bytes:
+        """Return a word as ``size`` bytes or more, for a message whose receiver has to know the size."""
+        body = self._encoder.encode(word)
+        return (self._head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
+
+    def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
+        """Return the word that :meth:`encode_padded` was given; see :meth:`decode`."""
         body = self._body(data, peer)
+        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+        return self._decode(body[_LENGTH_BYTES:end], peer)
+
+    def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
+        """Return the error of a word that makes no sense."""
+        who = "" if peer is None else f" of rank {peer}"
+        return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
+
+    def _decode(self, body: Any, peer: int | None) -> _T:
         if len(body) > self._limit:
             raise self.unreadable(f"it has {len(body)} bytes, wanted at most {self._limit}", peer)
         try:
@@ -58,27 +76,6 @@ class ControlCodec(Generic[_T]):
         except _UNREADABLE as error:
             raise self.unreadable(error, peer) from None
         return word
-
-    def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a word as ``size`` bytes, for a message whose receiver has to know the size."""
-        body = self._encoder.encode(word)
-        head = b"" if self._dialect is None else self._dialect.head
-        return (head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
-
-    def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
-        """Return the word that :meth:`encode_padded` was given; see :meth:`decode`."""
-        body = self._body(data, peer)
-        end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-        try:
-            word: _T = self._decoder.decode(body[_LENGTH_BYTES:end])
-        except _UNREADABLE as error:
-            raise self.unreadable(error, peer) from None
-        return word
-
-    def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
-        """Return the error of a word that makes no sense."""
-        who = "" if peer is None else f" of rank {peer}"
-        return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
 
     def _body(self, data: Any, peer: int | None) -> Any:
         if self._dialect is None:
