@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import group
+from plugins import installed
 from processes import HANGS, Rank, Run
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,16 +20,12 @@ from aiocomms.integrations.torch_backend import communicators
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real, pytest.mark.search]
 GPU = torch.device("cuda", 0)
-ENTRIES = "[aiocomms.transports]\nucx_fake = fake_ucx:FakeUcxTransport\n"
 
 
 def distribute(folder: Path) -> None:
     """Have the fake transport be found, as one that is installed."""
-    info = folder / "fake-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    sys.path.insert(0, str(folder))
+    folder.mkdir(parents=True)
+    sys.path.insert(0, str(installed(folder, ucx_fake="fake_ucx:FakeUcxTransport")))
 
 
 def net(rank: int) -> torch.nn.Module:

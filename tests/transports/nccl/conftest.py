@@ -9,22 +9,17 @@ import pytest
 from fake_cuda import FakeCuda
 from fake_functions import complaints
 from fake_nccl import FakeNccl, FakeNcclTransport, connect_without_a_network
-
-ENTRIES = """[aiocomms.transports]
-nccl_fake = fake_nccl:FakeNcclTransport
-nccl_fake_debug = fake_nccl:FakeNcclDebugTransport
-"""
+from plugins import installed
 
 
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the metadata by which the fake transport is found."""
-    folder = tmp_path_factory.mktemp("fake")
-    info = folder / "fake-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(ENTRIES)
-    return folder
+    return installed(
+        tmp_path_factory.mktemp("fake"),
+        nccl_fake="fake_nccl:FakeNcclTransport",
+        nccl_fake_debug="fake_nccl:FakeNcclDebugTransport",
+    )
 
 
 @pytest.fixture(params=["native", "python"])

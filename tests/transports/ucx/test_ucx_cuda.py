@@ -21,6 +21,7 @@ from aiocomms_ucx.loading import no_cuda_in_ucx
 from fake_cuda import FakeCuda, FakeStream, Gate, streams_at
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
+from plugins import installed
 from processes import PATIENCE, SUITE_HANGS
 
 import aiocomms
@@ -42,14 +43,11 @@ pytestmark = pytest.mark.deterministic
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the metadata by which the fake transport is found."""
-    folder = tmp_path_factory.mktemp("fake")
-    info = folder / "fake-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
-    names = {"ucx_fake": "FakeUcxTransport", "ucx_fake_unmapped": "UnmappedUcxTransport"}
-    lines = [f"{name} = fake_ucx:{cls}" for name, cls in names.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[aiocomms.transports]", *lines, ""]))
-    return folder
+    return installed(
+        tmp_path_factory.mktemp("fake"),
+        ucx_fake="fake_ucx:FakeUcxTransport",
+        ucx_fake_unmapped="fake_ucx:UnmappedUcxTransport",
+    )
 
 
 @pytest.fixture
