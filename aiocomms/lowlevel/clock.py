@@ -11,9 +11,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch.distributed import Store
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _T = TypeVar("_T")
 
