@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel import clock
 
 if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
@@ -15,30 +16,38 @@ DEFAULT = "world"
 """The name of the default communicator."""
 
 
-_open: dict[str, list[Communicator]] = {}
+_OPEN = "communicators"
 # Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
 _mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")
 
 
+def _opened() -> dict[str, list[Communicator]]:
+    """Return the open communicators of this process by name."""
+    found: dict[str, list[Communicator]] = clock.state().setdefault(_OPEN, {})
+    return found
+
+
 def register(comm: Communicator) -> None:
     """Make a communicator findable by its name."""
-    _open.setdefault(comm.name, []).append(comm)
+    _opened().setdefault(comm.name, []).append(comm)
     enter(comm)
 
 
 def enter(comm: Communicator) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
-    still = {name: ref for name, ref in _mine.get({}).items() if name in _open}
+    opened = _opened()
+    still = {name: ref for name, ref in _mine.get({}).items() if name in opened}
     _mine.set({**still, comm.name: weakref.ref(comm)})
 
 
 def unregister(comm: Communicator) -> None:
     """Undo :func:`register`. Idempotent."""
-    same = _open.get(comm.name, [])
+    opened = _opened()
+    same = opened.get(comm.name, [])
     if comm in same:
         same.remove(comm)
     if not same:
-        _open.pop(comm.name, None)
+        opened.pop(comm.name, None)
 
 
 def find(name: str) -> Communicator:
@@ -46,7 +55,8 @@ def find(name: str) -> Communicator:
 
     :raises ArgumentError: there is none of that name, or several and this task opened none of them.
     """
-    same = _open.get(name, [])
+    opened = _opened()
+    same = opened.get(name, [])
     mine = _mine.get({}).get(name, lambda: None)()
     if mine is not None and mine in same:
         return mine
@@ -56,5 +66,5 @@ def find(name: str) -> Communicator:
         raise ArgumentError(
             f"group is {name!r}, and this process has {len(same)} communicators of that name; give the one you mean"
         )
-    known = ", ".join(map(repr, sorted(_open))) or "none"
+    known = ", ".join(map(repr, sorted(opened))) or "none"
     raise ArgumentError(f"group is {name!r}, and no open communicator has that name; open ones: {known}")

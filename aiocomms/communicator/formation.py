@@ -24,7 +24,7 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.root_cause import tell_torchrun
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.auth import Seal, job_token
 from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.lowlevel.stores import admitting
@@ -77,6 +77,8 @@ def _starts_cuda() -> bool:
 
 async def launched(name: str, timeout: float) -> tuple[Store | None, int, int]:
     """Reach the launcher's store, and return it with this rank and the number of ranks."""
+    if clock.simulation is not None:
+        return clock.simulation.launched()
     launch = await run_in_thread(lambda: read_environment(os.environ), anyhow=True)
     if launch is None or launch.host is None or launch.port is None:
         return None, 0, 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import _thread
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import anyio
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.waker import Waker
 
@@ -33,6 +33,8 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     :param anyhow: whether to run the call here where no thread can be started, because it releases something.
     :raises CommError: no thread can be started, or there is no descriptor left to wait for it with.
     """
+    if clock.simulation is not None:
+        return await clock.simulation.run(call)
     outcome: list[Any] = [None, None]
     refused: list[RuntimeError] = []
     try:
@@ -104,7 +106,10 @@ def start_awaited(target: Callable[[], None]) -> None:
 
     :raises RuntimeError: none can be started.
     """
-    _awaited(lambda run: _thread.start_new_thread(run, ()), target)
+    if clock.simulation is not None:
+        clock.simulation.start(target)
+    else:
+        _awaited(lambda run: _thread.start_new_thread(run, ()), target)
 
 
 def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading.Thread:
@@ -158,9 +163,9 @@ def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], Non
 
 
 def _finish() -> None:
-    ends = time.monotonic() + _AT_END
+    ends = clock.now() + _AT_END
     for running in copied(_under_way):
-        running.acquire(timeout=max(0.0, ends - time.monotonic()))
+        running.acquire(timeout=max(0.0, ends - clock.now()))
 
 
 at_end(_finish)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from typing import Protocol
 
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import copied
 
 _GRACE = 0.001
@@ -31,7 +31,7 @@ class Watched(Protocol):
     def expire(self, now: float) -> float:
         """Act on the deadlines that have passed. It is called on the watchdog's thread.
 
-        :param now: the time, by ``time.monotonic()``.
+        :param now: the time, by the monotonic clock.
         :returns: the earliest deadline that is left, or infinity if there is none.
         """
 
@@ -105,7 +105,7 @@ class Watchdog:
         try:
             while True:
                 with self._lock:
-                    while self._thread is me and (left := self.wakes_at + _GRACE - time.monotonic()) > 0:
+                    while self._thread is me and (left := self.wakes_at + _GRACE - clock.now()) > 0:
                         self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     if self._thread is not me:
                         return
@@ -126,12 +126,21 @@ class Watchdog:
         # The lock is not held here: a communicator may be closed, and so unregistered, because of its deadline.
         for who in watched:
             try:
-                earliest = who.expire(time.monotonic())
+                earliest = who.expire(clock.now())
             except BaseException:  # the deadlines of all others are watched on
                 _log.exception("the deadlines of %r cannot be watched; they are looked at again in %g s", who, _LATER)
-                earliest = time.monotonic() + _LATER
+                earliest = clock.now() + _LATER
             self.wake_by(earliest)
 
 
 watchdog: Watchdog = Watchdog()
 """The watchdog of the process. It has a thread only while ops with deadlines are pending, or were until recently."""
+
+SIMULATED = "watchdog"
+"""The name of a simulated process's watchdog in its state."""
+
+
+def current() -> Watchdog:
+    """Return the watchdog of this process; in a simulation, of the simulated one."""
+    found: Watchdog = clock.state().get(SIMULATED, watchdog)
+    return found

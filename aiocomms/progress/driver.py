@@ -10,22 +10,28 @@ from __future__ import annotations
 import functools
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.loops import Loop, Parkable, Waiter, running_loop
 from aiocomms.transport import Capabilities
 
+_DRIVER: Final = "driver"
 _local = threading.local()
+
+
+def _drivers() -> dict[str, Any]:
+    """Return where the driver of this thread's loop is kept. In a simulation each process has a loop on this thread."""
+    return _local.__dict__ if clock.simulation is None else clock.state()
 
 
 class Served(Protocol):
@@ -89,9 +95,10 @@ class LoopDriver:
         :raises RuntimeError: no loop is running.
         """
         loop = running_loop()
-        driver: LoopDriver | None = getattr(_local, "driver", None)
+        here = _drivers()
+        driver: LoopDriver | None = here.get(_DRIVER)
         if driver is None or driver._loop.token is not loop.token:
-            driver = _local.driver = cls(loop)
+            driver = here[_DRIVER] = cls(loop)
         return driver
 
     def attach(self, transport: Served) -> None:
@@ -117,8 +124,8 @@ class LoopDriver:
             if source.fd is not None:
                 del self._watched[source.fd]
                 self._loop.unwatch(source.fd)
-        if not self._sources and getattr(_local, "driver", None) is self:
-            _local.driver = None
+        if not self._sources and (here := _drivers()).get(_DRIVER) is self:
+            del here[_DRIVER]
 
     def poll_soon(self, transport: Served) -> None:
         """Something is pending on a transport: poll it for as many turns as it says it is worth."""
@@ -160,11 +167,11 @@ class LoopDriver:
         :param timeout: seconds; None: as long as it takes.
         :raises TimeoutError: it took longer.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         if threading.get_ident() == self.thread:
             self._block_here(work, deadline)
         else:
-            done = threading.Event()
+            done = clock.event()
             self.call_threadsafe(work.add_done_callback, lambda _: done.set())
             done.wait(timeout)
         if not work.done():
@@ -185,7 +192,7 @@ class LoopDriver:
                     turns = max(1, _spin(source))
                     while turns and self._progress(source) is False and not work.done():
                         turns -= 1
-                left = None if deadline is None else deadline - time.monotonic()
+                left = None if deadline is None else deadline - clock.now()
                 if work.done() or (left is not None and left <= 0):
                     return
                 poller.poll(None if left is None else left * 1000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -12,9 +11,9 @@ from weakref import WeakSet
 from torch import Tensor, UntypedStorage
 
 from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
-from aiocomms.lowlevel import memory
+from aiocomms.lowlevel import clock, memory
 from aiocomms.lowlevel.threads import copied, run_in_thread
-from aiocomms.progress.deadlines import watchdog
+from aiocomms.progress import deadlines
 from aiocomms.progress.driver import LoopDriver, Promise, Waiters
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.loops import Waiter
@@ -248,7 +247,8 @@ class InFlight:
         self._changing = threading.RLock()  # The lock for changes of the queues' set; to add a work takes no lock.
         self._drained: Promise | None = None
         self.stands: WeakSet[Stands] = WeakSet()
-        watchdog.register(self)
+        self._watchdog = deadlines.current()
+        self._watchdog.register(self)
         memory.register(self)
 
     def __bool__(self) -> bool:
@@ -263,7 +263,7 @@ class InFlight:
         flying = []
         for queue in list(self._queues.values()):
             for work in list(queue):
-                posted = queue.get(work, time.monotonic())  # The work may have become done meanwhile.
+                posted = queue.get(work, clock.now())  # The work may have become done meanwhile.
                 flying.append(Flying(work, posted, *standing.get(work, (work.waiters(),))))
         return flying
 
@@ -271,16 +271,16 @@ class InFlight:
         """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none. On any thread."""
         if not work.op.moves:
             work.hold()
-        now = time.monotonic()
+        now = clock.now()
         queue = self._queues.get(seconds)
         while queue is None or not self._joins(queue, work, now):
             queue = self._queue_of(seconds)
         work.queue = queue
         period = self.heartbeat.period
         look = now + seconds if seconds < period else now + period
-        if look < watchdog.wakes_at:
+        if look < self._watchdog.wakes_at:
             try:
-                watchdog.wake_by(look)
+                self._watchdog.wake_by(look)
             except RuntimeError as error:  # A work without a watchdog might never end.
                 self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
 
@@ -332,11 +332,11 @@ class InFlight:
 
     def unwatch(self) -> None:
         """Stop watching deadlines. Idempotent."""
-        watchdog.unregister(self)
+        self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
         """Wait until nobody watches deadlines who is to end, which is at once but where one has passed just now."""
-        for thread in watchdog.leaving:
+        for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
 
     def expire(self, now: float) -> float:

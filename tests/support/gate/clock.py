@@ -7,11 +7,12 @@ are ready have run, on whatever machine. A longer one is there for the case of a
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from aiocomms.lowlevel import clock
 
 SHORT = 1.0
 """Seconds: a deadline that is nearer passes."""
@@ -19,15 +20,18 @@ TURNS = 10
 """Rounds of the loop before a short deadline passes."""
 
 
-class Clock:
-    """The clock that the watchdog has in place of the module ``time``."""
+class StoppedClock:
+    """The clock that the watchdog has in place of the module ``clock``, which has all the rest."""
 
     def __init__(self) -> None:
-        self.now = time.monotonic()
+        self.time = clock.now()
 
-    def monotonic(self) -> float:
+    def now(self) -> float:
         """Return the time of deadlines."""
-        return self.now
+        return self.time
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(clock, name)
 
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,21 +39,21 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     from aiocomms.core import inquiry
     from aiocomms.progress import deadlines
 
-    clock, wake_by = Clock(), deadlines.Watchdog.wake_by
+    stopped, wake_by = StoppedClock(), deadlines.Watchdog.wake_by
 
     def wakes_soon(dog: deadlines.Watchdog, deadline: float) -> None:
         wake_by(dog, deadline)
-        if deadline - time.monotonic() < SHORT:
+        if deadline - clock.now() < SHORT:
             after_turns(lambda: pass_until(dog, deadline))
 
     def pass_until(dog: deadlines.Watchdog, deadline: float) -> None:
         with dog._lock:
-            clock.now = max(clock.now, deadline + deadlines._GRACE)
+            stopped.time = max(stopped.time, deadline + deadlines._GRACE)
             dog._changed.notify_all()
 
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "0")
     for module in (deadlines, inquiry):  # an inquiry compares the time of an answer with deadlines
-        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "clock", stopped)
     monkeypatch.setattr(deadlines.Watchdog, "wake_by", wakes_soon)
 
 
