@@ -38,6 +38,8 @@ COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
 OpTimeout = Timeout | UseDefault
 """The deadline of one op."""
 
+DEFAULT: Final = "world"
+"""The name of the default communicator."""
 FORMING: Final = 600.0
 """Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
 SILENCE: Final = 5.0

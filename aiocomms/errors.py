@@ -243,6 +243,10 @@ class RegionError(CommError):
     """
 
 
+class SimulationError(RuntimeError):
+    """Raised when a simulated program does what cannot be simulated, or its history breaks a promise."""
+
+
 def wrong_thread(what: str) -> RuntimeError:
     """Make the error of a call on another thread than its communicator's.
 

@@ -12,10 +12,6 @@ from aiocomms.lowlevel import clock
 if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
-DEFAULT = "world"
-"""The name of the default communicator."""
-
-
 _OPEN = "communicators"
 # Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
 _mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")

@@ -13,9 +13,8 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import Store
 
 from aiocomms import arguments
-from aiocomms.arguments import device_of
+from aiocomms.arguments import DEFAULT, device_of
 from aiocomms.bootstrap import directory, early, newcomers
-from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Selection, choose, choose_adopter, open_transports

@@ -13,8 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from aiocomms.arguments import FORMING, Timeout, advice, as_int, deadline, device_of, label, place
-from aiocomms.bootstrap.directory import DEFAULT
+from aiocomms.arguments import DEFAULT, FORMING, Timeout, advice, as_int, deadline, device_of, label, place
 from aiocomms.loading import loaded
 
 if TYPE_CHECKING:

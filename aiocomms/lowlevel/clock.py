@@ -32,6 +32,45 @@ class Event(Protocol):
         """Wait until it is set, for at most some seconds; return whether it was."""
 
 
+class Conduit(Protocol):
+    """One end of a simulated connection. What is sent arrives in that order, or the connection ends."""
+
+    heard: float
+    """When the other process last gave a sign of life, by this one's monotonic clock."""
+
+    def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
+        """Hear the other end from now on, and before all else what has come meanwhile.
+
+        :param on_frame: called with each frame; on the loop's thread, also while the loop's tasks wait for others.
+        :param on_end: called once when the other end is gone, with whether it has closed the connection.
+        """
+
+    def send(self, frame: Any) -> None:
+        """Send any object, which nobody changes any more. An end that is over drops it."""
+
+    def ping(self) -> None:
+        """Ask the other process for a sign of life, which is none of its tasks' business."""
+
+    def close(self) -> None:
+        """End the connection behind what was sent."""
+
+
+class Network(Protocol):
+    """The network between simulated processes."""
+
+    def listen(self, arrived: Callable[[Conduit, Any], object]) -> bytes:
+        """Accept connections to an address, which is returned.
+
+        :param arrived: called with each connection, and with what the other process has said first.
+        """
+
+    def unlisten(self, address: bytes) -> None:
+        """Accept none any more."""
+
+    def connect(self, address: bytes, hello: Any) -> Conduit:
+        """Connect with an address. If nothing listens there, the connection ends at once."""
+
+
 class Simulation(Protocol):
     """A simulation of several processes. Each call is for the process that runs."""
 
@@ -44,14 +83,18 @@ class Simulation(Protocol):
     def event(self) -> Event:
         """Make an event for threads of the process."""
 
-    def start(self, target: Callable[[], None]) -> None:
+    def start_thread(self, target: Callable[[], None]) -> None:
         """Start a thread of it."""
 
-    async def run(self, call: Callable[[], _T]) -> _T:
+    async def run_in_thread(self, call: Callable[[], _T]) -> _T:
         """Make a blocking call in a thread of it."""
 
     def state(self) -> dict[str, Any]:
         """Return the state that the process has of its own, by name."""
+
+    @property
+    def network(self) -> Network:
+        """Return the network between the processes."""
 
     def launched(self) -> tuple[Store, int, int]:
         """Return the launcher's store, this rank, and the number of ranks."""

@@ -34,7 +34,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     :raises CommError: no thread can be started, or there is no descriptor left to wait for it with.
     """
     if clock.simulation is not None:
-        return await clock.simulation.run(call)
+        return await clock.simulation.run_in_thread(call)
     outcome: list[Any] = [None, None]
     refused: list[RuntimeError] = []
     try:
@@ -107,7 +107,7 @@ def start_awaited(target: Callable[[], None]) -> None:
     :raises RuntimeError: none can be started.
     """
     if clock.simulation is not None:
-        clock.simulation.start(target)
+        clock.simulation.start_thread(target)
     else:
         _awaited(lambda run: _thread.start_new_thread(run, ()), target)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import copied
 
-_GRACE = 0.001
+GRACE = 0.001
 """Seconds by which the thread wakes after a deadline, so that it never wakes before the deadline has passed."""
 
 
@@ -105,7 +105,7 @@ class Watchdog:
         try:
             while True:
                 with self._lock:
-                    while self._thread is me and (left := self.wakes_at + _GRACE - clock.now()) > 0:
+                    while self._thread is me and (left := self.wakes_at + GRACE - clock.now()) > 0:
                         self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     if self._thread is not me:
                         return

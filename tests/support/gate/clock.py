@@ -48,7 +48,7 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pass_until(dog: deadlines.Watchdog, deadline: float) -> None:
         with dog._lock:
-            stopped.time = max(stopped.time, deadline + deadlines._GRACE)
+            stopped.time = max(stopped.time, deadline + deadlines.GRACE)
             dog._changed.notify_all()
 
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "0")

@@ -1,0 +1,191 @@
+"""The event loop of a simulated process: asyncio's, in virtual time, without descriptors.
+
+Its callbacks run in the order in which they were registered, as asyncio promises. What the seed decides is when timers,
+messages and threads reach the loop, and so in which order the processes take their turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from asyncio.events import _set_running_loop
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from aiocomms.testing.simulation.refusing import refuse
+
+if TYPE_CHECKING:
+    from aiocomms.testing.simulation.process import Process
+
+_T = TypeVar("_T")
+_MOST_CALLBACKS = 10_000
+"""Callbacks that run at one moment of virtual time. A task that waits by ``sleep(0)`` lets time pass after these."""
+_REFUSED = (
+    *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
+    *("connect_write_pipe", "create_connection", "create_datagram_endpoint", "create_server", "create_unix_connection"),
+    *("create_unix_server", "getaddrinfo", "getnameinfo", "sendfile", "sock_accept", "sock_connect", "sock_recv"),
+    *("sock_recv_into", "sock_recvfrom", "sock_sendall", "sock_sendfile", "sock_sendto", "start_tls"),
+    *("subprocess_exec", "subprocess_shell"),
+)
+
+
+class SimulatedTask(asyncio.Task[Any]):
+    """A task whose hash is its number, so that sets of tasks have the same order in every run."""
+
+    def __init__(self, coro: Any, *, number: int, **options: Any) -> None:
+        self.number = number  # asyncio keeps the task in a set at once.
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class SimulatedLoop(asyncio.AbstractEventLoop):
+    """The event loop of one process. The world makes its turns."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._ready: deque[asyncio.Handle] = deque()
+        self._numbers = itertools.count(1)
+        self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+
+    def __repr__(self) -> str:
+        return f"<SimulatedLoop of {self._process}>"
+
+    # ------------------------------------------------------------------------------------------ what the world calls
+
+    def turn(self) -> None:
+        """Run what is ready, until nothing is."""
+        ready = self._ready
+        for _ in range(_MOST_CALLBACKS):
+            if not ready:
+                return
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+        self._process.later(self._process.world.a_moment(), lambda: None)
+
+    def enter(self) -> None:
+        """Make it the running loop of this thread."""
+        _set_running_loop(self)
+
+    def tasks(self) -> list[SimulatedTask]:
+        """Return the tasks that have not ended, in the order in which they were made."""
+        found = [task for task in asyncio.all_tasks(self) if isinstance(task, SimulatedTask)]
+        return sorted(found, key=lambda task: task.number)
+
+    # --------------------------------------------------------------------------------------------- what asyncio calls
+
+    def time(self) -> float:
+        """Return the process's clock."""
+        return self._process.now()
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See :class:`asyncio.AbstractEventLoop`. Threads reach the loop a moment later."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._process.later(self._process.world.a_moment(), self._ready.append, handle)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._process.at(when, self._fire, timer)
+        return timer
+
+    def _fire(self, timer: asyncio.TimerHandle) -> None:
+        if not timer.cancelled():
+            self._ready.append(timer)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Do nothing: a timer that was cancelled is passed over."""
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[Any, None, _T] | Coroutine[Any, Any, _T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+        **options: Any,
+    ) -> asyncio.Task[_T]:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        number = next(self._numbers)
+        given = f"Task-{number}" if name is None else str(name)
+        return SimulatedTask(coro, number=number, loop=self, name=given, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
+        """See :class:`asyncio.AbstractEventLoop`. The call is made in a simulated thread."""
+        return self.create_task(self._process.run(lambda: func(*args)))
+
+    def get_debug(self) -> bool:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return False
+
+    def set_debug(self, enabled: bool) -> None:
+        """Do nothing."""
+
+    def is_running(self) -> bool:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return not self._process.over
+
+    def is_closed(self) -> bool:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return self._process.over
+
+    def get_exception_handler(self) -> Any:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        return self._handler
+
+    def set_exception_handler(self, handler: Any) -> None:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        self._handler = handler
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See :class:`asyncio.AbstractEventLoop`."""
+        if self._handler is not None:
+            self._handler(self, context)
+        else:
+            self.default_exception_handler(context)
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """Note it for the history, which fails by it."""
+        self._process.report(context)
+
+    async def shutdown_asyncgens(self) -> None:
+        """Do nothing: generators end with the history."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Do nothing: no executor has threads."""
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: SimulatedLoop, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refuse(f"loop.{name}()")
+
+    method.__doc__ = "Refuse what cannot be simulated."
+    return method
+
+
+for _name in _REFUSED:
+    setattr(SimulatedLoop, _name, _refused(_name))

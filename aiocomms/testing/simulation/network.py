@@ -1,0 +1,234 @@
+"""The network of a simulated world: connections between processes, which are late, cut, or held up by a partition."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from aiocomms.lowlevel import clock
+
+if TYPE_CHECKING:
+    from aiocomms.testing.simulation.process import Process
+    from aiocomms.testing.simulation.world import World
+
+_PING, _PONG, _END = object(), object(), object()
+_KEEPALIVE: Final = 5.0
+"""Seconds after which a connection ends whose frames a partition holds up."""
+
+
+def describe(frame: Any) -> str:
+    """Return what a frame is, without what differs from run to run."""
+    return type(frame).__name__ if isinstance(frame, tuple) else repr(frame)
+
+
+def _ignore(_: Any) -> None:
+    """Drop what comes before anybody listens."""
+
+
+class Conduit:
+    """See :class:`aiocomms.lowlevel.clock.Conduit`."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network = network
+        self.process = process
+        self.other: Conduit = self
+        self._on_frame: Callable[[Any], object] | None = None
+        self._on_end: Callable[[bool], object] = _ignore
+        self._kept: list[Any] = []
+        """The frames that have come before anybody heard them, and perhaps the end."""
+        self.heard = process.now()
+        self.over = False
+        """True if this end sends and hears nothing any more."""
+        self.coming: deque[Any] = deque()
+        """The frames on their way to this end."""
+        self.last = 0.0
+        """When the last of them arrives."""
+
+    def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Conduit`."""
+        self._on_frame, self._on_end = on_frame, on_end
+        kept, self._kept = self._kept, []
+        for take in kept:
+            take()
+
+    def send(self, frame: Any) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Conduit`."""
+        if not self.over:
+            self._network.carry(self.other, frame)
+
+    def unhear(self) -> None:
+        """Keep from now on what comes, until it is heard again."""
+        self._on_frame = None
+
+    def ping(self) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Conduit`."""
+        self.send(_PING)
+
+    def close(self) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Conduit`."""
+        if not self.over:
+            self.send(_END)
+            self.over = True
+
+    def arrive(self) -> None:
+        """Take the next frame, if it was not lost on its way."""
+        if not self.coming:
+            return
+        frame = self.coming.popleft()
+        if self.over:
+            return
+        self.heard = self.process.now()
+        self._network.arrived(self, frame)
+        if frame is _PING:
+            self.send(_PONG)
+        elif frame is _END:
+            self.end(True)
+        elif frame is not _PONG:
+            self._take(frame)
+
+    def _take(self, frame: Any) -> None:
+        if self._on_frame is None:
+            self._kept.append(lambda: self._take(frame))
+        else:
+            self._on_frame(frame)
+
+    def end(self, closed: bool) -> None:
+        """Hear no more of the other end.
+
+        :param closed: whether the other end has closed the connection.
+        """
+        if not self.over:
+            self.over = True
+            if self._on_frame is None:
+                self._kept.append(lambda: self._on_end(closed))
+            else:
+                self._on_end(closed)
+
+
+class Network:
+    """See :class:`aiocomms.lowlevel.clock.Network`."""
+
+    def __init__(self, world: World, latency: tuple[float, float]) -> None:
+        """Begin with no connection.
+
+        :param latency: the least and the most seconds that a frame takes.
+        """
+        self._world = world
+        self._least, self._range = latency[0], latency[1] / latency[0]
+        self._listeners: dict[bytes, tuple[Process, Callable[[clock.Conduit, Any], object]]] = {}
+        self._addresses = 0
+        self._conduits: dict[Conduit, None] = {}
+        self._parted: dict[tuple[int, int], float] = {}
+        """Until when nothing gets from one rank to another."""
+
+    # ------------------------------------------------------------------------------- what processes ask for
+
+    def listen(self, arrived: Callable[[clock.Conduit, Any], object]) -> bytes:
+        """See :class:`aiocomms.lowlevel.clock.Network`."""
+        self._addresses += 1
+        address = b"simulated %d" % self._addresses
+        self._listeners[address] = self._world.process, arrived
+        return address
+
+    def unlisten(self, address: bytes) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Network`."""
+        self._listeners.pop(address, None)
+
+    def connect(self, address: bytes, hello: Any) -> Conduit:
+        """See :class:`aiocomms.lowlevel.clock.Network`."""
+        mine = Conduit(self, self._world.process)
+        found = self._listeners.get(address)
+        if found is None or found[0].over:
+            mine.process.later(self._latency(), mine.end, False)
+            return mine
+        process, arrived = found
+        theirs = Conduit(self, process)
+        mine.other, theirs.other = theirs, mine
+        self._conduits[mine] = self._conduits[theirs] = None
+
+        def first(frame: Any) -> None:
+            theirs.unhear()
+            if address in self._listeners:
+                arrived(theirs, frame)
+            else:
+                theirs.close()
+
+        theirs.hear(first, _ignore)
+        mine.send(hello)
+        return mine
+
+    # ------------------------------------------------------------------------------------- what happens in it
+
+    def carry(self, to: Conduit, frame: Any) -> None:
+        """Have a frame arrive after a while, and behind all that were sent before."""
+        world = self._world
+        if to.process.over and not to.over:
+            return  # The end is told by what has ended the process.
+        source, held = to.other.process.rank, 0.0
+        parted = self._parted.get((source, to.process.rank), 0.0)
+        if parted > world.time:
+            held = parted - world.time
+            if held > _KEEPALIVE:
+                world.at(world.time + _KEEPALIVE, None, self.cut, to)
+        to.coming.append(frame)
+        to.last = max(to.last, world.time + held + self._latency())
+        world.at(to.last, to.process, to.arrive)
+
+    def arrived(self, end: Conduit, frame: Any) -> None:
+        """Note in the trace that a frame has arrived."""
+        if frame is not _PING and frame is not _PONG:
+            what = "goodbye" if frame is _END else describe(frame)
+            self._world.note(end.process, f"hears {what} of {end.other.process}")
+
+    def _latency(self) -> float:
+        latency: float = self._least * self._range ** self._world.random.random()
+        return latency
+
+    def cut(self, one: Conduit) -> None:
+        """End a connection: both ends lose what is on its way, and notice a moment later."""
+        for end in (one, one.other):
+            end.coming.clear()
+            if not end.process.over:
+                end.process.later(self._latency(), end.end, False)
+
+    def die(self, process: Process) -> None:
+        """End the connections of a process that has died: some of what it has sent last is lost."""
+        for mine in [it for it in self._conduits if it.process is process]:
+            theirs = mine.other
+            mine.over = True
+            kept = int(self._world.random.random() * (len(theirs.coming) + 1))
+            while len(theirs.coming) > kept:
+                theirs.coming.pop()
+            self._told(theirs, False)
+        self._forget(process)
+
+    def close(self, process: Process) -> None:
+        """End the connections of a process that has ended by itself."""
+        for mine in [it for it in self._conduits if it.process is process]:
+            mine.close()
+        self._forget(process)
+
+    def _told(self, end: Conduit, closed: bool) -> None:
+        if not end.process.over:
+            when = max(end.last, self._world.time + self._latency())
+            self._world.at(when, end.process, end.end, closed)
+
+    def _forget(self, process: Process) -> None:
+        for address in [it for it, (owner, _) in self._listeners.items() if owner is process]:
+            del self._listeners[address]
+        for mine in [it for it in self._conduits if it.process is process]:
+            del self._conduits[mine]
+
+    def part(self, source: int, target: int, seconds: float) -> None:
+        """Let nothing get from one rank to another for some seconds."""
+        self._parted[source, target] = self._world.time + seconds
+
+    def connections(self) -> list[Conduit]:
+        """Return one end of each connection that is there."""
+        return [it for it in self._conduits if not it.over and not it.other.over and it.process.rank < it.other.process.rank]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._conduits.clear()
+        self._listeners.clear()

@@ -1,0 +1,65 @@
+"""The refusal of what cannot be simulated: real threads, sockets, processes and sleeps, with the line that did it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from aiocomms.errors import SimulationError
+
+_EVENTS: Final = {
+    "_thread.start_new_thread": "a thread of the system",
+    "_thread.start_joinable_thread": "a thread of the system",
+    "os.fork": "another process",
+    "os.forkpty": "another process",
+    "os.posix_spawn": "another process",
+    "os.system": "another process",
+    "socket.bind": "a socket",
+    "socket.connect": "a socket",
+    "socket.getaddrinfo": "the lookup of a host",
+    "subprocess.Popen": "another process",
+    "time.sleep": "a sleep that blocks",
+}
+"""The events of :func:`sys.addaudithook` that are refused, and the words for them."""
+_OURS: Final = str(Path(__file__).parents[2])
+
+_here = threading.local()
+"""Whether this thread runs a simulated program."""
+_installed: list[bool] = []
+
+
+def refuse(what: str) -> SimulationError:
+    """Return the error for something that cannot be simulated, with the line of the program that did it."""
+    return SimulationError(f"{what} cannot be simulated: {_line()}")
+
+
+def watch(on: bool) -> bool:
+    """Refuse what cannot be simulated on this thread from now on, or do not; return what was so before."""
+    if not _installed:
+        sys.addaudithook(_audit)
+        _installed.append(True)
+    before = bool(getattr(_here, "on", False))
+    _here.on = on
+    return before
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if event in _EVENTS and getattr(_here, "on", False):
+        raise refuse(_EVENTS[event])
+
+
+def _line() -> str:
+    """Return the innermost line of the stack that is neither aiocomms's nor the standard library's."""
+    frame: FrameType | None = sys._getframe(1)
+    inner = frame
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_OURS, "<")) and "/lib/python" not in path:
+            break
+        frame = frame.f_back
+    frame = frame or inner
+    assert frame is not None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"

@@ -1,0 +1,208 @@
+"""The world of a simulation: virtual time, what happens next, and the processes that live in it."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+from asyncio.events import _set_running_loop
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any, Final, NamedTuple
+
+from torch.distributed import Store
+
+from aiocomms.errors import SimulationError
+from aiocomms.testing.simulation.network import Network
+from aiocomms.testing.simulation.process import Process
+from aiocomms.testing.simulation.store import SimulatedStore
+from aiocomms.testing.simulation.threads import SimulatedEvent
+
+EPOCH: Final = 1_800_000_000.0
+"""Seconds since 1970 at which a history begins."""
+_MOMENT: Final = 5e-5
+"""Seconds that it takes at most to switch to a thread, or back to the loop."""
+_START: Final = 1e-3
+"""Seconds within which all processes start."""
+
+
+class Event(NamedTuple):
+    """A call at some time. Of two at the same time, the one that was asked for first comes first."""
+
+    time: float
+    number: int
+    process: Process | None
+    call: Callable[..., object]
+    args: tuple[Any, ...]
+
+
+class World:
+    """All that a history needs; see :class:`aiocomms.lowlevel.clock.Simulation`."""
+
+    def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
+        """Create it, without a process.
+
+        :param latency: the least and the most seconds that a message takes.
+        """
+        self.random = Random(seed)
+        self.time = 0.0
+        self.ranks = ranks
+        self.store = SimulatedStore()
+        self.network = Network(self, latency)
+        self.processes: list[Process] = []
+        """The incarnations of all ranks, in the order of their starts."""
+        self.trace: list[tuple[float, str, str]] = []
+        """What has happened: the time, to which process, and what."""
+        self.current: Process | None = None
+        self.steps = 0
+        self._program: Callable[[], Awaitable[Any]] | None = None
+        self._events: list[Event] = []
+        self._numbers = itertools.count()
+
+    # ----------------------------------------------------------------------------------------------- its course
+
+    def at(self, when: float, process: Process | None, call: Callable[..., object], *args: Any) -> Event:
+        """Have a call made at some time, in a process or in none."""
+        event = Event(max(when, self.time), next(self._numbers), process, call, args)
+        heapq.heappush(self._events, event)
+        return event
+
+    def a_moment(self) -> float:
+        """Draw the seconds that a switch of threads takes."""
+        return _MOMENT * self.random.random()
+
+    def note(self, process: object, what: str) -> None:
+        """Add something to the trace."""
+        self.trace.append((self.time, str(process), what))
+
+    def run(self, program: Callable[[], Awaitable[Any]], longest: float) -> None:
+        """Run the program on all ranks, until each has ended.
+
+        :param longest: the seconds of its time that it may take.
+        :raises SimulationError: some rank has not ended by then, or waits for what cannot come.
+        """
+        self._program = program
+        for rank in range(self.ranks):
+            self.start(rank, _START * self.random.random())
+        while self.alive():
+            if not self._events:
+                raise SimulationError(f"nothing will happen any more, and {self._waiting()}")
+            if self._events[0].time > longest:
+                raise SimulationError(f"after {longest:g} s {self._waiting()}")
+            self.step()
+
+    def step(self) -> None:
+        """Make the next call, and let its process go on until it waits."""
+        event = heapq.heappop(self._events)
+        process = event.process
+        if process is None:
+            self.time = event.time
+            event.call(*event.args)
+            return
+        if process.over:
+            return
+        if process.paused_until > event.time:
+            heapq.heappush(self._events, event._replace(time=process.paused_until))
+            return
+        self.time = event.time
+        self.steps += 1
+        self.enter(process)
+        event.call(*event.args)
+        process.loop.turn()
+
+    def enter(self, process: Process | None) -> None:
+        """Make a process the one that runs."""
+        if process is not self.current:
+            self.current = process
+            _set_running_loop(None if process is None else process.loop)
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    def start(self, rank: int, after: float = 0.0) -> Process:
+        """Start a rank, anew if it has ended."""
+        before = [process for process in self.processes if process.rank == rank]
+        process = Process(self, rank, len(before))
+        self.processes.append(process)
+        self.note(process, "starts")
+        assert self._program is not None
+        self.at(self.time + after, process, process.begin, self._program)
+        return process
+
+    def left(self, process: Process) -> None:
+        """A process has ended by itself."""
+        process.over = True
+        self.note(process, "ends")
+        self.network.close(process)
+
+    def kill(self, process: Process) -> None:
+        """Have a process die as by SIGKILL: nothing of it runs any more."""
+        if not process.over:
+            process.dead = process.over = True
+            self.note(process, "dies")
+            self.network.die(process)
+
+    def alive(self) -> list[Process]:
+        """Return the processes that have not ended."""
+        return [process for process in self.processes if not process.over]
+
+    def _waiting(self) -> str:
+        words = []
+        for process in self.alive():
+            tasks = "; ".join(f"{task.get_name()} at {_place(task)}" for task in process.loop.tasks())
+            words.append(f"{process} waits: {tasks}")
+        return ", ".join(words)
+
+    def end(self) -> None:
+        """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
+        for process in self.processes:
+            process.over = True
+            self.enter(process)
+            for thread in list(process.threads):
+                thread.kill()
+            process.dispose()
+        self._events.clear()
+        self.enter(None)
+        self.network.clear()
+        gc.collect(0)
+
+    # -------------------------------------------------------------------------- what aiocomms.lowlevel.clock asks for
+
+    def now(self) -> float:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return self.time if self.current is None else self.current.now()
+
+    def wall(self) -> float:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return EPOCH + self.time
+
+    def event(self) -> SimulatedEvent:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return self.process.event()
+
+    def start_thread(self, target: Callable[[], object]) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        self.process.start(target)
+
+    async def run_in_thread(self, call: Callable[[], Any]) -> Any:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return await self.process.run(call)
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return self.process.state
+
+    def launched(self) -> tuple[Store, int, int]:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return self.store, self.process.rank, self.ranks
+
+    @property
+    def process(self) -> Process:
+        """The process that runs."""
+        assert self.current is not None
+        return self.current
+
+
+def _place(task: Any) -> str:
+    """Return the line of the program where a task waits."""
+    frames = task.get_stack()
+    return "its end" if not frames else f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"

@@ -1,0 +1,294 @@
+"""The plug-in itself: one connection for each pair of ranks, and the matching of sends with receives at the receiver."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import anyio
+import torch
+
+from aiocomms import lowlevel, ops
+from aiocomms.errors import CommError, CommTimeoutError
+from aiocomms.lowlevel import clock
+from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, SideChannel, Transport, conclude
+
+Key = tuple[int, int, int]
+"""Source, channel and tag of a message, or of a receive that is posted for it."""
+
+
+class Sent(NamedTuple):
+    """A message: where its bytes are read when a receive has matched it."""
+
+    channel: int
+    tag: int
+    number: int
+    tensor: torch.Tensor
+
+
+class Taken(NamedTuple):
+    """A receive has matched a message, and has its bytes."""
+
+    number: int
+
+
+class Note(NamedTuple):
+    """A note to the other rank's core."""
+
+    what: bytes
+
+
+class Aborted(NamedTuple):
+    """The communicator is lost."""
+
+    reason: lowlevel.Reason
+
+
+class Closed(NamedTuple):
+    """The rank has closed the communicator."""
+
+
+class Peer:
+    """The connection with one rank."""
+
+    def __init__(self, rank: int, conduit: clock.Conduit) -> None:
+        self.rank, self.conduit = rank, conduit
+        self.over = False
+        """True if nothing more is heard of the rank."""
+        self.sent: dict[int, Completion] = {}
+        """The sends that no receive has matched, by their numbers."""
+
+
+class NetTransport(Transport):
+    """One rank's end of the network. A send is complete when a receive has taken its message."""
+
+    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, ops.Probe}), in_process=False)
+
+    def __init__(self, rank: int, size: int, conduits: Mapping[int, clock.Conduit]) -> None:
+        self._rank, self._size = rank, size
+        self._numbers = itertools.count(1)
+        self._arrived: dict[Key, deque[Sent]] = {}
+        self._posted: dict[Key, deque[tuple[ops.Recv, Completion]]] = {}
+        self._probes: dict[Key, list[tuple[ops.Probe, Completion]]] = {}
+        self._ended = False
+        self._peers = {peer: Peer(peer, conduit) for peer, conduit in conduits.items()}
+        for peer in self._peers.values():
+            peer.conduit.hear(functools.partial(self._hear, peer), functools.partial(self._gone, peer))
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`."""
+        return None if clock.simulation is not None else "it is the network of a simulation, and none runs"
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
+        """See :meth:`Transport.preference`. In a simulation it comes before all others."""
+        return 1_000_000
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`."""
+        conduits = await _meet(rendezvous) if rendezvous.size > 1 else {}
+        return cls(rendezvous.rank, rendezvous.size, conduits)
+
+    # ------------------------------------------------------------------------------------------------ operations
+
+    def post(self, op: Any, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if isinstance(op, ops.Send):
+            self._send(op, work)
+            return
+        peer, key = self._peers.get(op.src), (op.src, op.channel, op.tag)
+        arrived = self._arrived.get(key)
+        if arrived:
+            if isinstance(op, ops.Probe):
+                conclude(work, op.message(arrived[0].tensor.nbytes, arrived[0].tensor.dtype))
+            else:
+                self._take(key, arrived.popleft(), op, work)
+        elif peer is None or peer.over:
+            work.fail(lowlevel.closed_by(op.src))
+        elif isinstance(op, ops.Probe):
+            self._probes.setdefault(key, []).append((op, work))
+        else:
+            self._posted.setdefault(key, deque()).append((op, work))
+
+    def _send(self, op: ops.Send, work: Completion) -> None:
+        peer = self._peers.get(op.dst)
+        if peer is None or peer.over:
+            work.fail(lowlevel.closed_by(op.dst))
+            return
+        number = next(self._numbers)
+        peer.sent[number] = work
+        peer.conduit.send(Sent(op.channel, op.tag, number, op.tensor))
+
+    def _take(self, key: Key, message: Sent, op: ops.Recv, work: Completion) -> None:
+        """Copy a message where a receive wants it, and tell the sender."""
+        src = key[0]
+        if lowlevel.has_room(message.tensor):
+            outcome: Any = lowlevel.copy_message(message.tensor, op.tensor, src) or OP_RESULT
+        else:
+            outcome = CommError(f"the storage of a tensor of rank {src} was resized while the op had it", peer=src)
+        self._peers[src].conduit.send(Taken(message.number))
+        conclude(work, outcome)
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        op: Any = work.op
+        if not isinstance(op, ops.Recv | ops.Probe):
+            return False
+        waiting: dict[Key, Any] = self._probes if isinstance(op, ops.Probe) else self._posted
+        entries = waiting.get((op.src, op.channel, op.tag), ())
+        for entry in entries:
+            if entry[1] is work:
+                entries.remove(entry)
+                return True
+        return False
+
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
+        return [getattr(work.op, name) for name in ("src", "dst") if hasattr(work.op, name)]
+
+    # --------------------------------------------------------------------------------------- what others have sent
+
+    def _hear(self, peer: Peer, frame: object) -> None:
+        if self._ended and not isinstance(frame, Note):
+            return
+        match frame:
+            case Sent(channel, tag, _, tensor):
+                self._match((peer.rank, channel, tag), frame, tensor)
+            case Taken(number):
+                conclude(peer.sent.pop(number))
+            case Note(what):
+                self.on_note(peer.rank, what)
+            case Aborted(reason):
+                self._ended = True
+                self.on_failure(reason.to_error())
+            case Closed():
+                self._leave(peer)
+
+    def _match(self, key: Key, message: Sent, tensor: torch.Tensor) -> None:
+        posted = self._posted.get(key)
+        if posted:
+            self._take(key, message, *posted.popleft())
+            return
+        self._arrived.setdefault(key, deque()).append(message)
+        for probe, work in self._probes.pop(key, ()):
+            conclude(work, probe.message(tensor.nbytes, tensor.dtype))
+
+    def _leave(self, peer: Peer) -> None:
+        """A rank has closed: what still needs it fails, and nothing else."""
+        peer.over = True
+        peer.conduit.close()
+        error = lowlevel.closed_by(peer.rank)
+        sent, peer.sent = peer.sent, {}
+        waiting: list[dict[Key, Any]] = [self._posted, self._probes]
+        late = [kept.pop(key) for kept in waiting for key in [key for key in kept if key[0] == peer.rank]]
+        for work in [*sent.values(), *(work for entries in late for _, work in entries)]:
+            conclude(work, error)
+
+    def _gone(self, peer: Peer, _: bool) -> None:
+        """The connection has ended without a goodbye."""
+        if not peer.over:
+            peer.over = True
+            if not self._ended:
+                self._ended = True
+                self.on_failure(lowlevel.gone(peer.rank))
+
+    # ---------------------------------------------------------------------------------- beside and after operations
+
+    def progress(self) -> None:
+        """See :meth:`Transport.progress`. The network calls by itself."""
+
+    def fileno(self) -> None:
+        """See :meth:`Transport.fileno`."""
+
+    def say(self, rank: int, note: bytes) -> bool:
+        """See :meth:`Transport.say`."""
+        peer = self._peers.get(rank)
+        if peer is not None:
+            peer.conduit.send(Note(note))
+        return True
+
+    def last_heard(self) -> Sequence[float] | None:
+        """See :meth:`Transport.last_heard`."""
+        for peer in self._peers.values():
+            peer.conduit.ping()
+        return [
+            self._peers[rank].conduit.heard if rank in self._peers and not self._peers[rank].over else clock.now()
+            for rank in range(self._size)
+        ]
+
+    def side_channel(self) -> SideChannel | None:
+        """See :meth:`Transport.side_channel`."""
+        return _SideChannel(self._peers)
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`."""
+        if not self._ended:
+            self._ended = True
+        self._tell(Aborted(lowlevel.Reason.of(error, self._rank)))
+
+    def _tell(self, frame: object) -> None:
+        for peer in self._peers.values():
+            if not peer.over:
+                peer.conduit.send(frame)
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+        self._tell(Closed())
+        for peer in self._peers.values():
+            peer.conduit.close()
+
+
+class _SideChannel:
+    """See :class:`aiocomms.transport.SideChannel`."""
+
+    def __init__(self, peers: Mapping[int, Peer]) -> None:
+        self._peers = peers
+
+    def gone(self, rank: int) -> bool:
+        """See :meth:`aiocomms.transport.SideChannel.gone`."""
+        return rank not in self._peers or self._peers[rank].over
+
+    def far(self, rank: int) -> bool:
+        """See :meth:`aiocomms.transport.SideChannel.far`."""
+        return True
+
+
+async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
+    """Connect with every other rank: with the lower ones by a call, and the higher ones call.
+
+    :raises CommTimeoutError: some rank did not come.
+    """
+    assert clock.simulation is not None
+    network, rank, size = clock.simulation.network, rendezvous.rank, rendezvous.size
+    conduits: dict[int, clock.Conduit] = {}
+    changed = anyio.Event()
+
+    def arrived(conduit: clock.Conduit, peer: int) -> None:
+        conduits[peer] = conduit
+        if len(conduits) == size - 1:
+            changed.set()
+
+    address = network.listen(arrived)
+    try:
+        addresses = await rendezvous.exchange("net", address)
+        for peer in range(rank):
+            arrived(network.connect(addresses[peer], rank), peer)
+        with anyio.move_on_after(max(0.0, rendezvous.left())):
+            await changed.wait()
+    except BaseException:
+        for conduit in conduits.values():
+            conduit.close()
+        raise
+    finally:
+        network.unlisten(address)
+    if len(conduits) < size - 1:
+        for conduit in conduits.values():
+            conduit.close()
+        absent = [peer for peer in range(size) if peer != rank and peer not in conduits]
+        raise CommTimeoutError(f"after {rendezvous.timeout:g} s there was no connection with ranks {absent}", late=absent)
+    return conduits
