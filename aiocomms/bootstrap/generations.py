@@ -21,8 +21,6 @@ import hashlib
 import math
 import re
 import secrets
-import threading
-import time
 from collections.abc import Generator
 from typing import Final, NoReturn
 
@@ -31,6 +29,7 @@ from torch.distributed import Store
 from aiocomms.bootstrap.casualties import Casualties
 from aiocomms.bootstrap.records import append, believed, fetch, last_look, listed, pauses, write
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import Seal, claimed
 from aiocomms.lowlevel.stores import store_errors
 
@@ -66,7 +65,7 @@ class Arrival:
         self._refused = self._seen = b""
 
     @store_errors()
-    def meet(self, given_up: threading.Event, seconds: float = math.inf) -> str:
+    def meet(self, given_up: clock.Event, seconds: float = math.inf) -> str:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
         :param seconds: after which it will be.
@@ -204,7 +203,7 @@ class _Roll:
         """
         self._store, self._rank, self._size, self._seal = store, rank, size, seal
         self._present = present
-        now, last = time.monotonic(), last_look(size, seconds)
+        now, last = clock.now(), last_look(size, seconds)
         self._last = last
         self.patience: float = last / 8
         """The most seconds between two looks, so that each rank answers in time."""
@@ -224,11 +223,11 @@ class _Roll:
         append(self._store, self._seal, f"roll/{name}", self._rank, f"roll/{name}", b"")
         self._known = called
         if called != self._before:
-            self._heard, self._heard_at = name, time.monotonic()
+            self._heard, self._heard_at = name, clock.now()
 
     def look(self) -> None:
         """Call the roll, or note which ranks have answered, if it is time for that."""
-        now = time.monotonic()
+        now = clock.now()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
             if now - self._heard_at > self._last:  # Few ranks answer a call that another one replaces at once.

@@ -7,7 +7,6 @@ lowest of them serves a new one and tells the others where.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ from aiocomms.bootstrap.notes import MeetingPlace, Notes
 from aiocomms.bootstrap.registry import Selection
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
 from aiocomms.lowlevel.stores import reach_store, serve_store
 from aiocomms.lowlevel.threads import run_in_thread
@@ -55,7 +55,7 @@ class Meeting:
         self._ranks = ranks
         self._wanted = wanted
         self._seconds = seconds
-        self._ends = time.monotonic() + seconds
+        self._ends = clock.now() + seconds
         side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
         self.line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self.moved: bool = False
@@ -63,7 +63,7 @@ class Meeting:
 
     def left(self) -> float:
         """Seconds."""
-        return self._ends - time.monotonic()
+        return self._ends - clock.now()
 
     def dead(self, rank: int) -> bool:
         """Return whether a rank is known not to come."""

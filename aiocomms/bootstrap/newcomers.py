@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 
 import msgspec
 from torch.distributed import PrefixStore, Store
@@ -12,6 +11,7 @@ from torch.distributed import PrefixStore, Store
 from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import store_errors
@@ -60,7 +60,7 @@ class Claims:
         write(self._store, self._seal, f"join {claim}", rank, f"join/{rank}/{claim}", _INVITATIONS.encode(invitation))
 
     @store_errors()
-    def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
+    def claim(self, rank: int, given_up: clock.Event) -> Invitation | None:
         """Claim a rank, and wait for the answer, or until ``given_up`` is set.
 
         :returns: the invitation; None if ``given_up`` was set first.
@@ -93,7 +93,7 @@ async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
     :raises CommTimeoutError: no rank did.
     :raises StoreLostError: the store is gone.
     """
-    rank, size, given_up = newcomer.rank, newcomer.size, threading.Event()
+    rank, size, given_up = newcomer.rank, newcomer.size, clock.event()
     claims = Claims(newcomer, root)
     try:
         invitation: Invitation = await newcomer.run("waiting to be taken in", lambda: claims.claim(rank, given_up))

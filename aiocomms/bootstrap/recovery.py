@@ -13,8 +13,6 @@ import contextlib
 import functools
 import itertools
 import secrets
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -41,6 +39,7 @@ from aiocomms.errors import (
     PeerDiedError,
     StoreLostError,
 )
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
@@ -172,7 +171,7 @@ class Recovery:
 
     async def _agree(self, board: Board, root: Store) -> Decision | None:
         """Return what the ranks have decided; None: it is spent."""
-        given_up, came = threading.Event(), {self._old.rank}
+        given_up, came = clock.event(), {self._old.rank}
         try:
             return await self._meeting.off_loop(
                 "", functools.partial(self._vote, board, root, came, given_up), more=PROBE
@@ -185,14 +184,14 @@ class Recovery:
         finally:
             given_up.set()
 
-    def _vote(self, board: Board, root: Store, came: set[int], given_up: threading.Event) -> Decision | None:
+    def _vote(self, board: Board, root: Store, came: set[int], given_up: clock.Event) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
-        rank, began, complete = self._old.rank, time.monotonic(), None
+        rank, began, complete = self._old.rank, clock.now(), None
         while self._meeting.left() > 0 and not given_up.wait(_PAUSE):
             record = board.decided("decision")
             if record is None:
                 self._look(board, came)
-                now = time.monotonic()
+                now = clock.now()
                 proposal = self._proposal(root, came, now - began)
                 complete = now if complete is None and proposal else complete
                 if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
@@ -19,6 +17,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import append, believed, last_look, listed, number, pauses
 from aiocomms.errors import CommTimeoutError, StoreLostError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import Seal, job_token
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import store_errors
@@ -58,7 +57,7 @@ class StoreRendezvous(Board):
         self.home: dict[Any, Any] | None = None
         self.timeout: float = FORMING if timeout == math.inf else timeout
         """The seconds to form in; once formed, the timeout in seconds of ops that are given none."""
-        self._ends = time.monotonic() + self.timeout
+        self._ends = clock.now() + self.timeout
         # The store at the bottom: a PrefixStore does not keep a store that is in Python.
         self._kept: Store | None = None
 
@@ -99,7 +98,7 @@ class StoreRendezvous(Board):
         if self.size == 1:  # The rank has no other to wait for.
             self.store = PrefixStore(secrets.token_hex(8), here)
             return
-        arrival, given_up = Arrival(here, self.rank, self.size, self._seal), threading.Event()
+        arrival, given_up = Arrival(here, self.rank, self.size, self._seal), clock.event()
         key = await self._meeting("all at once", lambda: arrival.meet(given_up, self.left()), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
@@ -131,14 +130,12 @@ class StoreRendezvous(Board):
         if self.size == 1:
             return [value]
         got: dict[int, bytes] = {self.rank: value}
-        given_up = threading.Event()
+        given_up = clock.event()
         call = functools.partial(self._meet, self._store(), key, got, given_up)
         await self._meeting(key, call, got, given_up)
         return [got[rank] for rank in range(self.size)]
 
-    async def _meeting(
-        self, what: str, call: Callable[[], Any], got: Collection[int], given_up: threading.Event
-    ) -> Any:
+    async def _meeting(self, what: str, call: Callable[[], Any], got: Collection[int], given_up: clock.Event) -> Any:
         """Wait for the other ranks in a thread, which adds to ``got`` those that have come."""
         try:
             return await self.run(f"meeting the other ranks ({what})", call)
@@ -150,7 +147,7 @@ class StoreRendezvous(Board):
             given_up.set()
 
     @store_errors()
-    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: threading.Event) -> None:
+    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.Event) -> None:
         """Take the steps of an exchange.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
@@ -185,7 +182,7 @@ class StoreRendezvous(Board):
 
     def left(self) -> float:
         """See :meth:`aiocomms.transport.Rendezvous.left`."""
-        return self._ends - time.monotonic()
+        return self._ends - clock.now()
 
     def _absent(self, got: Collection[int]) -> CommTimeoutError:
         absent = [rank for rank in range(self.size) if rank not in got]

@@ -12,7 +12,6 @@ import ipaddress
 import logging
 import socket
 import threading
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
@@ -20,6 +19,7 @@ from weakref import WeakSet
 from torch.distributed import TCPStore  # torch.distributed lists no exports
 
 from aiocomms.errors import ArgumentError, ProtocolError, StoreLostError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import check_exposed
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.jobstore import JobStore
@@ -64,7 +64,7 @@ class _Target(NamedTuple):
         return f"the store at MASTER_ADDR={self.host!r}, MASTER_PORT={self.port}"
 
     def remaining(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - clock.now())
 
     def refused(self, why: str) -> ArgumentError:
         return ArgumentError(f"{self} {why}", rank=self.rank)
@@ -95,7 +95,7 @@ def connect_store(
     :raises AuthError: who answers there has another token.
     :raises ProtocolError: it is a store of another version, or no store of a job at all.
     """
-    target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
+    target = _Target(host, port, rank, size, timeout, clock.now() + timeout)
     serves = rank == 0 and not agent_store
     store = _serve(target, elsewhere=elsewhere) if serves else _join(target, agent_store=agent_store)
     store.set_timeout(timedelta(seconds=timeout))
@@ -152,7 +152,7 @@ def _join(target: _Target, *, agent_store: bool) -> Store:
                 f"did not answer within {target.timeout:g} s ({reached}): check that rank 0 runs, that both variables "
                 "are the same on all ranks and, if these are on several machines, that the address is not loopback"
             )
-        time.sleep(pause)
+        clock.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
@@ -253,7 +253,7 @@ def _resolve_patiently(target: _Target) -> list[_Address]:
             if not warned:
                 _log.warning("%s has a name that does not resolve yet (%s)", target, error.strerror)
             warned = True
-        time.sleep(_LONGEST_PAUSE)
+        clock.sleep(_LONGEST_PAUSE)
 
 
 def _resolve(target: _Target) -> list[_Address]:

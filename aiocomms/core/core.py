@@ -11,7 +11,6 @@ it must not raise passes :mod:`aiocomms.progress.guard`, and ends this communica
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock, get_ident
@@ -44,6 +43,7 @@ from aiocomms.errors import (
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.shortcuts import find_check, find_shortcuts
 from aiocomms.lowering.windows import TwoSided
+from aiocomms.lowlevel import clock
 from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.heartbeat import Heartbeat
@@ -177,11 +177,11 @@ class Core(Posting):
     def abort(self, reason: str) -> None:
         """Give up on every rank; any thread or signal handler."""
         error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
-        self._lose(Failure(error, time.monotonic()), here=False)
+        self._lose(Failure(error, clock.now()), here=False)
 
     def lose(self, error: CommError) -> None:
         """Lose the communicator by a failure; any thread."""
-        failure = failure_of(error, time.monotonic(), self.rank)
+        failure = failure_of(error, clock.now(), self.rank)
         self._lose(failure, here=get_ident() == self.thread)
 
     def _lose(self, failure: Failure, *, here: bool) -> None:
@@ -238,7 +238,7 @@ class Core(Posting):
         """
         failure = self.life.failure
         if failure is not None:
-            if time.monotonic() - failure.since >= AGAIN:
+            if clock.now() - failure.since >= AGAIN:
                 self.driver.call_threadsafe(self._end_works)
         elif work.done():
             self.driver.call_threadsafe(work.finish)
@@ -249,7 +249,7 @@ class Core(Posting):
 
     def _inquire(self, work: StartedWork[Any]) -> None:
         """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
-        queue, now = work.queue, time.monotonic()
+        queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")

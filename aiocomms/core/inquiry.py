@@ -9,9 +9,7 @@ the rank is doing. A question without an answer leaves the error as it was.
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -20,6 +18,8 @@ from aiocomms.core.postmortem import PATIENCE, printable
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.hang_report import NO_ANSWER, doing
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.clock import Reply
 
 if TYPE_CHECKING:
     from aiocomms.core.core import Core
@@ -53,8 +53,8 @@ class Inquiry:
         self._not_before = float("-inf")
         self._late: Wait | None = None
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[int, queue.SimpleQueue[Answer]]] = {}
-        """The questions that have no answer yet: for each the rank that was asked, and the queue for its answer."""
+        self._asked: dict[int, tuple[int, Reply[Answer]]] = {}
+        """The questions that have no answer yet: for each the rank that was asked, and the place of its answer."""
         self._lock = threading.Lock()
         self._askers: dict[int, int] = {}
         """The ranks that wait for an answer, and the number of each one's last question."""
@@ -67,7 +67,7 @@ class Inquiry:
         :param end: called once, on any thread, with what is to be added to the error.
         """
         self._late = late
-        now = time.monotonic()
+        now = clock.now()
         if self._comm.size > 1 and now >= self._not_before:
             self._not_before = now + PERIOD
             if dumps.in_background(lambda: self._inquire(late, end)):
@@ -83,17 +83,17 @@ class Inquiry:
 
     def _follow(self, wait: Wait) -> str:
         """Ask one rank after the other, and say what they do, and whether they wait in a circle."""
-        ends = time.monotonic() + PATIENCE
+        ends = clock.now() + PATIENCE
         chain, words = [self._comm.rank], list[str]()
         while wait.peer not in chain:
-            rank, asked = wait.peer, time.monotonic()
+            rank, asked = wait.peer, clock.now()
             answer = self._ask(rank, ends)
             if isinstance(answer, str):
                 # A rank that was asked late has had no time to answer.
                 words += [f"rank {rank} {answer}"] if answer and ends - asked > PATIENCE / 2 else []
                 return _report(words)
             chain.append(rank)
-            following = _following(answer, wait, chain, asked, time.monotonic())
+            following = _following(answer, wait, chain, asked, clock.now())
             late = following.what if following else ""
             words.append(f"rank {rank} {f'was late in {late}' if late else answer.doing}")
             if following is None:
@@ -106,14 +106,15 @@ class Inquiry:
 
         :returns: the answer; or what is said of a rank that gives none: nothing where no rank can be asked.
         """
-        number, reply = next(self._numbers), queue.SimpleQueue[Answer]()
+        number, reply = next(self._numbers), Reply[Answer]()
         self._asked[number] = rank, reply
         try:
             if not self._notes.say(rank, Question(number)):
                 return ""
-            return reply.get(timeout=max(0.0, ends - time.monotonic()))
-        except queue.Empty:
-            return f"does {NO_ANSWER}"
+            try:
+                return reply.get(ends - clock.now())
+            except TimeoutError:
+                return f"does {NO_ANSWER}"
         finally:
             del self._asked[number]
 
@@ -154,7 +155,7 @@ class Inquiry:
         """Return what this rank is doing, whom it waits for, the receive that was late last, and the time."""
         comm, late = self._comm, self._late
         flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
-        now = time.monotonic()
+        now = clock.now()
         waits: dict[int, float] = {}
         for work, posted, *_ in [one for one in flying if not one.idle][:_LOOKED_AT]:
             for peer in comm.waiting_for(work):

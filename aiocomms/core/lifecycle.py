@@ -29,7 +29,7 @@ class Failure(msgspec.Struct, frozen=True):
     error: CommError
     """The event and the rank concerned: the op, its number and this rank where it happened to an op of this rank."""
     since: float
-    """The time of the failure, by :func:`time.monotonic`."""
+    """The time of the failure, by ``clock.now()``."""
 
     @property
     def timed_out(self) -> bool:

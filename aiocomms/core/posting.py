@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import copy_context
-from time import monotonic
 from typing import Any
 
 from aiocomms import ops
@@ -16,6 +15,7 @@ from aiocomms.diagnosis.recorder import PEERS, Recorder
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import call_in_thread
 from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
 from aiocomms.ops.versions import note_writes
@@ -107,7 +107,7 @@ class Posting(Counted):
             if not work._state:  # This is done(), without the call.
                 return self.keep(work, seconds)
             if trace is not None:
-                trace.append((at or monotonic()) if kind not in PEERS else self.recorder.row(work))
+                trace.append((at or clock.now()) if kind not in PEERS else self.recorder.row(work))
             if self.post_hooks or work.fault is not None:
                 self.ended_at_once(work)
             return work
@@ -128,7 +128,7 @@ class Posting(Counted):
         if not work._state:
             return self.keep(work, seconds)
         if (trace := self.trace) is not None:
-            trace.append(monotonic() if type(work.op) not in PEERS else self.recorder.row(work))
+            trace.append(clock.now() if type(work.op) not in PEERS else self.recorder.row(work))
         if self.post_hooks or work.fault is not None:
             self.ended_at_once(work)
         return work
@@ -161,7 +161,7 @@ class Posting(Counted):
 
     def _ask(self, work: StartedWork[Any]) -> None:
         """Call the hooks that come before an op, and note for those that come after it when that was."""
-        work.called = monotonic() if self.post_hooks else None
+        work.called = clock.now() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
         except BaseException as error:

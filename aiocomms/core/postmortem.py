@@ -7,9 +7,6 @@ and size, and best effort: without an answer the error stays as it was.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,6 +20,8 @@ from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
 from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.clock import Reply
 from aiocomms.lowlevel.control import ControlCodec
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class PostMortem:
         assert isinstance(failure.error, CommTimeoutError)
         self._error = failure.error
         self._nothing = Verdict("", self._error.late)
-        self._closed = threading.Event()
+        self._closed = clock.event()
 
     def hold(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
         """Find it out; any thread or signal handler.
@@ -88,7 +87,7 @@ class PostMortem:
 
     def _left(self, seconds: float) -> float:
         """Return how many of so many seconds since the communicator was lost are left."""
-        return self._failure.since + seconds - time.monotonic()
+        return self._failure.since + seconds - clock.now()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:
         """Say what this rank is doing, and hear the others or the late rank."""
@@ -140,12 +139,12 @@ def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
 
     A store whose host is stopped, or gone, keeps its callers; so does a folder on a file system that hangs.
     """
-    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+    answer = Reply[T]()
     if not dumps.in_background(lambda: answer.put(call())):
         return otherwise
     try:
-        return answer.get(timeout=max(0.0, seconds))
-    except queue.Empty:
+        return answer.get(seconds)
+    except TimeoutError:
         return otherwise
 
 

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
-from time import monotonic, time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,6 +24,7 @@ import torch
 
 from aiocomms.diagnosis.places import suspended
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
@@ -228,7 +228,7 @@ class Recorder:
             kept = PEERS[cls](op) if cls in PEERS else None
         # The record keeps the text of an error alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
-        return work.seq, cls, monotonic(), kept, text, posted
+        return work.seq, cls, clock.now(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
         """Everything, now, described. On any thread, whatever the loop is doing."""
@@ -257,7 +257,7 @@ class Recorder:
         for one in flying:
             name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
             tasks.append((name[:LONGEST], suspended(coroutine)[-LONGEST:]))
-        return Look(flying, tasks, entries, lanes, refused, issued, calls, time(), monotonic())
+        return Look(flying, tasks, entries, lanes, refused, issued, calls, clock.wall(), clock.now())
 
     def describe(self, look: Look, reason: str) -> Snapshot:
         """Put what was noted into words; on any thread, at any time."""

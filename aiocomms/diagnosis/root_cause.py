@@ -12,11 +12,11 @@ import json
 import math
 import os
 import sys
-import time
 import traceback
 from types import TracebackType
 from typing import Final
 
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
@@ -39,10 +39,10 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if not isinstance(error, Exception):  # torch tells nothing of those, either
         return
     caused = is_caused(error)
-    _write(os.environ[_FILE], error, math.ceil(time.time() + PATIENCE) if caused else int(time.time()), again=caused)
+    _write(os.environ[_FILE], error, math.ceil(clock.wall() + PATIENCE) if caused else int(clock.wall()), again=caused)
     if caused:
         sys.stderr.flush()
-        time.sleep(PATIENCE)
+        clock.sleep(PATIENCE)
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:

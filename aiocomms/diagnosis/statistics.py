@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from aiocomms.errors import WorkCancelledError
+from aiocomms.lowlevel import clock
 from aiocomms.ops import size_of
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
@@ -76,7 +76,7 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     """Look at a communicator; on any thread, whatever its loop is doing. It locks nothing and posts nothing."""
     # These are read before the ops are counted, so that no op is missing below.
     failures, refused = dict(core.failures), core.refusals
-    flying, now = core.in_flight.look(), monotonic()
+    flying, now = core.in_flight.look(), clock.now()
     issued = core.issued
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
     failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]

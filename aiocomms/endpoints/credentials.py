@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from typing import Final
 
 import msgspec
@@ -16,7 +15,7 @@ import torch
 
 from aiocomms import arguments
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
-from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, mac, same
+from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, clock, mac, same
 from aiocomms.lowlevel.auth import job_token
 from aiocomms.ops import checks
 
@@ -97,12 +96,12 @@ def expiry(name: str, lifetime: arguments.Timeout) -> float:
     :raises ArgumentError: it is neither.
     """
     seconds = arguments.deadline(name, lifetime)
-    return math.inf if seconds == math.inf else time.time() + seconds
+    return math.inf if seconds == math.inf else clock.wall() + seconds
 
 
 def expired(expires: float) -> bool:
     """Return whether it has expired, by this host's clock."""
-    return time.time() >= expires
+    return clock.wall() >= expires
 
 
 def read_address(data: object, *, late: bool = False) -> Address:
@@ -125,7 +124,7 @@ def read_address(data: object, *, late: bool = False) -> Address:
     except ProtocolError as error:
         raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
     if not late and expired(address.expires):
-        raise ArgumentError(f"address has expired {time.time() - address.expires:.3g} s ago: ask for a fresh one")
+        raise ArgumentError(f"address has expired {clock.wall() - address.expires:.3g} s ago: ask for a fresh one")
     return address
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, TypeVar, overload
 
@@ -23,6 +22,7 @@ from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
 from aiocomms.endpoints.regions import Region, RemoteRegion
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers
 from aiocomms.progress.driver import Promise
@@ -195,11 +195,11 @@ class Peer(Handle):
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
-        began = time.monotonic()
+        began = clock.now()
         remote = await self.attach(descriptor, timeout=timeout)
         if timeout is None or timeout is COMM_TIMEOUT:
             return remote, timeout
-        return remote, max(0.001, arguments.deadline("timeout", timeout) - (time.monotonic() - began))
+        return remote, max(0.001, arguments.deadline("timeout", timeout) - (clock.now() - began))
 
     async def put(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT

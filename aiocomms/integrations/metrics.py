@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from time import monotonic
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
 
 from aiocomms.diagnosis.statistics import Failures, Statistics
 from aiocomms.errors import ArgumentTypeError
+from aiocomms.lowlevel import clock
 from aiocomms.ops import Op, size_of
 from aiocomms.progress.hooks import Hook
 from aiocomms.progress.loops import Loop, running_loop
@@ -116,7 +116,7 @@ class Tally:
         # A work without a time was called before this hook was registered.
         if called is None or work.error is not None:
             return
-        seconds, op = monotonic() - called, work.op
+        seconds, op = clock.now() - called, work.op
         size = size_of(op)
         key = type(op), SIZES[size.bit_length()]
         kind = self._kinds.get(key)
@@ -180,7 +180,7 @@ class Lateness:
 
         :returns: seconds; None: it is not known, as by the first look.
         """
-        asked, now = self._asked, monotonic()
+        asked, now = self._asked, clock.now()
         if asked is not None:
             return now - asked
         if self._loop is not None:
@@ -190,7 +190,7 @@ class Lateness:
         return self._last
 
     def _come(self, asked: float) -> None:
-        self._last, self._asked = monotonic() - asked, None
+        self._last, self._asked = clock.now() - asked, None
 
 
 class Measured:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from time import monotonic, time_ns
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +14,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 from aiocomms import __version__
 from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.integrations.metrics import Instrumentable, Measured, MetricRow, Shown, instrumentable
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import size_of
 from aiocomms.progress.work import Work
@@ -38,7 +38,8 @@ class Tracing(Handle):
             return
         if work.called is None:  # The op was called before this hook was registered.
             return
-        took, now = monotonic() - work.called, time_ns()  # The order keeps the span from beginning before its call.
+        # The order keeps the span from beginning before its call.
+        took, now = clock.now() - work.called, int(clock.wall() * 1e9)
         op = work.op
         transport = self._transports.get(op.family, "messages")
         facts = {

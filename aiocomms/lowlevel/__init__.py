@@ -4,6 +4,8 @@
 to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with what it shall call
 to block off the loop                   :func:`run_in_thread`; :func:`call_in_thread`, where nothing can be awaited;
                                         :func:`load_libraries`, of what else an import loads
+to read the time                        :mod:`clock`: ``clock.now()``, ``clock.wall()``; ``clock.event()``, for a thread
+                                        to wait for; always with the module's name in front
 to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`listen_at`
                                         there, and :func:`tune` for the connections with them
 to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
@@ -31,6 +33,7 @@ Import these from here: the modules behind them may change.
 from __future__ import annotations
 
 from aiocomms.errors import closed_by, gone
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.control import ControlCodec
@@ -66,6 +69,7 @@ __all__ = [
     "buffers",
     "call_in_thread",
     "check_exposed",
+    "clock",
     "closed_by",
     "closed_on_exec",
     "copy_message",

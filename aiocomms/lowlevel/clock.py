@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from _thread import allocate_lock
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -71,6 +72,16 @@ class Network(Protocol):
         """Connect with an address. If nothing listens there, the connection ends at once."""
 
 
+class HeldLock(Protocol):
+    """The part of a lock that one thread waits by and another releases, once."""
+
+    def acquire(self, *, timeout: float) -> bool:
+        """Wait until it is released, for at most some seconds; return whether it was."""
+
+    def release(self) -> None:
+        """Let the thread go on that waits for it."""
+
+
 class Simulation(Protocol):
     """A simulation of several processes. Each call is for the process that runs."""
 
@@ -117,6 +128,20 @@ def state() -> dict[str, Any]:
     return _state if simulation is None else simulation.state()
 
 
+def held_lock() -> HeldLock:
+    """Make a lock that is held: it wakes one thread, once, sooner than an event does."""
+    if simulation is not None:
+        return _EventLock()
+    lock = allocate_lock()
+    lock.acquire()
+    return lock
+
+
+def sleep(seconds: float) -> None:
+    """Block this thread for some seconds."""
+    event().wait(seconds)
+
+
 @contextlib.contextmanager
 def simulated_by(world: Simulation) -> Iterator[None]:
     """Have a simulation take the place of the clock, of events and of threads."""
@@ -127,3 +152,44 @@ def simulated_by(world: Simulation) -> Iterator[None]:
         yield
     finally:
         now, wall, event, simulation = before
+
+
+class _EventLock:
+    """A :class:`HeldLock` of a simulation."""
+
+    __slots__ = ("_released",)
+
+    def __init__(self) -> None:
+        self._released = event()
+
+    def acquire(self, *, timeout: float) -> bool:
+        """See :class:`HeldLock`."""
+        return self._released.wait(timeout)
+
+    def release(self) -> None:
+        """See :class:`HeldLock`."""
+        self._released.set()
+
+
+class Reply(Generic[_T]):
+    """A value that one thread waits for, and another gives."""
+
+    __slots__ = ("_given", "_values")
+
+    def __init__(self) -> None:
+        self._given = event()
+        self._values: list[_T] = []
+
+    def put(self, value: _T) -> None:
+        """Give the value; of several the first counts."""
+        self._values.append(value)
+        self._given.set()
+
+    def get(self, seconds: float) -> _T:
+        """Wait for the value, and return it.
+
+        :raises TimeoutError: none was given within so many seconds.
+        """
+        if not self._given.wait(max(0.0, seconds)):
+            raise TimeoutError(f"there is no reply after {seconds:g} s")
+        return self._values[0]

@@ -15,11 +15,11 @@ import os
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from aiocomms.errors import CommTimeoutError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handshake import (
     HANDSHAKE,
     PROOF_BYTES,
@@ -130,7 +130,7 @@ class Entrance:
                 continue
             if len(self._half_open) >= self._most:
                 self._make_room()
-            half = self.add(connection, dialogue(connection), time.monotonic() + PATIENCE, source=_source(address))
+            half = self.add(connection, dialogue(connection), clock.now() + PATIENCE, source=_source(address))
             # A rank speaks as soon as it is connected, so its first message may have come with it.
             done = self.read(half)
             if done is not None:
@@ -173,7 +173,7 @@ class Entrance:
 
     def expired(self) -> list[HalfOpen]:
         """Drop the connections whose time is up, and return them."""
-        now = time.monotonic()
+        now = clock.now()
         late = [half for half in self._half_open.values() if now >= half.ends]
         for half in late:
             self.drop(half)
@@ -254,14 +254,14 @@ class Gate:
         :raises CommTimeoutError: the time is over. The message names the ranks that are missing.
         :raises AuthError: the process that answers in a rank's place does not prove to be that rank.
         """
-        ends = time.monotonic() + seconds
+        ends = clock.now() + seconds
         retry = 0.0
         try:
             for listener in listeners:
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ)
             while self._missing:
-                now = time.monotonic()
+                now = clock.now()
                 if now >= ends:
                     raise self._late(seconds)
                 if self._unconnected and now >= retry:

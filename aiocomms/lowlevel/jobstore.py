@@ -6,7 +6,6 @@ import contextlib
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -15,6 +14,7 @@ import msgspec
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from aiocomms.errors import AuthError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.handshake import RefusedError, connector_dialogue
 from aiocomms.lowlevel.sockets import read_exactly, tune
@@ -135,11 +135,11 @@ class JobStore(Store):
         :raises DistStoreError: some key did not come in time.
         """
         patience = (self.timeout if timeout is None else timeout).total_seconds()
-        ends, pause = time.monotonic() + patience, _FIRST_PAUSE
+        ends, pause = clock.now() + patience, _FIRST_PAUSE
         while not self.check(keys):
-            if time.monotonic() >= ends:
+            if clock.now() >= ends:
                 raise DistStoreError(f"after {patience:g} s some of the keys {keys} had not come")
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def delete_key(self, key: str) -> bool:

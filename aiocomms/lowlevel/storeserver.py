@@ -14,7 +14,6 @@ import selectors
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ import msgspec
 from torch.distributed import HashStore
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import MAX_RECORD
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
@@ -242,7 +242,7 @@ class StoreServer:
 
     def _turn(self) -> None:
         ends = self._entrance.next_end()
-        for key, events in self._selector.select(None if ends == math.inf else max(0.0, ends - time.monotonic())):
+        for key, events in self._selector.select(None if ends == math.inf else max(0.0, ends - clock.now())):
             what = key.data
             if isinstance(what, _Line):
                 if events & selectors.EVENT_WRITE:
@@ -277,7 +277,7 @@ class StoreServer:
             len(self._entrance),
             self._entrance.dropped,
         ):  # There may be no descriptor, and a caller keeps the listener ready.
-            time.sleep(_PAUSE)
+            clock.sleep(_PAUSE)
 
     def _dialogue(self, connection: socket.socket) -> Dialogue:
         return acceptor_dialogue(connection, self._key, SERVER, _RANKS)

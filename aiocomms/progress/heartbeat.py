@@ -45,7 +45,7 @@ class Heartbeat:
     def silence(self, now: float) -> dict[int, float]:
         """Return the last measured silence of each rank in seconds; none if that was too long ago. On any thread.
 
-        :param now: the time, by ``time.monotonic()``.
+        :param now: the time, by ``clock.now()``.
         """
         found: dict[int, float] = {}
         if now - self._looked <= _FRESH * self.period:
@@ -60,7 +60,7 @@ class Heartbeat:
         Only time during which this rank was watching counts as silence: this rank may itself have been stopped, or
         starved of the processor, so that it has not read the answers yet.
 
-        :param now: the time, by ``time.monotonic()``.
+        :param now: the time, by ``clock.now()``.
         """
         before, self._looked = self._looked, now
         fresh = now - before > _FRESH * self.period

@@ -30,6 +30,7 @@ from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exc
 
 from aiocomms.core import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
+from aiocomms.lowlevel import clock
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.real
@@ -541,7 +542,7 @@ def wall_clocks(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             name = f"{node.value.id}.{node.attr}"
-            if name in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow"):
+            if name in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "clock.wall"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -553,6 +554,7 @@ def test_wall_clock_is_used_only_in_files_and_credentials() -> None:
     sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
     found = [where for path in sources for where in wall_clocks(path)]
     assert {where.partition(":")[0] for where in found} <= {
+        "aiocomms/lowlevel/clock.py",
         "aiocomms/diagnosis/recorder.py",
         "aiocomms/diagnosis/root_cause.py",
         "aiocomms/diagnosis/dumps.py",
@@ -570,7 +572,8 @@ def test_deadlines_ignore_jumps_of_the_wall_clock(monkeypatch: pytest.MonkeyPatc
             work = left.recv(torch.zeros(1), 1, timeout=3600)
             for hours in (5, -5):
                 soon = left.recv(torch.zeros(1), 1, timeout=0.05)
-                monkeypatch.setattr(time, "time", lambda hours=hours: 3600.0 * hours)
+                for module, name in ((time, "time"), (clock, "wall")):
+                    monkeypatch.setattr(module, name, lambda hours=hours: 3600.0 * hours)
                 with pytest.raises(CommTimeoutError):
                     await soon
                 assert not work.done()

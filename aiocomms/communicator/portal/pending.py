@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from _thread import LockType, allocate_lock
 from collections.abc import Callable
-from time import monotonic
 from typing import Protocol
 
 from aiocomms.communicator.portal.door import Door
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 
 LOOK = 1.0
@@ -60,15 +58,14 @@ class Pending(Handle):
 
         :param patience: seconds; None: as long as it takes.
         """
-        ends = None if patience is None else monotonic() + patience
-        bell = allocate_lock()
-        bell.acquire()
+        ends = None if patience is None else clock.now() + patience
+        bell = clock.held_lock()
         try:
             self._bells.append(bell)  # a signal handler may raise as soon as it is there
             if self._door.core.refusing:
                 self._look()
             while not self._over:
-                left = LOOK if ends is None else min(LOOK, ends - monotonic())
+                left = LOOK if ends is None else min(LOOK, ends - clock.now())
                 if left <= 0:
                     break
                 if not bell.acquire(timeout=left):
@@ -77,7 +74,7 @@ class Pending(Handle):
             if bell in self._bells:  # A bell that is still in the list has not rung.
                 self._drop(bell)
         while _still:
-            threading.Event().wait()
+            clock.event().wait()
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
@@ -100,12 +97,11 @@ class Pending(Handle):
 
     def _leave_alone(self) -> None:
         """Withdraw what can be withdrawn, unless another thread waits for it: this one has stopped waiting."""
-        settled = allocate_lock()
-        settled.acquire()
+        settled = clock.held_lock()
         self._door.put(self._left_alone, settled)
         settled.acquire(timeout=LOOK)  # A message that the other rank sends from now on is for the next receive.
 
-    def _left_alone(self, settled: LockType) -> None:
+    def _left_alone(self, settled: clock.HeldLock) -> None:
         if all(isinstance(bell, _Callback) and not bell.waits for bell in self._bells):
             self._withdraw()
         settled.release()

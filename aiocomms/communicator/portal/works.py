@@ -7,7 +7,6 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
-from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -21,6 +20,7 @@ from aiocomms.communicator.portal.pending import Pending
 from aiocomms.core.core import Core
 from aiocomms.cuda import CallerMark, CallerMarks
 from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
+from aiocomms.lowlevel import clock
 from aiocomms.ops import Op
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import UnseenError
@@ -157,7 +157,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._given: Op | None = None
         """The same of the arrays that it was called with in the place of tensors."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
-        self._until = monotonic() + self._seconds
+        self._until = clock.now() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
         # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
         self._mark: CallerMark | None = self._core.mark(op)
@@ -280,7 +280,7 @@ class BlockingWork(Pending, Generic[T_co]):
         on, work, look_after, index = self._posted_as
         self._work, core = work, self._core
         self._seconds = on._seconds
-        self._until = monotonic() + self._seconds
+        self._until = clock.now() + self._seconds
         work.wake(_Listener(self))
         core.keep_elsewhere(work, self._seconds)
         # This call does not go by the door, for the next call need not wait for it.
@@ -314,7 +314,7 @@ class BlockingWork(Pending, Generic[T_co]):
         if work._state:
             self._ended()
         else:
-            self._until = monotonic() + self._seconds
+            self._until = clock.now() + self._seconds
             work.forget()  # The program asks this object for errors, and never that work.
             work._waiting().waiting.append(_Listener(self))
 
@@ -352,7 +352,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._error if self._work is None or self._error is not None else self._work.error
 
     def _overdue(self) -> CommError | None:
-        core, now = self._core, monotonic()
+        core, now = self._core, clock.now()
         if (failure := core.life.failure) is not None and now - failure.since >= pending.LOOK:
             return failure.error_of(self._work) if self._work is not None else self._door.refusal()
         if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Final
@@ -32,7 +30,7 @@ from aiocomms.errors import (
     StoreLostError,
 )
 from aiocomms.integrations.ray.places import check_reachable, node, own_host
-from aiocomms.lowlevel import ControlCodec, reach_store, serve_store, store_errors
+from aiocomms.lowlevel import ControlCodec, clock, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.jobstore import JobStore
 
 NAMESPACE: Final = "aiocomms"
@@ -71,9 +69,9 @@ class RayMeeting:
         if not internal_kv._internal_kv_initialized():
             raise CommError("Ray is not initialized in this process: this is for its actors, tasks and drivers")
         self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
-        self._ends = time.monotonic() + seconds
+        self._ends = clock.now() + seconds
         self._prefix = f"{ray.get_runtime_context().namespace}\0{name}\0".encode()
-        self._given_up, self._over = threading.Event(), threading.Event()
+        self._given_up, self._over = clock.event(), clock.event()
 
     def run(self) -> JobStore:
         """Meet, and return the store.
@@ -248,7 +246,7 @@ class RayMeeting:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _left(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
+        return max(0.0, self._ends - clock.now())
 
     def _late(self, absent: list[int], why: str = "") -> CommTimeoutError:
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"

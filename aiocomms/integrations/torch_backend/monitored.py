@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from time import monotonic
-
 import torch
 from torch import distributed as dist
 
 from aiocomms import blocking
 from aiocomms.communicator.portal.operations import BlockingLane
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms.ops import buffers
 
 _ROOT = 0
@@ -44,7 +43,7 @@ def _nothing() -> torch.Tensor:
 
 
 def _hears(lane: BlockingLane, number: int, seconds: float | None, all_ranks: bool) -> None:
-    began, others = monotonic(), [rank for rank in range(lane.size) if rank != _ROOT]
+    began, others = clock.now(), [rank for rank in range(lane.size) if rank != _ROOT]
     receives = {rank: lane.recv(_nothing(), rank, number, timeout=seconds) for rank in others}
     missing: dict[int, CommError] = {}
     for rank, receive in receives.items():
@@ -56,7 +55,7 @@ def _hears(lane: BlockingLane, number: int, seconds: float | None, all_ranks: bo
                 break
     if missing:
         who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        text = f"{who} failed to pass monitoredBarrier in {monotonic() - began:.3f} seconds"
+        text = f"{who} failed to pass monitoredBarrier in {clock.now() - began:.3f} seconds"
         raise dist.DistBackendError(text) from next(iter(missing.values()))
     for rank in others:
         lane.send(_nothing(), rank, number)

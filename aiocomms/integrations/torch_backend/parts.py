@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Any, Protocol
 
 from aiocomms.communicator.portal.works import BlockingWork
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.integrations.torch_backend.completer import Completer
+from aiocomms.lowlevel import clock
 
 
 class WorkPart(Protocol):
@@ -54,9 +54,9 @@ def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: b
 
 def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
     """Block until all have ended, for ``patience`` seconds at most; and raise why the first has failed."""
-    ends = None if patience is None else monotonic() + patience
+    ends = None if patience is None else clock.now() + patience
     for part in parts:
-        part.wait(None if ends is None else max(0.0, ends - monotonic()))
+        part.wait(None if ends is None else max(0.0, ends - clock.now()))
 
 
 def order_stream(parts: Sequence[WorkPart]) -> None:
@@ -83,7 +83,7 @@ class WorkStep:
         :param call: what it does once they have ended, well or not; what it raises is why it failed.
         """
         self._parts, self._call = parts, call
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over, self._lock = clock.event(), threading.Lock()
         self._error: BaseException | None = None
         self._calls: list[Callable[[], object]] = []
 
@@ -101,11 +101,11 @@ class WorkStep:
 
     def wait(self, timeout: float | None = None) -> None:
         """See :class:`WorkPart`."""
-        ends = None if timeout is None else monotonic() + timeout
+        ends = None if timeout is None else clock.now() + timeout
         for part in self._parts:
             with contextlib.suppress(CommError):  # The step is still to be made.
-                part.wait(None if ends is None else max(0.0, ends - monotonic()))
-        if not self._over.wait(None if ends is None else max(0.0, ends - monotonic())):
+                part.wait(None if ends is None else max(0.0, ends - clock.now()))
+        if not self._over.wait(None if ends is None else max(0.0, ends - clock.now())):
             raise TimeoutError(f"what follows it was not done within {timeout} s; it goes on")
         if self._error is not None:
             raise self._error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from math import isfinite
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from aiocomms.lowlevel import clock
 
 try:
     from torch.distributed import _transport as registry  # type: ignore[attr-defined]
@@ -142,12 +143,12 @@ class EndpointTransport(_Transport):
         :raises TimeoutError: something is still under way; nothing new is accepted, and another call goes on.
         :raises CommError: something that was under way has failed; everything is released.
         """
-        ends = time.monotonic() + self._patience(timeout)
+        ends = clock.now() + self._patience(timeout)
         self._close_cuda_streams()
         failure: Exception | None = None
         for work in self._leave():
             try:
-                work.wait_for(max(0.0, ends - time.monotonic()))
+                work.wait_for(max(0.0, ends - clock.now()))
             except Exception as error:
                 if not work.is_completed():
                     raise
@@ -254,7 +255,7 @@ class EndpointTransport(_Transport):
         :raises TimeoutError: it took longer than ``timeout``, and goes on.
         :raises CommError: it has failed.
         """
-        began, seconds = time.monotonic(), self._patience(timeout)
+        began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
         remote = self._attached(remote_buffer, began + seconds)
         put = remote.put(local_buffer.part, timeout=None)
@@ -270,7 +271,7 @@ class EndpointTransport(_Transport):
         timeout: float | None = None,
     ) -> int | TransferWork:
         """Read the beginning of remote memory into a local view, as many bytes as that has; see :meth:`write`."""
-        began, seconds = time.monotonic(), self._patience(timeout)
+        began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         remote = self._attached(remote_buffer, began + seconds)
         work = self._begun(TransferWork([remote.get(local_buffer.part, timeout=None)], seconds), local_buffer)
@@ -280,19 +281,19 @@ class EndpointTransport(_Transport):
         self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
         """Do so without blocking the event loop, and wait for the end."""
-        ends = time.monotonic() + self._patience(timeout)
+        ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
         await self._opened(remote_buffer, ends)
-        await super().write_async(local_buffer, remote_buffer, timeout=max(0.0, ends - time.monotonic()))
+        await super().write_async(local_buffer, remote_buffer, timeout=max(0.0, ends - clock.now()))
 
     async def read_async(
         self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
         """Do so without blocking the event loop, and wait for the end."""
-        ends = time.monotonic() + self._patience(timeout)
+        ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         await self._opened(remote_buffer, ends)
-        await super().read_async(local_buffer, remote_buffer, timeout=max(0.0, ends - time.monotonic()))
+        await super().read_async(local_buffer, remote_buffer, timeout=max(0.0, ends - clock.now()))
 
     def _begun(self, work: TransferWork, local: MemoryView) -> TransferWork:
         """Note that it is under way."""
@@ -303,7 +304,7 @@ class EndpointTransport(_Transport):
         return work
 
     def _ended(self, work: TransferWork, ends: float) -> int:
-        work.wait_for(max(0.0, ends - time.monotonic()))
+        work.wait_for(max(0.0, ends - clock.now()))
         return 0
 
     def _attached(self, remote_buffer: RemoteBuffer, ends: float) -> BlockingRemoteRegion:
@@ -312,7 +313,7 @@ class EndpointTransport(_Transport):
         remote = self._remotes.get(key)
         if remote is None or remote.closed:
             assert self._peer is not None
-            remote = self._peer.attach(key, timeout=max(0.001, ends - time.monotonic()))
+            remote = self._peer.attach(key, timeout=max(0.001, ends - clock.now()))
             with self._lock:
                 self._remotes = {of: it for of, it in self._remotes.items() if not it.closed} | {key: remote}
         return remote

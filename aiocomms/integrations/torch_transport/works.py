@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from aiocomms.blocking import BlockingWork
 from aiocomms.blocking.compound import CompoundWork
+from aiocomms.lowlevel import clock
 
 
 class TransferWork(CompoundWork):
@@ -48,10 +48,10 @@ class TransferWork(CompoundWork):
 
     def wait_for(self, patience: float) -> None:
         """Do that, with a patience in seconds, which may be 0."""
-        ends, failure = time.monotonic() + patience, None
+        ends, failure = clock.now() + patience, None
         for step in self._parts:
             try:
-                step.wait(max(0.0, ends - time.monotonic()))
+                step.wait(max(0.0, ends - clock.now()))
             except Exception as error:
                 if not step.done():
                     raise

@@ -13,11 +13,11 @@ from concurrency import in_threads
 from processes import PATIENCE
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from aiocomms.bootstrap import generations
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import framed, listed, pauses, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import AuthError, ProtocolError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import reach_store, serve_store
 from benchmarks import scale
@@ -210,7 +210,7 @@ def test_every_rank_is_told_which_rank_has_another_token():
 def test_ranks_that_answer_are_present_without_rank_0(monkeypatch):
     """The store has the keys of ranks that are gone, as if all had come."""
     now = [0.0]
-    monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "now", lambda: now[0])
     store = HashStore()
     gone = [arriving(store, r, 5)[1] for r in range(4)]
     for steps in gone + gone:
@@ -263,7 +263,7 @@ def test_malformed_decision_of_rank_0_raises_protocol_error(said):
 def test_ranks_that_came_are_never_named_missing_without_rank_0(monkeypatch, size, spread, timeout):
     """In the time of the test: the others come over some seconds, and each gives up by its own deadline."""
     now, order = [0.0], random.Random(size)
-    monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock, "now", lambda: now[0])
     store, gave_up = HashStore(), []
     comes = {rank: order.uniform(0, spread) for rank in range(1, size)}
     ranks, turns = {}, [(at, rank) for rank, at in comes.items()]

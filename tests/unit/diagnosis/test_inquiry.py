@@ -36,10 +36,10 @@ class Standing:
     """
 
     def __init__(self):
-        self.now = time.monotonic()
+        self.time = time.monotonic()
 
-    def monotonic(self):
-        return self.now
+    def now(self):
+        return self.time
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,10 @@ def patience(monkeypatch):
     clock, begin = Standing(), Inquiry.begin
 
     def begin_now(self, late, end):
-        clock.now = time.monotonic()
+        clock.time = time.monotonic()
         begin(self, late, end)
 
-    monkeypatch.setattr(inquiry, "time", clock)
+    monkeypatch.setattr(inquiry, "clock", clock)
     monkeypatch.setattr(Inquiry, "begin", begin_now)
     monkeypatch.setattr(inquiry, "PATIENCE", PATIENCE)
     monkeypatch.setattr(inquiry, "PERIOD", 0.0)

@@ -10,6 +10,7 @@ import pytest
 
 from aiocomms.diagnosis import root_cause
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.lowlevel import clock
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(126)]
 
@@ -45,8 +46,8 @@ def test_process_that_blames_another_rank_exits_later(
     file, slept = tmp_path / "error.json", list[float]()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(root_cause.time, "time", lambda: 1000.25)
-    monkeypatch.setattr(root_cause.time, "sleep", slept.append)
+    monkeypatch.setattr(clock, "wall", lambda: 1000.25)
+    monkeypatch.setattr(clock, "sleep", slept.append)
     if recorded:
         file.write_text("torch's")
     root_cause.tell_torchrun()

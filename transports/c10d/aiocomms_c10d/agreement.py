@@ -29,7 +29,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
-from aiocomms.lowlevel import Inbox, buffers, disagreement
+from aiocomms.lowlevel import Inbox, buffers, clock, disagreement
 from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.collectives import PLANS, C10dCall
 from aiocomms_c10d.control import ControlConnection
@@ -77,7 +77,7 @@ class Agreement:
         connections: Mapping[int, ControlConnection],
         inbox: Inbox,
         fail: Callable[[CommError], None],
-        lost: threading.Event,
+        lost: clock.Event,
     ) -> None:
         """Start with no calls.
 

@@ -8,7 +8,6 @@ import re
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -21,6 +20,7 @@ from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, Stor
 from aiocomms.lowlevel import (
     LOOPBACK,
     buffers,
+    clock,
     closed_on_exec,
     host_id,
     mac,
@@ -67,14 +67,14 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :raises ProtocolError: a rank speaks another version.
     :raises AuthError: a rank does not have this job's token.
     """
-    began = time.monotonic()
+    began = clock.now()
     mine = await run_in_thread(lambda: hello(adopt, rendezvous.left()), anyhow=True)
     hellos = await rendezvous.exchange("c10d", mine)
     key = mac(rendezvous.secret("c10d"), *hellos)
     store = rendezvous.store
     assert store is not None
     rank, size = rendezvous.rank, rendezvous.size
-    timeout = min(_SHARE * max(0.0, began + _fewest_seconds(hellos) - time.monotonic()), _CONNECT)
+    timeout = min(_SHARE * max(0.0, began + _fewest_seconds(hellos) - clock.now()), _CONNECT)
 
     def connect() -> Any:
         with closed_on_exec():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import clock
 from aiocomms_c10d import wire
 from aiocomms_c10d.wire import ACK, C10dFrame, C10dHeader
 
@@ -52,7 +53,7 @@ class ControlConnection:
             with None if the peer is gone.
         """
         self.peer = peer
-        self.flushed = threading.Event()
+        self.flushed = clock.event()
         """The event that is set when the peer has received everything that was sent to it, or never will."""
         self._group = group
         self._on_frame = on_frame

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, UnsupportedOperation
-from aiocomms.lowlevel import Inbox, admitting, at_end, closed_by, gone, run_in_thread, unaffected
+from aiocomms.lowlevel import Inbox, admitting, at_end, clock, closed_by, gone, run_in_thread, unaffected
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
@@ -57,7 +56,7 @@ class C10dTransport(Transport):
         self._gloo = gloo
         self._adopted = None if group is gloo else group
         self._inbox = Inbox()
-        self._lost = threading.Event()
+        self._lost = clock.event()
         self._abort_error: CommError | None = None  # the error of the first abort
         self._stop_lock = threading.Lock()
         self._stopped = False  # True once the loss of a peer is not reported any more.
@@ -274,9 +273,9 @@ class C10dTransport(Transport):
         """Say goodbye to all peers, and wait until they have received everything that was sent."""
         for connection in self._connections.values():
             connection.send(wire.pack(C10dHeader(wire.BYE)))
-        ends = time.monotonic() + _GOODBYE
+        ends = clock.now() + _GOODBYE
         for connection in self._connections.values():
-            connection.flushed.wait(max(0.0, ends - time.monotonic()))
+            connection.flushed.wait(max(0.0, ends - clock.now()))
 
     def _stop(self) -> None:
         """Break all connections; tell the peers the reason before, if there is one. Idempotent."""
@@ -291,11 +290,11 @@ class C10dTransport(Transport):
 
     def _send_abort(self, error: CommError) -> None:
         frame = wire.pack_error(error, self._rank, self._agreement.disputed)
-        ends = time.monotonic() + _ABORT_PATIENCE
+        ends = clock.now() + _ABORT_PATIENCE
         for work in [connection.send_last(frame) for connection in self._connections.values()]:
             with contextlib.suppress(RuntimeError):
                 if work is not None:
-                    work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+                    work.wait(timedelta(seconds=max(0.001, ends - clock.now())))
 
 
 def _let_go(groups: list[Any]) -> None:

@@ -10,7 +10,6 @@ import secrets
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, ControlCodec, host_id, listen_at, reachable_address, run_in_thread, tune
+from aiocomms.lowlevel import LOOPBACK, ControlCodec, clock, host_id, listen_at, reachable_address, run_in_thread, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -166,15 +165,15 @@ def _connect_all(
 ) -> dict[int, socket.socket]:
     """Connect to all lower ranks, and accept connections from all higher ranks. Blocks."""
     rank, size = rendezvous.rank, rendezvous.size
-    ends = time.monotonic() + _SHARE * rendezvous.left()
+    ends = clock.now() + _SHARE * rendezvous.left()
     sockets: dict[int, socket.socket] = {}
     try:
         for peer in range(rank):
             where = places[peer].address, places[peer].port
-            sockets[peer] = socket.create_connection(where, timeout=max(0.001, ends - time.monotonic()))
+            sockets[peer] = socket.create_connection(where, timeout=max(0.001, ends - clock.now()))
             sockets[peer].sendall(_HELLO.pack(rank, hellos[peer].token))
         while len(sockets) < size - 1:
-            listener.settimeout(max(0.001, ends - time.monotonic()))
+            listener.settimeout(max(0.001, ends - clock.now()))
             peer, connection = _accept(listener, hellos[rank].token)
             if rank < peer < size and peer not in sockets:
                 sockets[peer] = connection

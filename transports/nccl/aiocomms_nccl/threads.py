@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+from aiocomms.lowlevel import clock
 
 
 class Returned(NamedTuple):
@@ -53,6 +54,6 @@ class Threads:
 
     def join(self, patience: float) -> None:
         """Wait for all threads, for ``patience`` seconds at most. Blocks, off the loop."""
-        ends = time.monotonic() + patience
+        ends = clock.now() + patience
         for thread in self._threads:
-            thread.join(max(0.0, ends - time.monotonic()))
+            thread.join(max(0.0, ends - clock.now()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol, cast
@@ -15,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, Event, Mapped, Shared, Stream
 from aiocomms.errors import CommError, ProtocolError
-from aiocomms.lowlevel import buffers, call_in_thread, run_in_thread
+from aiocomms.lowlevel import buffers, call_in_thread, clock, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
@@ -126,7 +125,7 @@ class _Reached:
         self.found: list[Tensor | Exception | None] = []
         """The tensor or error of each rank's part, or None, as far as the parts were tried; by rank."""
         self.mapped: list[Mapped] = []
-        self.tried = threading.Event()
+        self.tried = clock.event()
         """The event that is set once no thread maps parts any more."""
 
     def outcomes(self) -> Iterator[Tensor | None]:
