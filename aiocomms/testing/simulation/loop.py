@@ -24,10 +24,10 @@ _MOST_CALLBACKS = 10_000
 """Callbacks that run at one moment of virtual time. A task that waits by ``sleep(0)`` lets time pass after these."""
 _REFUSED = (
     *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
-    *("connect_write_pipe", "create_connection", "create_datagram_endpoint", "create_server", "create_unix_connection"),
+    *("close", "connect_write_pipe", "create_connection", "create_datagram_endpoint", "create_server", "create_unix_connection"),
     *("create_unix_server", "getaddrinfo", "getnameinfo", "sendfile", "sock_accept", "sock_connect", "sock_recv"),
     *("sock_recv_into", "sock_recvfrom", "sock_sendall", "sock_sendfile", "sock_sendto", "start_tls"),
-    *("subprocess_exec", "subprocess_shell"),
+    *("run_forever", "run_until_complete", "set_task_factory", "stop", "subprocess_exec", "subprocess_shell"),
 )
 
 
@@ -137,6 +137,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
         """See :class:`asyncio.AbstractEventLoop`. The call is made in a simulated thread."""
         return self.create_task(self._process.run(lambda: func(*args)))
+
+    def get_task_factory(self) -> None:
+        """Return none: each task is a :class:`SimulatedTask`."""
 
     def get_debug(self) -> bool:
         """See :class:`asyncio.AbstractEventLoop`."""
