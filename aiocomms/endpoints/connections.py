@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from math import inf
@@ -24,21 +23,13 @@ from aiocomms.arguments import FORMING
 from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
-from aiocomms.endpoints.meeting import (
-    ANSWERS,
-    CALLER,
-    HELLOS,
-    EndpointAnswer,
-    EndpointCall,
-    EndpointLine,
-    Pair,
-    seal_of,
-)
+from aiocomms.endpoints.meeting import ANSWERS, HELLOS, EndpointAnswer, EndpointCall, Pair, seal_of
 from aiocomms.endpoints.peer import End, Peer
 from aiocomms.endpoints.regions import Region, all_of
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal
+from aiocomms.lowlevel.lines import CALLER, EndpointLine
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
@@ -144,12 +135,12 @@ class Connections:
 
     # ---------------------------------------------------------------------------------------------------- being called
 
-    def let_in(self, connection: socket.socket) -> None:
+    def let_in(self, line: EndpointLine) -> None:
         """Another endpoint has called, and proved to be of the job."""
         if self.closed is not None:
-            connection.close()
+            line.close()
         else:
-            self._soon(lambda: self._receive(connection))
+            self._soon(lambda: self._receive(line))
 
     async def accept(self) -> Peer:
         """Wait for the next one that another endpoint has asked for."""
@@ -160,12 +151,12 @@ class Connections:
         del self._arrived[peer]
         return peer
 
-    async def _receive(self, connection: socket.socket) -> None:
+    async def _receive(self, line: EndpointLine) -> None:
         try:
-            with contextlib.closing(connection), self._until_closed():
+            with contextlib.closing(line), self._until_closed():
                 async with self._limit:
-                    with contextlib.closing(EndpointLine(connection, _ANSWERS)) as line:
-                        await self._answer(line)
+                    line.extend(_ANSWERS)
+                    await self._answer(line)
         except (CommError, OSError) as error:  # the other endpoint is told by what it sees
             if self.closed is None:
                 _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)

@@ -20,11 +20,12 @@ from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
 from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
 from aiocomms.endpoints.peer import Peer
-from aiocomms.endpoints.reception import Here, Reception, find
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.lines import Reception, ReceptionDriver
+from aiocomms.lowlevel.wires import wires
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.arrays import fitting
 from aiocomms.progress.driver import LoopDriver, Promise
@@ -37,8 +38,8 @@ async def opened(
     """Open an endpoint, as :class:`aiocomms.open_endpoint` is asked to."""
     expires, where = expiry("lifetime", None if lifetime == inf else lifetime), await settled(device)
     plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
-    here = await run_in_thread(lambda: find(host), anyhow=True)
-    return Endpoint(plan, where, (host, here), expires, name, timeout)
+    listen = await run_in_thread(lambda: wires().find(host), anyhow=True)
+    return Endpoint(plan, where, listen, expires, name, timeout)
 
 
 class _Alone:
@@ -61,8 +62,9 @@ class Endpoint(Handle):
     device: torch.device
 
     def __init__(
-        self, plan: Selection, device: torch.device, place: tuple[str, Here], expires: float, name: str, timeout: float
-    ) -> None:
+        self, plan: Selection, device: torch.device, listen: Callable[[ReceptionDriver], Reception],
+        expires: float, name: str, timeout: float,
+    ) -> None:  # fmt: skip
         self.name, self.device = name, device
         self._alone = _Alone(device)
         self._thread, self._seconds, self._key = get_ident(), timeout, new_key()
@@ -70,7 +72,7 @@ class Endpoint(Handle):
         self._regions: dict[int, Region] = {}
         self._closed: Promise | None = None
         self._driver = LoopDriver.current()
-        self._reception = Reception(*place, self._driver)
+        self._reception = listen(self._driver)
         self._address = Address(
             secrets.token_bytes(16), self._reception.host, self._reception.port,
             {str(family): transport for family, transport in plan.names.items()}, str(device), expires,

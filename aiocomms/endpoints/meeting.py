@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,18 +11,10 @@ import torch
 
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.endpoints.credentials import Address
-from aiocomms.errors import CommError, CommTimeoutError, PeerDiedError, ProtocolError
-from aiocomms.lowlevel import ControlCodec, tune
-from aiocomms.lowlevel.auth import MAX_RECORD, Seal, job_token
-from aiocomms.lowlevel.jobstore import prove
-from aiocomms.lowlevel.sockets import read_exactly
-from aiocomms.lowlevel.storeserver import LENGTH
-
-ENDPOINT: Final = "the endpoint"
-"""The name of the endpoint that is called, in place of a rank, in a proof."""
-CALLER: Final = 0
-"""The rank of the endpoint that connects; the other one has 1."""
-_MOST: Final = 2 * MAX_RECORD
+from aiocomms.lowlevel import ControlCodec
+from aiocomms.lowlevel.auth import Seal, job_token
+from aiocomms.lowlevel.lines import CALLER, EndpointLine
+from aiocomms.lowlevel.wires import wires
 
 
 class EndpointHello(msgspec.Struct, array_like=True):
@@ -50,61 +39,6 @@ HELLOS: Final = ControlCodec[EndpointHello](EndpointHello, "what the other endpo
 ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other endpoint says")
 
 
-class EndpointLine:
-    """A connection with another endpoint, for one message after the other. It blocks."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        """Take a connection that is proved, and close it in the end.
-
-        :param seconds: how long they may take to form.
-        """
-        self._connection = tune(connection)
-        self.host: str = str(connection.getpeername()[0])
-        self.ends: float = time.monotonic() + seconds
-
-    def tell(self, what: bytes) -> None:
-        """Send a message.
-
-        :raises PeerDiedError: the other one has gone.
-        :raises CommTimeoutError: time is up.
-        """
-        with self._named():
-            self._connection.sendall(LENGTH.pack(len(what)) + what)
-
-    def hear(self) -> bytes:
-        """Wait for the next message.
-
-        :raises PeerDiedError: the other one has gone.
-        :raises CommTimeoutError: time is up.
-        :raises ProtocolError: it makes no sense.
-        """
-        with self._named():
-            (length,) = LENGTH.unpack(read_exactly(self._connection, LENGTH.size))
-            if length > _MOST:
-                raise ProtocolError(f"the other endpoint sends {length} bytes, wanted at most {_MOST}")
-            return read_exactly(self._connection, length)
-
-    def extend(self, seconds: float) -> None:
-        """Give them so long from now on."""
-        self.ends = time.monotonic() + seconds
-
-    def close(self) -> None:
-        """Close it; a thread that waits for it goes on."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            self._connection.settimeout(max(0.001, self.ends - time.monotonic()))
-            yield
-        except TimeoutError:
-            raise CommTimeoutError("the other endpoint did not answer in time") from None
-        except OSError as error:
-            raise PeerDiedError(f"the other endpoint is gone: {error}") from error
-
-
 class EndpointCall:
     """A call of another endpoint: connects, proves to be of the job, and says who this is."""
 
@@ -115,42 +49,23 @@ class EndpointCall:
         :param seconds: for all of it.
         :raises CommError: there is no descriptor for it.
         """
-        self._address, self._mine, self._seconds = address, mine, seconds
-        try:
-            self._connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-        except OSError as error:
-            raise CommError(f"no connection can be made: {error}") from error
+        self._mine = mine
+        self._call = wires().call(address.host, address.port, address.secret("connect"), seconds, address.name)
         self.nonce: bytes = os.urandom(16)
         """The number that this end has chosen for the seal."""
+        self.hang_up: Callable[[], None] = self._call.hang_up
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
-        """Make it. Blocks, until :meth:`hang_up` at the latest.
+        """Make it. Blocks, until it is hung up at the latest.
 
         :returns: the connection, and what the endpoint answers.
         :raises PeerDiedError: no endpoint listens there.
         :raises CommTimeoutError: it does not answer.
         :raises AuthError: the endpoint has another token.
         """
-        address, ends = self._address, time.monotonic() + self._seconds
-        where = f"the endpoint {address.name} at {address.host}:{address.port}"
-        try:
-            self._connection.settimeout(self._seconds)
-            self._connection.connect((address.host, address.port))
-            left = max(0.001, ends - time.monotonic())
-            prove(self._connection, address.secret("connect"), CALLER, left, ENDPOINT)
-            line = EndpointLine(self._connection, max(0.001, ends - time.monotonic()))
-        except TimeoutError:
-            raise CommTimeoutError(f"{where} did not answer within {self._seconds:g} s") from None
-        except OSError as error:
-            raise PeerDiedError(f"{where} cannot be reached: {error}") from error
+        line = self._call.run()
         line.tell(HELLOS.encode(EndpointHello(self._mine, self.nonce)))
         return line, ANSWERS.decode(line.hear())
-
-    def hang_up(self) -> None:
-        """End it; a thread that makes it goes on."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
 
 class Pair(StoreRendezvous):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from aiocomms.lowlevel.lines import Wires
+
 _T = TypeVar("_T")
 
 
@@ -109,6 +111,9 @@ class Simulation(Protocol):
 
     def launched(self) -> tuple[Store, int, int]:
         """Return the launcher's store, this rank, and the number of ranks."""
+
+    def wires(self) -> Wires:
+        """Return what its endpoints communicate by until they have a communicator."""
 
 
 now: Callable[[], float] = time.monotonic

@@ -26,7 +26,7 @@ from processes import KILLED, Rank, Run, allocated
 import aiocomms
 from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints import credentials
-from aiocomms.endpoints.meeting import ENDPOINT, EndpointCall
+from aiocomms.endpoints.meeting import EndpointCall
 from aiocomms.endpoints.words import Leave, RegionOpening
 from aiocomms.errors import (
     AuthError,
@@ -39,6 +39,7 @@ from aiocomms.errors import (
     RegionError,
 )
 from aiocomms.lowlevel import jobstore
+from aiocomms.lowlevel.lines import ENDPOINT
 
 pytestmark = pytest.mark.real
 

@@ -153,6 +153,12 @@ def test_imports_form_no_cycle():
     assert not graph, "\n".join(f"{name} needs {', '.join(sorted(needs))}" for name, needs in graph.items())
 
 
+@holds_for(CORE / "endpoints")
+def test_endpoints_do_not_know_what_the_wire_is(path):
+    """A simulation has another one."""
+    return ((line, f"imports {name}") for line, name in imports(path) if name in {"socket", "selectors"})
+
+
 @holds_for(*TRANSPORTS, *EXAMPLES)
 def test_transport_imports_only_the_toolkit_of_the_core(path):
     for line, name in core_imports(path):

@@ -1,0 +1,267 @@
+"""The wires of endpoints: the simulation's if one runs, and else these, over sockets.
+
+The reception listens on the loop's thread, and lets in those that prove to be of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import ipaddress
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from typing import Final
+
+import anyio
+
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, job_token
+from aiocomms.lowlevel.forks import Unshared
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
+from aiocomms.lowlevel.handshake import Dialogue, acceptor_dialogue
+from aiocomms.lowlevel.jobstore import prove
+from aiocomms.lowlevel.lines import CALLER, ENDPOINT, LineCall, Reception, ReceptionDriver, Wires
+from aiocomms.lowlevel.sockets import read_exactly, tune
+from aiocomms.lowlevel.storeserver import LENGTH, owner
+from aiocomms.transport import Capabilities
+
+_BACKLOG: Final = 1024
+_PAUSE: Final = 0.05
+"""Seconds before another look for connections, where there is no descriptor to accept them."""
+_MOST: Final = 2 * MAX_RECORD
+
+Here = tuple[int, tuple[str, int]]
+"""A family of addresses, and an address of this host, whose port is 0."""
+
+
+class SocketLine:
+    """See :class:`EndpointLine`."""
+
+    def __init__(self, connection: socket.socket, seconds: float = 0) -> None:
+        """Take a connection that is proved, and close it in the end.
+
+        :param seconds: the time that it has.
+        :raises OSError: the other one has gone.
+        """
+        self._connection = tune(connection)
+        self.host: str = str(connection.getpeername()[0])
+        self.ends: float = clock.now() + seconds
+
+    def tell(self, what: bytes) -> None:
+        """See :meth:`EndpointLine.tell`."""
+        with self._named():
+            self._connection.sendall(LENGTH.pack(len(what)) + what)
+
+    def hear(self) -> bytes:
+        """See :meth:`EndpointLine.hear`."""
+        with self._named():
+            (length,) = LENGTH.unpack(read_exactly(self._connection, LENGTH.size))
+            if length > _MOST:
+                raise ProtocolError(f"the other endpoint sends {length} bytes, wanted at most {_MOST}")
+            return read_exactly(self._connection, length)
+
+    def extend(self, seconds: float) -> None:
+        """See :meth:`EndpointLine.extend`."""
+        self.ends = clock.now() + seconds
+
+    def close(self) -> None:
+        """See :meth:`EndpointLine.close`."""
+        _end(self._connection)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            self._connection.settimeout(_left(self.ends))
+            yield
+        except TimeoutError:
+            raise CommTimeoutError("the other endpoint did not answer in time") from None
+        except OSError as error:
+            raise PeerDiedError(f"the other endpoint is gone: {error}") from error
+
+
+class SocketCall:
+    """See :class:`LineCall`."""
+
+    def __init__(self, host: str, port: int, key: bytes, seconds: float, name: str) -> None:
+        """See :meth:`Wires.call`."""
+        self._there, self._key, self._seconds = (host, port), key, seconds
+        self._where = f"the endpoint {name} at {host}:{port}"
+        try:
+            self._connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise CommError(f"no connection can be made: {error}") from error
+
+    def run(self) -> SocketLine:
+        """See :meth:`LineCall.run`."""
+        ends = clock.now() + self._seconds
+        try:
+            self._connection.settimeout(self._seconds)
+            self._connection.connect(self._there)
+            prove(self._connection, self._key, CALLER, _left(ends), ENDPOINT)
+            return SocketLine(self._connection, _left(ends))
+        except TimeoutError:
+            raise CommTimeoutError(f"{self._where} did not answer within {self._seconds:g} s") from None
+        except OSError as error:
+            raise PeerDiedError(f"{self._where} cannot be reached: {error}") from error
+
+    def hang_up(self) -> None:
+        """See :meth:`LineCall.hang_up`."""
+        _end(self._connection)
+
+
+class SocketReception:
+    """The service of one listener. All connections are watched as one descriptor, and without any nothing wakes up."""
+
+    host: str
+    port: int
+
+    capabilities: Capabilities = Capabilities(ops=frozenset())
+
+    def __init__(self, host: str, here: Here, driver: ReceptionDriver) -> None:
+        """Listen.
+
+        :param here: where that is, as :meth:`SocketWires.find` has found.
+        :raises ArgumentError: the host is not an address of this one; or others could reach it, and the job has no
+            token.
+        """
+        self._listener = _listen(host, here)
+        self.host, self.port = str(self._listener.getsockname()[0]), int(self._listener.getsockname()[1])
+        self._unshared = Unshared(self._listener.getsockname())
+        self._guarded = job_token() is None
+        self._driver = driver
+        self._key = b""
+        self._let_in: Callable[[SocketLine], object] = SocketLine.close
+        self._selector = selectors.EpollSelector()
+        self._entrance = Entrance(self._selector, MOST_HALF_OPEN)
+
+    def open(self, key: bytes, let_in: Callable[[SocketLine], object]) -> None:
+        """See :meth:`Reception.open`."""
+        self._key, self._let_in = key, let_in
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._driver.attach(self)
+
+    def close(self) -> None:
+        """See :meth:`Reception.close`."""
+        self._driver.detach(self)
+        self._entrance.close()
+        self._selector.close()
+        self._listener.close()
+        self._unshared.release()
+
+    # --------------------------------------------------------------------------------------- what the driver calls
+
+    def fileno(self) -> int:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        return self._selector.fileno()
+
+    def progress(self) -> bool:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        for key, _ in self._selector.select(0):
+            if key.data is not None:
+                self._enter(self._entrance.read(key.data))
+            elif not self._accept():
+                self._selector.unregister(self._listener)  # The listener would stay readable.
+                self._driver.spawn(self._listen_again, Context())
+        self._entrance.expired()
+        return False
+
+    def on_failure(self, error: CommError) -> None:
+        """See :class:`aiocomms.progress.driver.Served`. The driver has reported it; no endpoint is let in any more."""
+
+    def _accept(self) -> bool:
+        """Accept connections. False: there is no descriptor for them."""
+        before = len(self._entrance), self._entrance.dropped
+        try:
+            proved = self._entrance.accept(self._listener, self._dialogue)
+        except OSError:  # The selector has no room for a descriptor.
+            return False
+        for one in proved:
+            self._enter(one)
+        return bool(proved) or before != (len(self._entrance), self._entrance.dropped)
+
+    def _dialogue(self, connection: socket.socket) -> Dialogue:
+        return acceptor_dialogue(connection, self._key, ENDPOINT, (CALLER,))
+
+    def _enter(self, proved: Proved | None) -> None:
+        if proved is None:
+            return
+        connection = proved[1]
+        try:
+            stranger = self._guarded and owner(connection) not in (None, os.geteuid())
+            connection.setblocking(True)
+            line = SocketLine(connection)
+        except OSError:  # The other end has gone again.
+            stranger = True
+        if stranger:
+            connection.close()
+        else:
+            self._let_in(line)
+
+    async def _listen_again(self) -> None:
+        await anyio.sleep(_PAUSE)
+        with contextlib.suppress(ValueError, KeyError, OSError):  # The listener was closed meanwhile.
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+
+class SocketWires:
+    """See :class:`Wires`."""
+
+    def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
+        """See :meth:`Wires.find`."""
+        job_token()  # from now on it is known
+        try:
+            family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+        return functools.partial(SocketReception, host, (family, (str(where[0]), 0)))
+
+    def call(self, host: str, port: int, key: bytes, seconds: float, name: str) -> LineCall:
+        """See :meth:`Wires.call`."""
+        return SocketCall(host, port, key, seconds, name)
+
+
+_SOCKETS: Final = SocketWires()
+
+
+def wires() -> Wires:
+    """Return the wires of endpoints: the simulation's if one runs, and else those over sockets."""
+    return _SOCKETS if clock.simulation is None else clock.simulation.wires()
+
+
+def _listen(host: str, here: Here) -> socket.socket:
+    """Listen on a free port."""
+    family, where = here
+    try:
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+        raise CommError(f"nothing can listen at {host!r}: {error}") from error
+    address = str(listener.getsockname()[0])
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if ip.is_unspecified:
+            raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
+        if not ip.is_loopback:
+            check_exposed(f"the endpoint at {address} can be reached from other hosts")
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _end(connection: socket.socket) -> None:
+    """Close a connection; a thread that waits for it goes on."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _left(ends: float) -> float:
+    return max(0.001, ends - clock.now())
