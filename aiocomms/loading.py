@@ -48,6 +48,12 @@ async def loaded(name: str) -> None:
         await _in_thread(load)
 
 
+def load_now(name: str) -> None:
+    """Import a module, and the modules that will be named with it, for a loop of asyncio; here, where no loop runs."""
+    if not {name, "asyncio"} <= _loaded:
+        _load([name, *_WITH], "asyncio")
+
+
 def _load(names: Sequence[str], backend: str) -> None:
     with contextlib.suppress(Exception):
         for name in names:

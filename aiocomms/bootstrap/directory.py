@@ -29,6 +29,11 @@ def register(comm: Communicator) -> None:
     enter(comm)
 
 
+def any_open() -> bool:
+    """Return whether this process has an open communicator."""
+    return bool(_opened())
+
+
 def enter(comm: Communicator) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
     opened = _opened()

@@ -65,7 +65,7 @@ class Arrival:
         self._refused = self._seen = b""
 
     @store_errors()
-    def meet(self, given_up: clock.Event, seconds: float = math.inf) -> str:
+    def meet(self, given_up: clock.ThreadEvent, seconds: float = math.inf) -> str:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
         :param seconds: after which it will be.

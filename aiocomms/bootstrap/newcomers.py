@@ -60,7 +60,7 @@ class Claims:
         write(self._store, self._seal, f"join {claim}", rank, f"join/{rank}/{claim}", _INVITATIONS.encode(invitation))
 
     @store_errors()
-    def claim(self, rank: int, given_up: clock.Event) -> Invitation | None:
+    def claim(self, rank: int, given_up: clock.ThreadEvent) -> Invitation | None:
         """Claim a rank, and wait for the answer, or until ``given_up`` is set.
 
         :returns: the invitation; None if ``given_up`` was set first.

@@ -184,7 +184,7 @@ class Recovery:
         finally:
             given_up.set()
 
-    def _vote(self, board: Board, root: Store, came: set[int], given_up: clock.Event) -> Decision | None:
+    def _vote(self, board: Board, root: Store, came: set[int], given_up: clock.ThreadEvent) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
         rank, began, complete = self._old.rank, clock.now(), None
         while self._meeting.left() > 0 and not given_up.wait(_PAUSE):

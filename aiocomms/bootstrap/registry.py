@@ -18,6 +18,7 @@ from aiocomms import ops
 from aiocomms.arguments import advice
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, UnsupportedOperation
+from aiocomms.lowlevel import clock
 from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
 
@@ -114,13 +115,27 @@ def choose(
     :raises ArgumentError: a name or family is unknown; the message lists the known ones.
     :raises UnsupportedOperation: a transport is not available; the message lists the reason for each.
     """
-    if isinstance(transport, str):
+    if clock.simulation is not None and isinstance(transport, str | Mapping):
+        picks = _all_of(_simulated(device), device)  # A program runs unchanged, whatever transports it names.
+    elif isinstance(transport, str):
         picks = _auto(device, size) if transport == "auto" else _all_of(transport, device)
     elif isinstance(transport, Mapping) and transport and all(isinstance(name, str) for name in transport.values()):
         picks = {_family(family): (name, _named(name, device, family)) for family, name in transport.items()}
     else:
         raise ArgumentTypeError(f"transport is {transport!r}, wanted a name, 'auto', or a mapping of families to names")
     return Selection({f: name for f, (name, _) in picks.items()}, {f: cls for f, (_, cls) in picks.items()}, options)
+
+
+def _simulated(device: torch.device) -> str:
+    """Return the name of the transport of simulations.
+
+    :raises UnsupportedOperation: there is none.
+    """
+    for name in entries():
+        cls = find(name, device)
+        if not isinstance(cls, str) and cls.capabilities.simulated:
+            return name
+    raise UnsupportedOperation(f"no transport carries tensors on {device} in a simulation")
 
 
 def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Selection:

@@ -135,7 +135,9 @@ class StoreRendezvous(Board):
         await self._meeting(key, call, got, given_up)
         return [got[rank] for rank in range(self.size)]
 
-    async def _meeting(self, what: str, call: Callable[[], Any], got: Collection[int], given_up: clock.Event) -> Any:
+    async def _meeting(
+        self, what: str, call: Callable[[], Any], got: Collection[int], given_up: clock.ThreadEvent
+    ) -> Any:
         """Wait for the other ranks in a thread, which adds to ``got`` those that have come."""
         try:
             return await self.run(f"meeting the other ranks ({what})", call)
@@ -147,7 +149,7 @@ class StoreRendezvous(Board):
             given_up.set()
 
     @store_errors()
-    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.Event) -> None:
+    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
         """Take the steps of an exchange.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at

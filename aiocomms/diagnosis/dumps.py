@@ -22,6 +22,7 @@ import msgspec
 
 from aiocomms.diagnosis import on_signal
 from aiocomms.diagnosis.recorder import Look, Recorder, Snapshot
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
@@ -83,7 +84,7 @@ def complain(message: str) -> None:
 
 def wanted() -> bool:
     """Return whether files are to be written at all."""
-    return os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
+    return clock.simulation is None and os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
 
 
 def try_write(snapshot: Snapshot) -> Path | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Event(Protocol):
+class ThreadEvent(Protocol):
     """The part of :class:`threading.Event` that code waits by."""
 
     def set(self) -> None:
@@ -93,7 +93,7 @@ class Simulation(Protocol):
     def wall(self) -> float:
         """Return the seconds since 1970 by its clock."""
 
-    def event(self) -> Event:
+    def event(self) -> ThreadEvent:
         """Make an event for threads of the process."""
 
     def start_thread(self, target: Callable[[], None]) -> None:
@@ -120,7 +120,7 @@ now: Callable[[], float] = time.monotonic
 """Return the seconds of the monotonic clock."""
 wall: Callable[[], float] = time.time
 """Return the seconds since 1970."""
-event: Callable[[], Event] = threading.Event
+event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
 simulation: Simulation | None = None
 """The simulation that runs; None: there is none."""

@@ -123,6 +123,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
     :param fifo: whether ops complete in the order posted, so that one that waits holds up those behind it.
     :param in_process: whether all ranks may be tasks of one process.
+    :param simulated: whether it is the network of a simulation.
     :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
     :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the others go by
@@ -136,6 +137,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     reductions: Mapping[torch.dtype, frozenset[str]] | None = None
     fifo: bool = False
     in_process: bool = False
+    simulated: bool = False
     detects_mismatch: bool = True
     rounds_each_step: frozenset[torch.dtype] = frozenset()
     lanes: OpTypes = frozenset()

@@ -1,0 +1,9 @@
+"""Simulated worlds: a distributed program runs in one thread and in virtual time, and one seed decides its history."""
+
+from __future__ import annotations
+
+from aiocomms.testing.simulation.faults import Faults
+from aiocomms.testing.simulation.here import here
+from aiocomms.testing.simulation.history import History, explore, simulate
+
+__all__ = ["Faults", "History", "explore", "here", "simulate"]

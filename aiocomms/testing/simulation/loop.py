@@ -12,7 +12,7 @@ from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple, Unpack
 
 from aiocomms.testing.simulation.refusing import refuse
 
@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from aiocomms.testing.simulation.process import Process
 
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
 _MOST_CALLBACKS = 10_000
 """Callbacks that run at one moment of virtual time. A task that waits by ``sleep(0)`` lets time pass after these."""
 _REFUSED = (
     *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
-    *("close", "connect_write_pipe", "create_connection", "create_datagram_endpoint", "create_server", "create_unix_connection"),
+    *(
+        "close",
+        "connect_write_pipe",
+        "create_connection",
+        "create_datagram_endpoint",
+        "create_server",
+        "create_unix_connection",
+    ),
     *("create_unix_server", "getaddrinfo", "getnameinfo", "sendfile", "sock_accept", "sock_connect", "sock_recv"),
     *("sock_recv_into", "sock_recvfrom", "sock_sendall", "sock_sendfile", "sock_sendto", "start_tls"),
     *("run_forever", "run_until_complete", "set_task_factory", "stop", "subprocess_exec", "subprocess_shell"),
@@ -82,14 +90,16 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Return the process's clock."""
         return self._process.now()
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         """See :class:`asyncio.AbstractEventLoop`."""
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """See :class:`asyncio.AbstractEventLoop`. Threads reach the loop a moment later."""
         handle = asyncio.Handle(callback, args, self, context)
@@ -97,13 +107,17 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: *_Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """See :class:`asyncio.AbstractEventLoop`."""
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See :class:`asyncio.AbstractEventLoop`."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
@@ -134,7 +148,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         given = f"Task-{number}" if name is None else str(name)
         return SimulatedTask(coro, number=number, loop=self, name=given, context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:
+    def run_in_executor(self, executor: Any, func: Callable[[Unpack[_Ts]], _T], *args: *_Ts) -> asyncio.Future[_T]:
         """See :class:`asyncio.AbstractEventLoop`. The call is made in a simulated thread."""
         return self.create_task(self._process.run(lambda: func(*args)))
 

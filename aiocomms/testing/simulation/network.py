@@ -163,8 +163,8 @@ class Network:
     def carry(self, to: Conduit, frame: Any) -> None:
         """Have a frame arrive after a while, and behind all that were sent before."""
         world = self._world
-        if to.process.over and not to.over:
-            return  # The end is told by what has ended the process.
+        if to.process.over:
+            return
         source, held = to.other.process.rank, 0.0
         parted = self._parted.get((source, to.process.rank), 0.0)
         if parted > world.time:
@@ -224,9 +224,11 @@ class Network:
         """Let nothing get from one rank to another for some seconds."""
         self._parted[source, target] = self._world.time + seconds
 
-    def connections(self) -> list[Conduit]:
-        """Return one end of each connection that is there."""
-        return [it for it in self._conduits if not it.over and not it.other.over and it.process.rank < it.other.process.rank]
+    def cut_between(self, one: int, other: int) -> None:
+        """End the connections of two ranks."""
+        for end in list(self._conduits):
+            if (end.process.rank, end.other.process.rank) == (one, other):
+                self.cut(end)
 
     def clear(self) -> None:
         """Forget all."""

@@ -13,7 +13,7 @@ from aiocomms.testing.simulation.loop import SimulatedLoop, SimulatedTask
 from aiocomms.testing.simulation.threads import SimulatedEvent, SimulatedThread, started
 
 if TYPE_CHECKING:
-    from aiocomms.testing.simulation.world import Event, World
+    from aiocomms.testing.simulation.world import Occurrence, World
 
 _T = TypeVar("_T")
 
@@ -68,7 +68,7 @@ class Process:
         # Monotonic clocks of hosts begin anywhere, and differ by some parts in a hundred thousand.
         self._begins, self._rate = 1000.0 * draw(), 1.0 + 1e-4 * (draw() - 0.5)
         self._least = 0.0
-        self.loop = SimulatedLoop(self)
+        self.loop = SimulatedLoop(self)  # type: ignore[abstract]  # It refuses the rest.
         self.threads: dict[SimulatedThread, None] = {}
         self.state: dict[str, Any] = {deadlines.SIMULATED: SimulatedWatchdog(self)}
         self.dead = self.over = False
@@ -87,11 +87,11 @@ class Process:
         """Return its monotonic clock, in seconds."""
         return max(self._least, self._begins + self.world.time * self._rate)
 
-    def at(self, when: float, call: Callable[..., object], *args: Any) -> Event:
+    def at(self, when: float, call: Callable[..., object], *args: Any) -> Occurrence:
         """Make a call when its clock says ``when``."""
         return self.world.at((when - self._begins) / self._rate, self, self._punctually, when, call, args)
 
-    def later(self, seconds: float, call: Callable[..., object], *args: Any) -> Event:
+    def later(self, seconds: float, call: Callable[..., object], *args: Any) -> Occurrence:
         """Make a call after some seconds."""
         return self.world.at(self.world.time + seconds, self, call, *args)
 
@@ -159,6 +159,11 @@ class Process:
             return context.get("exception") or SimulationError(str(context.get("message")))
         return None
 
+    @property
+    def result(self) -> Any:
+        """What its program has returned; None if it has died."""
+        return None if self.dead or self.main is None else self.main.result()
+
     def dispose(self) -> None:
         """Give up what is left of it when the history is over. Its ``finally`` blocks run now, and reach nothing."""
         for comms in self.state.get("communicators", {}).values():
@@ -167,7 +172,7 @@ class Process:
         for task in self.loop.tasks():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with contextlib.suppress(BaseException):
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
 
     def report(self, context: dict[str, Any]) -> None:
         """Note an error that has no caller."""

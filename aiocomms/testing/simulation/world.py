@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from torch.distributed import Store
 
 from aiocomms.errors import SimulationError
+from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.network import Network
 from aiocomms.testing.simulation.process import Process
 from aiocomms.testing.simulation.store import SimulatedStore
@@ -26,7 +27,7 @@ _START: Final = 1e-3
 """Seconds within which all processes start."""
 
 
-class Event(NamedTuple):
+class Occurrence(NamedTuple):
     """A call at some time. Of two at the same time, the one that was asked for first comes first."""
 
     time: float
@@ -44,7 +45,7 @@ class World:
 
         :param latency: the least and the most seconds that a message takes.
         """
-        self.random = Random(seed)
+        self.random = Random(seed)  # noqa: S311 - It is to be repeated.
         self.time = 0.0
         self.ranks = ranks
         self.store = SimulatedStore()
@@ -55,15 +56,19 @@ class World:
         """What has happened: the time, to which process, and what."""
         self.current: Process | None = None
         self.steps = 0
+        self.failed: Process | None = None
+        """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
-        self._events: list[Event] = []
+        self._events: list[Occurrence] = []
         self._numbers = itertools.count()
 
     # ----------------------------------------------------------------------------------------------- its course
 
-    def at(self, when: float, process: Process | None, call: Callable[..., object], *args: Any) -> Event:
+    def at(self, when: float, process: Process | None, call: Callable[..., object], *args: Any) -> Occurrence:
         """Have a call made at some time, in a process or in none."""
-        event = Event(max(when, self.time), next(self._numbers), process, call, args)
+        if process is not None and process.slowness:
+            when = max(when, self.time) + process.slowness * self.random.random()
+        event = Occurrence(max(when, self.time), next(self._numbers), process, call, args)
         heapq.heappush(self._events, event)
         return event
 
@@ -74,6 +79,10 @@ class World:
     def note(self, process: object, what: str) -> None:
         """Add something to the trace."""
         self.trace.append((self.time, str(process), what))
+
+    def lines(self) -> list[str]:
+        """Return the trace, in lines of text."""
+        return [f"{time:.9f} {who}: {what}" for time, who, what in self.trace]
 
     def run(self, program: Callable[[], Awaitable[Any]], longest: float) -> None:
         """Run the program on all ranks, until each has ended.
@@ -90,6 +99,8 @@ class World:
             if self._events[0].time > longest:
                 raise SimulationError(f"after {longest:g} s {self._waiting()}")
             self.step()
+            if self.failed is not None:
+                return
 
     def step(self) -> None:
         """Make the next call, and let its process go on until it waits."""
@@ -116,7 +127,7 @@ class World:
             self.current = process
             _set_running_loop(None if process is None else process.loop)
 
-    # ------------------------------------------------------------------------------------------------ processes
+    # ------------------------------------------------------------- processes, and what may happen to them
 
     def start(self, rank: int, after: float = 0.0) -> Process:
         """Start a rank, anew if it has ended."""
@@ -129,17 +140,55 @@ class World:
         return process
 
     def left(self, process: Process) -> None:
-        """A process has ended by itself."""
+        """Note that a process has ended by itself."""
         process.over = True
         self.note(process, "ends")
         self.network.close(process)
+        if process.error is not None and self.failed is None:
+            self.failed = process
 
-    def kill(self, process: Process) -> None:
-        """Have a process die as by SIGKILL: nothing of it runs any more."""
-        if not process.over:
+    def living(self, rank: int) -> Process | None:
+        """Return the process of a rank; None: it has ended, or died."""
+        return next((process for process in self.alive() if process.rank == rank), None)
+
+    def kill(self, rank: int, restart: float | None = None) -> None:
+        """Have a rank die as by SIGKILL: nothing of it runs any more, and no ``finally`` either.
+
+        :param restart: the seconds after which it is started anew; None: it is not.
+        """
+        if (process := self.living(rank)) is not None:
             process.dead = process.over = True
             self.note(process, "dies")
             self.network.die(process)
+            if restart is not None:
+                self.start(rank, restart)
+
+    def pause(self, rank: int, seconds: float) -> None:
+        """Have a rank stand still for some seconds, as by SIGSTOP."""
+        if (process := self.living(rank)) is not None:
+            self.note(process, "stands still")
+            process.paused_until = self.time + seconds
+
+    def slow(self, rank: int, seconds: float) -> None:
+        """Have whatever a rank does from now on come up to so many seconds late."""
+        if (process := self.living(rank)) is not None:
+            self.note(process, "is slow")
+            process.slowness = seconds
+
+    def part(self, source: int, target: int, seconds: float) -> None:
+        """Let nothing get from one rank to another for some seconds."""
+        self.note(f"rank {source}", f"does not reach rank {target}")
+        self.network.part(source, target, seconds)
+
+    def cut(self, one: int, other: int) -> None:
+        """Cut the connections of two ranks: what is on its way is lost, and both notice."""
+        self.note(f"rank {one}", f"loses its connections with rank {other}")
+        self.network.cut_between(one, other)
+
+    def lose_store(self) -> None:
+        """Have the store die, for good."""
+        self.note("the store", "dies")
+        self.store.dead = True
 
     def alive(self) -> list[Process]:
         """Return the processes that have not ended."""
@@ -190,6 +239,10 @@ class World:
     def state(self) -> dict[str, Any]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
         return self.process.state
+
+    def wires(self) -> Wires:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        raise SimulationError("endpoints cannot be simulated yet")
 
     def launched(self) -> tuple[Store, int, int]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""

@@ -77,7 +77,7 @@ class Agreement:
         connections: Mapping[int, ControlConnection],
         inbox: Inbox,
         fail: Callable[[CommError], None],
-        lost: clock.Event,
+        lost: clock.ThreadEvent,
     ) -> None:
         """Start with no calls.
 

@@ -1,4 +1,4 @@
-"""The plug-in itself: one connection for each pair of ranks, and the matching of sends with receives at the receiver."""
+"""The plug-in itself: one connection for each pair of ranks, and the matching of sends and receives at the receiver."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Peer:
 class NetTransport(Transport):
     """One rank's end of the network. A send is complete when a receive has taken its message."""
 
-    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, ops.Probe}), in_process=False)
+    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, ops.Probe}), simulated=True)
 
     def __init__(self, rank: int, size: int, conduits: Mapping[int, clock.Conduit]) -> None:
         self._rank, self._size = rank, size
@@ -82,11 +82,6 @@ class NetTransport(Transport):
     def probe(cls, device: torch.device) -> str | None:
         """See :meth:`Transport.probe`."""
         return None if clock.simulation is not None else "it is the network of a simulation, and none runs"
-
-    @classmethod
-    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. In a simulation it comes before all others."""
-        return 1_000_000
 
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
@@ -179,7 +174,7 @@ class NetTransport(Transport):
             conclude(work, probe.message(tensor.nbytes, tensor.dtype))
 
     def _leave(self, peer: Peer) -> None:
-        """A rank has closed: what still needs it fails, and nothing else."""
+        """Fail what still needs a rank that has closed, and nothing else."""
         peer.over = True
         peer.conduit.close()
         error = lowlevel.closed_by(peer.rank)
@@ -190,7 +185,7 @@ class NetTransport(Transport):
             conclude(work, error)
 
     def _gone(self, peer: Peer, _: bool) -> None:
-        """The connection has ended without a goodbye."""
+        """Lose the communicator by a connection that has ended without a goodbye."""
         if not peer.over:
             peer.over = True
             if not self._ended:
@@ -290,5 +285,6 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
         for conduit in conduits.values():
             conduit.close()
         absent = [peer for peer in range(size) if peer != rank and peer not in conduits]
-        raise CommTimeoutError(f"after {rendezvous.timeout:g} s there was no connection with ranks {absent}", late=absent)
+        late = f"after {rendezvous.timeout:g} s there was no connection with ranks {absent}"
+        raise CommTimeoutError(late, late=absent)
     return conduits

@@ -1,0 +1,128 @@
+"""The faults of a history: how many of each kind there are is the test's to say, and all else is the seed's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocomms.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from aiocomms.testing.simulation.world import World
+
+_SHORT, _LONG = 1e-3, 20.0
+"""Seconds that a pause or a partition takes at least and at most; a rank counts as dead after 5."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The numbers of faults in a history.
+
+    :param deaths: ranks that die, as by SIGKILL.
+    :param restarts: whether a rank that has died is started anew; :attr:`Here.restarts` tells it so.
+    :param pauses: ranks that stand still for 1 ms to 20 s, as by SIGSTOP.
+    :param slow: ranks that do everything up to 50 ms late from some time on.
+    :param cuts: connections that are cut.
+    :param partitions: pairs of ranks of which one does not reach the other for 1 ms to 20 s, or neither the other.
+    :param stores: 1 if the store dies.
+    :param within: the seconds in which all of it happens; None: as long as the program takes without faults.
+    """
+
+    deaths: int = 0
+    restarts: bool = False
+    pauses: int = 0
+    slow: int = 0
+    cuts: int = 0
+    partitions: int = 0
+    stores: int = 0
+    within: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        :raises ArgumentError: one is no number of faults.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("restarts", "within"):
+                continue
+            if type(value) is not int or value < 0:
+                raise ArgumentError(f"{field.name} is {value!r}, wanted a number of faults")
+        if self.within is not None and not self.within > 0:
+            raise ArgumentError(f"within is {self.within!r}, wanted seconds above 0, or None")
+
+    @property
+    def any(self) -> bool:
+        """True if there is a fault at all."""
+        return any(getattr(self, name) for name in _KINDS)
+
+    def plan(self, seed: int, ranks: int, within: float) -> list[Fault]:
+        """Return the faults of a seed, in their order.
+
+        :param within: the seconds in which they happen.
+        """
+        draw = Random(f"faults {seed}")  # noqa: S311 - It is to be repeated.
+        found = [
+            Fault(within * draw.random(), kind, _arguments(kind, draw, ranks, self.restarts))
+            for kind in _KINDS
+            for _ in range(getattr(self, kind))
+        ]
+        return sorted(found, key=lambda fault: fault.time)
+
+
+class Fault(NamedTuple):
+    """One fault."""
+
+    time: float
+    kind: str
+    arguments: tuple[Any, ...]
+
+    def happen(self, world: World) -> None:
+        """Have it happen."""
+        _KINDS[self.kind](world, *self.arguments)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.arguments} at {self.time:.6f} s"
+
+
+def _both(world: World, one: int, other: int, seconds: float, both: bool) -> None:
+    world.part(one, other, seconds)
+    if both:
+        world.part(other, one, seconds)
+
+
+_KINDS: dict[str, Callable[..., None]] = {
+    "deaths": lambda world, rank, restart: world.kill(rank, restart),
+    "pauses": lambda world, rank, seconds: world.pause(rank, seconds),
+    "slow": lambda world, rank, seconds: world.slow(rank, seconds),
+    "cuts": lambda world, one, other: world.cut(one, other),
+    "partitions": _both,
+    "stores": lambda world: world.lose_store(),
+}
+
+
+def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any, ...]:
+    """Draw whom a fault strikes, and for how long."""
+    rank = int(draw.random() * ranks)
+    other = (rank + 1 + int(draw.random() * max(1, ranks - 1))) % ranks
+    seconds = _SHORT * (_LONG / _SHORT) ** draw.random()
+    both = draw.random() < 0.5
+    match kind:
+        case "deaths":
+            return rank, seconds if restarts else None
+        case "pauses":
+            return rank, seconds
+        case "slow":
+            return rank, min(seconds, 0.05)
+        case "cuts":
+            return rank, other
+        case "partitions":
+            return rank, other, seconds, both
+    return ()
+
+
+def kept(plan: list[Fault], chosen: Collection[int] | None) -> list[Fault]:
+    """Return the faults of a plan with these numbers; None: all."""
+    return plan if chosen is None else [fault for number, fault in enumerate(plan) if number in chosen]
