@@ -144,7 +144,10 @@ def held_lock() -> HeldLock:
 
 def sleep(seconds: float) -> None:
     """Block this thread for some seconds."""
-    event().wait(seconds)
+    if simulation is None:
+        time.sleep(seconds)
+    else:
+        event().wait(seconds)
 
 
 @contextlib.contextmanager

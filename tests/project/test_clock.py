@@ -1,4 +1,4 @@
-"""What reads a clock or waits in a thread does so by ``aiocomms.lowlevel.clock``, which a simulation replaces."""
+"""Code reads a clock and waits in a thread by ``aiocomms.lowlevel.clock``, which a simulation replaces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from test_layers import CORE, ROOT, TRANSPORTS, holds_for, imports, parse
 pytestmark = pytest.mark.deterministic
 
 REPLACED = {"event", "now", "simulation", "wall"}
-"""What a simulation replaces in the module, which a name of one's own would not see."""
+"""Names that a simulation replaces in the module, which a name of one's own would not see."""
 FORMATS = {"gmtime", "strftime"}
-"""What code may use of ``time``: it reads no clock."""
+"""Functions of ``time`` that write a given time."""
 OUTSIDE = {
     "aiocomms/lowlevel/clock.py": "the seam itself",
     "aiocomms/bootstrap/casualties.py": "the time since a machine's boot, which tells the lives of its processes apart",
@@ -32,7 +32,7 @@ OUTSIDE = {
 
 
 def breaches(path: Path) -> Iterator[tuple[int, str]]:
-    """Find what goes by no seam: clocks, sleeps and events of Python's, and names that stay when they are replaced."""
+    """Find the lines that go by no seam: by clocks, sleeps and events of Python's, or by a name of what is replaced."""
     for line, name in imports(path):
         module, _, what = name.rpartition(".")
         if (module == "time" and what not in FORMATS) or (module == "threading" and what == "Event"):
