@@ -12,12 +12,11 @@ from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple, Unpack
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
 
+from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import refuse
-
-if TYPE_CHECKING:
-    from aiocomms.testing.simulation.process import Process
+from aiocomms.testing.simulation.threads import run_in_thread
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -53,14 +52,14 @@ class SimulatedTask(asyncio.Task[Any]):
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """The event loop of one process. The world makes its turns."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._ready: deque[asyncio.Handle] = deque()
         self._numbers = itertools.count(1)
         self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
 
     def __repr__(self) -> str:
-        return f"<SimulatedLoop of {self._process}>"
+        return f"<SimulatedLoop of {self._timeline}>"
 
     # ------------------------------------------------------------------------------------------ what the world calls
 
@@ -68,12 +67,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Run what is ready, until nothing is."""
         ready = self._ready
         for _ in range(_MOST_CALLBACKS):
-            if not ready:
+            if not ready or self._timeline.over:
                 return
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
-        self._process.later(self._process.world.a_moment(), lambda: None)
+        self._timeline.soon(lambda: None)
 
     def enter(self) -> None:
         """Make it the running loop of this thread."""
@@ -88,7 +87,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         """Return the process's clock."""
-        return self._process.now()
+        return self._timeline.now()
 
     def call_soon(
         self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
@@ -103,7 +102,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         """See :class:`asyncio.AbstractEventLoop`. Threads reach the loop a moment later."""
         handle = asyncio.Handle(callback, args, self, context)
-        self._process.later(self._process.world.a_moment(), self._ready.append, handle)
+        self._timeline.soon(self._ready.append, handle)
         return handle
 
     def call_later(
@@ -121,7 +120,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See :class:`asyncio.AbstractEventLoop`."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self._process.at(when, self._fire, timer)
+        self._timeline.at(when, self._fire, timer)
         return timer
 
     def _fire(self, timer: asyncio.TimerHandle) -> None:
@@ -150,7 +149,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[_Ts]], _T], *args: *_Ts) -> asyncio.Future[_T]:
         """See :class:`asyncio.AbstractEventLoop`. The call is made in a simulated thread."""
-        return self.create_task(self._process.run(lambda: func(*args)))
+        return self.create_task(run_in_thread(self._timeline, lambda: func(*args)))
 
     def get_task_factory(self) -> None:
         """Return none: each task is a :class:`SimulatedTask`."""
@@ -164,11 +163,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def is_running(self) -> bool:
         """See :class:`asyncio.AbstractEventLoop`."""
-        return not self._process.over
+        return not self._timeline.over
 
     def is_closed(self) -> bool:
         """See :class:`asyncio.AbstractEventLoop`."""
-        return self._process.over
+        return self._timeline.over
 
     def get_exception_handler(self) -> Any:
         """See :class:`asyncio.AbstractEventLoop`."""
@@ -187,7 +186,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         """Note it for the history, which fails by it."""
-        self._process.report(context)
+        self._timeline.report(context)
 
     async def shutdown_asyncgens(self) -> None:
         """Do nothing: generators end with the history."""

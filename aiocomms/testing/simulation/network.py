@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from aiocomms.lowlevel import clock
-
-if TYPE_CHECKING:
-    from aiocomms.testing.simulation.process import Process
-    from aiocomms.testing.simulation.world import World
+from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
 _PING, _PONG, _END = object(), object(), object()
 _KEEPALIVE: Final = 5.0
@@ -29,7 +26,7 @@ def _ignore(_: Any) -> None:
 class Conduit:
     """See :class:`aiocomms.lowlevel.clock.Conduit`."""
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: Timeline) -> None:
         self._network = network
         self.process = process
         self.other: Conduit = self
@@ -109,14 +106,15 @@ class Conduit:
 class Network:
     """See :class:`aiocomms.lowlevel.clock.Network`."""
 
-    def __init__(self, world: World, latency: tuple[float, float]) -> None:
+    def __init__(self, clockwork: Clockwork, running: Callable[[], Timeline], latency: tuple[float, float]) -> None:
         """Begin with no connection.
 
+        :param running: returns the process that runs.
         :param latency: the least and the most seconds that a frame takes.
         """
-        self._world = world
+        self._clockwork, self._running = clockwork, running
         self._least, self._range = latency[0], latency[1] / latency[0]
-        self._listeners: dict[bytes, tuple[Process, Callable[[clock.Conduit, Any], object]]] = {}
+        self._listeners: dict[bytes, tuple[Timeline, Callable[[clock.Conduit, Any], object]]] = {}
         self._addresses = 0
         self._conduits: dict[Conduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
@@ -128,7 +126,7 @@ class Network:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
         self._addresses += 1
         address = b"simulated %d" % self._addresses
-        self._listeners[address] = self._world.process, arrived
+        self._listeners[address] = self._running(), arrived
         return address
 
     def unlisten(self, address: bytes) -> None:
@@ -137,7 +135,7 @@ class Network:
 
     def connect(self, address: bytes, hello: Any) -> Conduit:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
-        mine = Conduit(self, self._world.process)
+        mine = Conduit(self, self._running())
         found = self._listeners.get(address)
         if found is None or found[0].over:
             mine.process.later(self._latency(), mine.end, False)
@@ -162,7 +160,7 @@ class Network:
 
     def carry(self, to: Conduit, frame: Any) -> None:
         """Have a frame arrive after a while, and behind all that were sent before."""
-        world = self._world
+        world = self._clockwork
         if to.process.over:
             return
         source, held = to.other.process.rank, 0.0
@@ -179,10 +177,10 @@ class Network:
         """Note in the trace that a frame has arrived."""
         if frame is not _PING and frame is not _PONG:
             what = "goodbye" if frame is _END else describe(frame)
-            self._world.note(end.process, f"hears {what} of {end.other.process}")
+            self._clockwork.note(end.process, f"hears {what} of {end.other.process}")
 
     def _latency(self) -> float:
-        latency: float = self._least * self._range ** self._world.random.random()
+        latency: float = self._least * self._range ** self._clockwork.random.random()
         return latency
 
     def cut(self, one: Conduit) -> None:
@@ -192,18 +190,18 @@ class Network:
             if not end.process.over:
                 end.process.later(self._latency(), end.end, False)
 
-    def die(self, process: Process) -> None:
+    def die(self, process: Timeline) -> None:
         """End the connections of a process that has died: some of what it has sent last is lost."""
         for mine in [it for it in self._conduits if it.process is process]:
             theirs = mine.other
             mine.over = True
-            kept = int(self._world.random.random() * (len(theirs.coming) + 1))
+            kept = int(self._clockwork.random.random() * (len(theirs.coming) + 1))
             while len(theirs.coming) > kept:
                 theirs.coming.pop()
             self._told(theirs, False)
         self._forget(process)
 
-    def close(self, process: Process) -> None:
+    def close(self, process: Timeline) -> None:
         """End the connections of a process that has ended by itself."""
         for mine in [it for it in self._conduits if it.process is process]:
             mine.close()
@@ -211,10 +209,10 @@ class Network:
 
     def _told(self, end: Conduit, closed: bool) -> None:
         if not end.process.over:
-            when = max(end.last, self._world.time + self._latency())
-            self._world.at(when, end.process, end.end, closed)
+            when = max(end.last, self._clockwork.time + self._latency())
+            self._clockwork.at(when, end.process, end.end, closed)
 
-    def _forget(self, process: Process) -> None:
+    def _forget(self, process: Timeline) -> None:
         for address in [it for it, (owner, _) in self._listeners.items() if owner is process]:
             del self._listeners[address]
         for mine in [it for it in self._conduits if it.process is process]:
@@ -222,7 +220,7 @@ class Network:
 
     def part(self, source: int, target: int, seconds: float) -> None:
         """Let nothing get from one rank to another for some seconds."""
-        self._parted[source, target] = self._world.time + seconds
+        self._parted[source, target] = self._clockwork.time + seconds
 
     def cut_between(self, one: int, other: int) -> None:
         """End the connections of two ranks."""

@@ -7,17 +7,16 @@ waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to
 from __future__ import annotations
 
 import _thread
+import asyncio
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, TypeVar
 
 from aiocomms.errors import SimulationError
+from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import refuse, watch
-
-if TYPE_CHECKING:
-    from aiocomms.testing.simulation.process import Process
 
 _here = threading.local()
 """The simulated thread that runs on this thread of the system."""
@@ -31,6 +30,9 @@ def _taken() -> _thread.LockType:
     lock = _thread.allocate_lock()
     lock.acquire()
     return lock
+
+
+_T = TypeVar("_T")
 
 
 class Killed(BaseException):
@@ -62,25 +64,27 @@ class _Runner:
             except Killed:
                 pass
             except BaseException as error:
-                thread.process.report({"message": "a thread has raised", "exception": error})
+                thread.timeline.report({"message": "a thread has raised", "exception": error})
             finally:
                 watch(False)
                 _here.thread = self.thread = None
                 thread.runner = None
-                thread.process.threads.pop(thread, None)
+                _alive.pop(thread, None)
                 del thread
                 _idle.append(self)
                 self.back.release()
 
 
 _idle: Final[list[_Runner]] = []
+_alive: Final[dict[SimulatedThread, None]] = {}
+"""The threads that have not ended, in the order of their starts."""
 
 
 class SimulatedThread:
     """One thread of a process."""
 
-    def __init__(self, process: Process, target: Callable[[], object]) -> None:
-        self.process = process
+    def __init__(self, timeline: Timeline, target: Callable[[], object]) -> None:
+        self.timeline = timeline
         self.target = target
         self.runner: _Runner | None = None
         self.killed = False
@@ -95,7 +99,7 @@ class SimulatedThread:
             runner.thread = self
         runner.go.release()
         if not runner.back.acquire(timeout=_PATIENCE):
-            raise SimulationError(f"a thread of {self.process} has blocked for {_PATIENCE:g} s: {runner.where()}")
+            raise SimulationError(f"a thread of {self.timeline} has blocked for {_PATIENCE:g} s: {runner.where()}")
 
     def park(self) -> None:
         """Wait until the world lets it go on. The thread itself calls this.
@@ -120,8 +124,8 @@ class SimulatedThread:
 class SimulatedEvent:
     """An event for threads of one process, as :class:`threading.Event` is."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._set = False
         self._waiting: dict[SimulatedThread, bool] = {}
 
@@ -134,7 +138,7 @@ class SimulatedEvent:
         self._set = True
         waiting, self._waiting = self._waiting, {}
         for thread in waiting:
-            self._process.later(self._process.world.a_moment(), thread.resume)
+            self._timeline.soon(thread.resume)
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`threading.Event`. On the loop's thread it is refused, for there it would block the loop."""
@@ -145,7 +149,7 @@ class SimulatedEvent:
             raise refuse("a wait that blocks the event loop")
         self._waiting[thread] = True
         if timeout is not None:
-            self._process.later(max(0.0, timeout), self._expire, thread)
+            self._timeline.later(max(0.0, timeout), self._expire, thread)
         thread.park()
         return self._set
 
@@ -154,9 +158,40 @@ class SimulatedEvent:
             thread.resume()
 
 
-def started(process: Process, target: Callable[[], object]) -> SimulatedThread:
+def started(timeline: Timeline, target: Callable[[], object]) -> None:
     """Start a thread of a process, which runs a moment later."""
-    thread = SimulatedThread(process, target)
-    process.threads[thread] = None
-    process.later(process.world.a_moment(), thread.resume)
-    return thread
+    thread = SimulatedThread(timeline, target)
+    _alive[thread] = None
+    timeline.soon(thread.resume)
+
+
+async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
+    """Make a blocking call in a thread of a process, whose loop runs this; a cancelled wait leaves that behind."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+
+    def target() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        loop.call_soon_threadsafe(settle, result, error)
+
+    started(timeline, target)
+    found: _T = await done
+    return found
+
+
+def kill_all(timeline: Timeline) -> None:
+    """End the threads of a process where they wait."""
+    for thread in [thread for thread in _alive if thread.timeline is timeline]:
+        del _alive[thread]
+        thread.kill()

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import gc
-import heapq
-import itertools
 from asyncio.events import _set_running_loop
 from collections.abc import Awaitable, Callable
-from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch.distributed import Store
 
 from aiocomms.errors import SimulationError
 from aiocomms.lowlevel.lines import Wires
+from aiocomms.testing.simulation.clockwork import Clockwork
 from aiocomms.testing.simulation.network import Network
 from aiocomms.testing.simulation.process import Process
 from aiocomms.testing.simulation.store import SimulatedStore
-from aiocomms.testing.simulation.threads import SimulatedEvent
+from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
 
 EPOCH: Final = 1_800_000_000.0
 """Seconds since 1970 at which a history begins."""
-_MOMENT: Final = 5e-5
-"""Seconds that it takes at most to switch to a thread, or back to the loop."""
 _START: Final = 1e-3
 """Seconds within which all processes start."""
 
 
-class Occurrence(NamedTuple):
-    """A call at some time. Of two at the same time, the one that was asked for first comes first."""
-
-    time: float
-    number: int
-    process: Process | None
-    call: Callable[..., object]
-    args: tuple[Any, ...]
-
-
-class World:
+class World(Clockwork):
     """All that a history needs; see :class:`aiocomms.lowlevel.clock.Simulation`."""
 
     def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
@@ -45,40 +31,19 @@ class World:
 
         :param latency: the least and the most seconds that a message takes.
         """
-        self.random = Random(seed)  # noqa: S311 - It is to be repeated.
-        self.time = 0.0
+        super().__init__(seed)
         self.ranks = ranks
         self.store = SimulatedStore()
-        self.network = Network(self, latency)
+        self.network = Network(self, lambda: self.process, latency)
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
-        self.trace: list[tuple[float, str, str]] = []
-        """What has happened: the time, to which process, and what."""
         self.current: Process | None = None
         self.steps = 0
         self.failed: Process | None = None
         """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
-        self._events: list[Occurrence] = []
-        self._numbers = itertools.count()
 
     # ----------------------------------------------------------------------------------------------- its course
-
-    def at(self, when: float, process: Process | None, call: Callable[..., object], *args: Any) -> Occurrence:
-        """Have a call made at some time, in a process or in none."""
-        if process is not None and process.slowness:
-            when = max(when, self.time) + process.slowness * self.random.random()
-        event = Occurrence(max(when, self.time), next(self._numbers), process, call, args)
-        heapq.heappush(self._events, event)
-        return event
-
-    def a_moment(self) -> float:
-        """Draw the seconds that a switch of threads takes."""
-        return _MOMENT * self.random.random()
-
-    def note(self, process: object, what: str) -> None:
-        """Add something to the trace."""
-        self.trace.append((self.time, str(process), what))
 
     def lines(self) -> list[str]:
         """Return the trace, in lines of text."""
@@ -94,9 +59,9 @@ class World:
         for rank in range(self.ranks):
             self.start(rank, _START * self.random.random())
         while self.alive():
-            if not self._events:
+            if self.next_time == float("inf"):
                 raise SimulationError(f"nothing will happen any more, and {self._waiting()}")
-            if self._events[0].time > longest:
+            if self.next_time > longest:
                 raise SimulationError(f"after {longest:g} s {self._waiting()}")
             self.step()
             if self.failed is not None:
@@ -104,21 +69,17 @@ class World:
 
     def step(self) -> None:
         """Make the next call, and let its process go on until it waits."""
-        event = heapq.heappop(self._events)
-        process = event.process
-        if process is None:
-            self.time = event.time
-            event.call(*event.args)
+        coming = self.next()
+        if coming is None:
             return
-        if process.over:
+        if coming.timeline is None:
+            coming.call(*coming.args)
             return
-        if process.paused_until > event.time:
-            heapq.heappush(self._events, event._replace(time=process.paused_until))
-            return
-        self.time = event.time
+        process = coming.timeline
+        assert isinstance(process, Process)
         self.steps += 1
         self.enter(process)
-        event.call(*event.args)
+        coming.call(*coming.args)
         process.loop.turn()
 
     def enter(self, process: Process | None) -> None:
@@ -136,7 +97,7 @@ class World:
         self.processes.append(process)
         self.note(process, "starts")
         assert self._program is not None
-        self.at(self.time + after, process, process.begin, self._program)
+        self.at(self.time + after, process, process.begin, self._program, self.left)
         return process
 
     def left(self, process: Process) -> None:
@@ -204,12 +165,9 @@ class World:
     def end(self) -> None:
         """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
         for process in self.processes:
-            process.over = True
             self.enter(process)
-            for thread in list(process.threads):
-                thread.kill()
             process.dispose()
-        self._events.clear()
+        self.clear()
         self.enter(None)
         self.network.clear()
         gc.collect(0)
@@ -226,15 +184,15 @@ class World:
 
     def event(self) -> SimulatedEvent:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        return self.process.event()
+        return SimulatedEvent(self.process)
 
     def start_thread(self, target: Callable[[], object]) -> None:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        self.process.start(target)
+        started(self.process, target)
 
     async def run_in_thread(self, call: Callable[[], Any]) -> Any:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        return await self.process.run(call)
+        return await run_in_thread(self.process, call)
 
     def state(self) -> dict[str, Any]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
