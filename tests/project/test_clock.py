@@ -21,12 +21,6 @@ OUTSIDE = {
     "aiocomms/cli/": "programs of their own, which measure and watch real processes",
     "aiocomms/diagnosis/live.py": "a real thread that waits for programs of this machine",
     "aiocomms/testing/conformance/": "tests, which have real processes and measure them",
-    # These follow.
-    "aiocomms/endpoints/meeting.py": "",
-    "aiocomms/lowlevel/threads.py": "",
-    "aiocomms/progress/deadlines.py": "",
-    "aiocomms/progress/driver.py": "",
-    "aiocomms/progress/inflight.py": "",
 }
 """The files and folders for which the rule does not hold, and why."""
 

@@ -36,7 +36,7 @@ OF_HOSTS = {"integrations/ray": "ray", "integrations/torch_transport": "torch.di
 FUNCTION_LINES = 30
 TABLES = {"misfits"}  # functions that are one table, with a line for each case
 NAMES = {entry.name for entry in entry_points(group="aiocomms.transports")} | {root.parent.name for root in TRANSPORTS}
-WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local"}  # local is a word of its own
+WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local", "net"}  # these are words of their own
 OF_TORCH = {"c10d", "nccl", "gloo"}
 """The names that torch.distributed has too, which its backend speaks of."""
 
