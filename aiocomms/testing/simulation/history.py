@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, SimulationError
 from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.faults import Fault, Faults, kept
 from aiocomms.testing.simulation.refusing import watch
+from aiocomms.testing.simulation.workers import generators_end_in, simulated_workers
 from aiocomms.testing.simulation.world import World
 
 Program = Callable[[], Awaitable[Any]]
@@ -25,7 +27,7 @@ Program = Callable[[], Awaitable[Any]]
 
 LATENCY = (2e-5, 2e-3)
 """Seconds that a message takes at least and at most."""
-LONGEST = 86_400.0
+LONGEST = 3600.0
 """Seconds of its time that a history may take."""
 
 
@@ -147,7 +149,8 @@ def _run(
     loading.load_now("aiocomms.communicator.formation")
     with _repeatable(seed):
         world = World(seed, ranks, latency)
-        with clock.simulated_by(world):
+        running = partial(getattr, world, "process")
+        with clock.simulated_by(world), simulated_workers(running), generators_end_in(running):
             before = watch(True)
             try:
                 for fault in plan:

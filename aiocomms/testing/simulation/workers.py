@@ -1,0 +1,73 @@
+"""What asyncio and anyio do beside a loop, in a simulation: worker threads, and the end of asynchronous generators.
+
+Web frameworks call ``anyio.to_thread.run_sync``, which makes its call in a simulated thread here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from anyio import CancelScope, CapacityLimiter
+from anyio._backends._asyncio import AsyncIOBackend
+from anyio.lowlevel import checkpoint
+
+from aiocomms.testing.simulation.clockwork import Timeline
+from aiocomms.testing.simulation.threads import run_in_thread
+
+
+@contextmanager
+def simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
+    """Have anyio's calls in threads be made in simulated ones.
+
+    :param running: returns the process that runs.
+    """
+
+    async def run_sync(
+        cls: type[AsyncIOBackend],
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        abandon_on_cancel: bool = False,
+        limiter: CapacityLimiter | None = None,
+    ) -> Any:
+        await checkpoint()
+        async with limiter or cls.current_default_thread_limiter():
+            with CancelScope(shield=not abandon_on_cancel):
+                return await run_in_thread(running(), partial(copy_context().run, func, *args))
+
+    before = AsyncIOBackend.__dict__["run_sync_in_worker_thread"]
+    setattr(AsyncIOBackend, before.__name__, classmethod(run_sync))
+    try:
+        yield
+    finally:
+        setattr(AsyncIOBackend, before.__name__, before)
+
+
+@contextmanager
+def generators_end_in(running: Callable[[], Timeline]) -> Iterator[None]:
+    """End an asynchronous generator that is forgotten in a task of its process, as asyncio does.
+
+    One of a process that is over ends without a step. It is finalized once, so what keeps it now may drop it.
+
+    :param running: returns the process that runs.
+    """
+    forgotten: list[AsyncGenerator[Any, Any]] = []
+
+    def end(generator: AsyncGenerator[Any, Any]) -> None:
+        timeline = running()
+        if timeline.over:
+            forgotten.append(generator)
+        else:
+            timeline.soon(lambda: asyncio.get_running_loop().create_task(generator.aclose()))
+
+    before = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(firstiter=None, finalizer=end)
+    try:
+        yield
+    finally:
+        sys.set_asyncgen_hooks(*before)
