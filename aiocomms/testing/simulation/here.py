@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from aiocomms.errors import SimulationError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation.world import World
+from aiocomms.testing.simulation.world import JOB, World
 
 
 class Here(NamedTuple):
@@ -23,6 +23,15 @@ class Here(NamedTuple):
     ranks: int
     restarts: int
     world: World
+
+    def launched_as(self, job: str, rank: int, size: int) -> None:
+        """Belong to one job of several: ``new_comm()`` finds its ranks, as by the environment of a launcher.
+
+        :param job: its name; each job has a store of its own.
+        :param rank: this process's rank in it.
+        :param size: how many ranks it has.
+        """
+        self.world.process.state[JOB] = self.world.store_of(job), rank, size
 
 
 def here() -> Here:

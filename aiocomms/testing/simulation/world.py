@@ -17,6 +17,8 @@ from aiocomms.testing.simulation.process import Process
 from aiocomms.testing.simulation.store import SimulatedStore
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
 
+JOB: Final = "job"
+"""The name of a process's job in its state: the job's store, and the rank and size there."""
 EPOCH: Final = 1_800_000_000.0
 """Seconds since 1970 at which a history begins."""
 _START: Final = 1e-3
@@ -38,6 +40,7 @@ class World(Clockwork):
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
         self.current: Process | None = None
+        self._stores: dict[str, SimulatedStore] = {}
         self.steps = 0
         self.failed: Process | None = None
         """The first process that has ended with an error."""
@@ -204,7 +207,12 @@ class World(Clockwork):
 
     def launched(self) -> tuple[Store, int, int]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        return self.store, self.process.rank, self.ranks
+        job: tuple[Store, int, int] | None = self.process.state.get(JOB)
+        return job or (self.store, self.process.rank, self.ranks)
+
+    def store_of(self, job: str) -> SimulatedStore:
+        """Return the store of a job, where processes are of several."""
+        return self._stores.setdefault(job, SimulatedStore())
 
     @property
     def process(self) -> Process:
