@@ -19,7 +19,7 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, SimulationError
 from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.faults import Fault, Faults, kept
 from aiocomms.testing.simulation.refusing import watch
-from aiocomms.testing.simulation.workers import generators_end_in, simulated_workers
+from aiocomms.testing.simulation.surroundings import simulated_surroundings
 from aiocomms.testing.simulation.world import World
 
 Program = Callable[[], Awaitable[Any]]
@@ -150,7 +150,7 @@ def _run(
     with _repeatable(seed):
         world = World(seed, ranks, latency)
         running = partial(getattr, world, "process")
-        with clock.simulated_by(world), simulated_workers(running), generators_end_in(running):
+        with clock.simulated_by(world), simulated_surroundings(running, world.wall):
             before = watch(True)
             try:
                 for fault in plan:

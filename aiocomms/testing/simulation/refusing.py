@@ -46,6 +46,11 @@ def watch(on: bool) -> bool:
     return before
 
 
+def watched() -> bool:
+    """Return whether this thread runs a simulated program."""
+    return bool(getattr(_here, "on", False))
+
+
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event in _EVENTS and getattr(_here, "on", False):
         raise refuse(_EVENTS[event])

@@ -1,4 +1,4 @@
-"""What asyncio and anyio do beside a loop, in a simulation: worker threads, and the end of asynchronous generators.
+"""What a program finds around it beside its loop: the module ``time``, anyio's threads, the end of its generators.
 
 Web frameworks call ``anyio.to_thread.run_sync``, which makes its call in a simulated thread here.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -18,11 +19,12 @@ from anyio._backends._asyncio import AsyncIOBackend
 from anyio.lowlevel import checkpoint
 
 from aiocomms.testing.simulation.clockwork import Timeline
+from aiocomms.testing.simulation.refusing import watched
 from aiocomms.testing.simulation.threads import run_in_thread
 
 
 @contextmanager
-def simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
+def _simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
     """Have anyio's calls in threads be made in simulated ones.
 
     :param running: returns the process that runs.
@@ -49,7 +51,7 @@ def simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
 
 
 @contextmanager
-def generators_end_in(running: Callable[[], Timeline]) -> Iterator[None]:
+def _generators_end(running: Callable[[], Timeline]) -> Iterator[None]:
     """End an asynchronous generator that is forgotten in a task of its process, as asyncio does.
 
     One of a process that is over ends without a step. It is finalized once, so what keeps it now may drop it.
@@ -71,3 +73,32 @@ def generators_end_in(running: Callable[[], Timeline]) -> Iterator[None]:
         yield
     finally:
         sys.set_asyncgen_hooks(*before)
+
+
+@contextmanager
+def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterator[None]:
+    """Have the module ``time`` tell a simulated program its virtual time, and other threads the real one."""
+    before = {name: getattr(time, name) for name in ("monotonic", "perf_counter", "time")}
+
+    def replace(name: str, real: Callable[[], float], virtual: Callable[[], float]) -> None:
+        real_ns = getattr(time, f"{name}_ns")
+        setattr(time, name, lambda: virtual() if watched() else real())
+        setattr(time, f"{name}_ns", lambda: int(virtual() * 1e9) if watched() else real_ns())
+        undo.callback(setattr, time, name, real)
+        undo.callback(setattr, time, f"{name}_ns", real_ns)
+
+    with ExitStack() as undo:
+        for name, real in before.items():
+            replace(name, real, wall if name == "time" else now)
+        yield
+
+
+@contextmanager
+def simulated_surroundings(running: Callable[[], Timeline], wall: Callable[[], float]) -> Iterator[None]:
+    """Have all of it be simulated.
+
+    :param running: returns the process that runs.
+    :param wall: returns the seconds since 1970.
+    """
+    with _virtual_time(lambda: running().now(), wall), _simulated_workers(running), _generators_end(running):
+        yield
