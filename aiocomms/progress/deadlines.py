@@ -36,6 +36,13 @@ class Watched(Protocol):
         """
 
 
+    def calm(self, now: float) -> bool:
+        """Return whether no deadline has passed and no rank is silent: :meth:`expire` would ask for signs of life only.
+
+        :param now: the time, by the monotonic clock.
+        """
+
+
 class Watchdog:
     """The thread that sleeps until the earliest deadline of all registered objects, and tells them to act."""
 

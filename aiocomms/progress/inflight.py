@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextvars import Context
@@ -338,6 +339,12 @@ class InFlight:
         """Wait until nobody watches deadlines who is to end, which is at once but where one has passed just now."""
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
+
+    def calm(self, now: float) -> bool:
+        """See :class:`Watched`."""
+        earliest = (next(iter(queue.values()), math.inf) + queue.seconds for queue in list(self._queues.values()))
+        silent = self.heartbeat.silence(now).values()
+        return min(earliest, default=math.inf) > now and max(silent, default=0.0) < self.heartbeat.period
 
     def expire(self, now: float) -> float:
         """See :class:`Watched`; copies before it looks, for the loop's thread goes on meanwhile."""

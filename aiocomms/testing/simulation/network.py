@@ -60,7 +60,10 @@ class Conduit:
 
     def ping(self) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""
-        self.send(_PING)
+        if self._network.undisturbed(self):
+            self.heard = self.process.now()  # The answer would come at once, and nothing else come of it.
+        else:
+            self.send(_PING)
 
     def close(self) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""
@@ -172,6 +175,13 @@ class Network:
         to.coming.append(frame)
         to.last = max(to.last, world.time + held + self._latency())
         world.at(to.last, to.process, to.arrive)
+
+    def undisturbed(self, end: Conduit) -> bool:
+        """Return whether the other process of a connection lives and runs, and nothing is between the two."""
+        other, now = end.other.process, self._clockwork.time
+        parted = {(end.process.rank, other.rank), (other.rank, end.process.rank)} & self._parted.keys()
+        standing = other.over or other.paused_until > now or end.over
+        return not standing and all(self._parted[pair] <= now for pair in parted)
 
     def arrived(self, end: Conduit, frame: Any) -> None:
         """Note in the trace that a frame has arrived."""
