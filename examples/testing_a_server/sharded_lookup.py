@@ -68,12 +68,12 @@ async def hold(comm: Communicator, load: Callable[[int], torch.Tensor], reply_wi
 async def _without_the_dead(comm: Communicator) -> Communicator:
     """The communicator of all ranks that are left, in their old order.
 
-    :raises CommError: it was lost for another reason than a death or a lost message.
+    :raises CommError: it was lost for another reason than a death or a lost message, or rank 0 has died, which asks.
     """
     reason = await comm.lost()
-    if not isinstance(reason, (PeerDiedError, CommTimeoutError)):
-        raise reason
     dead = reason.peer if isinstance(reason, PeerDiedError) else None
+    if not isinstance(reason, (PeerDiedError, CommTimeoutError)) or dead == 0:
+        raise reason
     return await comm.reconfigure([rank for rank in range(comm.size) if rank != dead])
 
 
