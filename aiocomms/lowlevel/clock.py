@@ -70,8 +70,13 @@ class Network(Protocol):
     def unlisten(self, address: bytes) -> None:
         """Accept none any more."""
 
-    def connect(self, address: bytes, hello: Any) -> Conduit:
-        """Connect with an address. If nothing listens there, the connection ends at once."""
+    def connect(self, address: bytes, hello: Any, answered: Callable[[bool], object]) -> Conduit:
+        """Connect with an address.
+
+        :param hello: what the process that listens there hears first.
+        :param answered: called once with whether it was accepted. False: nothing listens there, or it was cut before
+            that; then the connection is over, and there is no other word of that.
+        """
 
 
 class HeldLock(Protocol):

@@ -9,13 +9,16 @@ from typing import Any, Final
 from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
-_PING, _PONG, _END = object(), object(), object()
+_PING, _PONG, _END, _WELCOME = object(), object(), object(), object()
 _KEEPALIVE: Final = 5.0
-"""Seconds after which a connection ends whose frames a partition holds up."""
+"""Seconds after which a connection ends whose frames a partition holds up. One that is being made goes on trying."""
+_WORDS: Final = {_END: "goodbye", _WELCOME: "welcome"}
 
 
 def describe(frame: Any) -> str:
     """Return what a frame is, without what differs from run to run."""
+    if type(frame) is object:
+        return _WORDS[frame]
     return type(frame).__name__ if isinstance(frame, tuple) else repr(frame)
 
 
@@ -32,6 +35,8 @@ class Conduit:
         self.other: Conduit = self
         self._on_frame: Callable[[Any], object] | None = None
         self._on_end: Callable[[bool], object] = _ignore
+        self._answered: Callable[[bool], object] | None = None
+        """Told whether the call of this end is answered; None: it is known."""
         self._kept: list[Any] = []
         """The frames that have come before anybody heard them, and perhaps the end."""
         self.heard = process.now()
@@ -84,8 +89,27 @@ class Conduit:
             self.send(_PONG)
         elif frame is _END:
             self.end(True)
+        elif frame is _WELCOME:
+            self._answer(True)
         elif frame is not _PONG:
             self._take(frame)
+
+    def call(self, answered: Callable[[bool], object]) -> None:
+        """Be the end that has called.
+
+        :param answered: see :meth:`aiocomms.lowlevel.clock.Network.connect`.
+        """
+        self._answered = answered
+
+    @property
+    def calling(self) -> bool:
+        """True if this end has called, and has no answer yet."""
+        return self._answered is not None
+
+    def _answer(self, welcome: bool) -> None:
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            answered(welcome)
 
     def _take(self, frame: Any) -> None:
         if self._on_frame is None:
@@ -100,7 +124,9 @@ class Conduit:
         """
         if not self.over:
             self.over = True
-            if self._on_frame is None:
+            if self.calling:
+                self._answer(False)
+            elif self._on_frame is None:
                 self._kept.append(lambda: self._on_end(closed))
             else:
                 self._on_end(closed)
@@ -136,9 +162,10 @@ class Network:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
         self._listeners.pop(address, None)
 
-    def connect(self, address: bytes, hello: Any) -> Conduit:
+    def connect(self, address: bytes, hello: Any, answered: Callable[[bool], object]) -> Conduit:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
         mine = Conduit(self, self._running())
+        mine.call(answered)
         found = self._listeners.get(address)
         if found is None or found[0].over:
             mine.process.later(self._latency(), mine.end, False)
@@ -151,6 +178,7 @@ class Network:
         def first(frame: Any) -> None:
             theirs.unhear()
             if address in self._listeners:
+                theirs.send(_WELCOME)
                 arrived(theirs, frame)
             else:
                 theirs.close()
@@ -170,7 +198,7 @@ class Network:
         parted = self._parted.get((source, to.process.rank), 0.0)
         if parted > world.time:
             held = parted - world.time
-            if held > _KEEPALIVE:
+            if held > _KEEPALIVE and not to.calling and not to.other.calling:
                 world.at(world.time + _KEEPALIVE, None, self.cut, to)
         to.coming.append(frame)
         to.last = max(to.last, world.time + held + self._latency())
@@ -186,8 +214,7 @@ class Network:
     def arrived(self, end: Conduit, frame: Any) -> None:
         """Note in the trace that a frame has arrived."""
         if frame is not _PING and frame is not _PONG:
-            what = "goodbye" if frame is _END else describe(frame)
-            self._clockwork.note(end.process, f"hears {what} of {end.other.process}")
+            self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
 
     def _latency(self) -> float:
         latency: float = self._least * self._range ** self._clockwork.random.random()

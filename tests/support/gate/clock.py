@@ -27,8 +27,8 @@ class StoppedClock:
         self.time = clock.now()
 
     def now(self) -> float:
-        """Return the time of deadlines."""
-        return self.time
+        """Return the time of deadlines; in a simulation, that of the process that runs."""
+        return self.time if clock.simulation is None else clock.now()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(clock, name)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from aiocomms.lowlevel import clock
 from gate.clock import stop_clock
 
 DETERMINISTIC, REAL = KINDS = ("deterministic", "real")
@@ -132,7 +133,8 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `time.sleep` and a new process raise; note sleeps and timers of tasks.
 
-    The library's own pauses are allowed: how often it looks depends on the machine, and what comes of it does not.
+    The library's own pauses are allowed: how often it looks depends on the machine, and what comes of it does not. So
+    are those of simulated programs, which wait in virtual time.
     """
     import anyio._backends._asyncio as anyio_backend
 
@@ -146,7 +148,7 @@ def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, call)
 
     async def sleep(delay: float, *result: Any) -> Any:
-        counts = delay > 0 and not _for_the_library()
+        counts = delay > 0 and clock.simulation is None and not _for_the_library()
         value = await _sleep(delay, *result)
         if counts:  # one that is cancelled waits for no clock
             GUARD.note("sleeps")
@@ -158,6 +160,8 @@ def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def goes_off(args: Sequence[Any]) -> None:
         callback = args[0]._callback
+        if clock.simulation is not None:
+            return
         if callback is not _WAKES_A_SLEEPER and not str(getattr(callback, "__module__", "")).startswith("aiocomms"):
             GUARD.note("waits for a timer of its event loop")
 

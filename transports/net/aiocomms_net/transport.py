@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import anyio
 import torch
@@ -18,6 +18,8 @@ from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, 
 
 Key = tuple[int, int, int]
 """Source, channel and tag of a message, or of a receive that is posted for it."""
+_PAUSE: Final = 0.05
+"""Seconds before another call of a rank that could not be reached."""
 
 
 class Sent(NamedTuple):
@@ -259,32 +261,68 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     :raises CommTimeoutError: some rank did not come.
     """
     assert clock.simulation is not None
-    network, rank, size = clock.simulation.network, rendezvous.rank, rendezvous.size
-    conduits: dict[int, clock.Conduit] = {}
-    changed = anyio.Event()
-
-    def arrived(conduit: clock.Conduit, peer: int) -> None:
-        conduits[peer] = conduit
-        if len(conduits) == size - 1:
-            changed.set()
-
-    address = network.listen(arrived)
+    network = clock.simulation.network
+    meeting = _Meeting(network, rendezvous)
+    address = network.listen(meeting.arrived)
     try:
         addresses = await rendezvous.exchange("net", address)
-        for peer in range(rank):
-            arrived(network.connect(addresses[peer], rank), peer)
-        with anyio.move_on_after(max(0.0, rendezvous.left())):
-            await changed.wait()
+        async with anyio.create_task_group() as calls:
+            for peer in range(rendezvous.rank):
+                calls.start_soon(meeting.call, peer, addresses[peer])
+            with anyio.move_on_after(max(0.0, rendezvous.left())):
+                await meeting.complete.wait()
+            calls.cancel_scope.cancel()
+        meeting.check()
     except BaseException:
-        for conduit in conduits.values():
-            conduit.close()
+        meeting.close()
         raise
     finally:
         network.unlisten(address)
-    if len(conduits) < size - 1:
-        for conduit in conduits.values():
+    return meeting.conduits
+
+
+class _Meeting:
+    """The connections of a rank while it makes them."""
+
+    def __init__(self, network: clock.Network, rendezvous: Rendezvous) -> None:
+        self._network, self._rendezvous = network, rendezvous
+        self.conduits: dict[int, clock.Conduit] = {}
+        self.complete = anyio.Event()
+
+    def arrived(self, conduit: clock.Conduit, peer: int) -> None:
+        """Take a connection with a rank, in the place of an earlier one, which that rank knows to be over."""
+        self.conduits[peer] = conduit
+        if len(self.conduits) == self._rendezvous.size - 1:
+            self.complete.set()
+
+    async def call(self, peer: int, address: bytes) -> None:
+        """Call a rank until it answers."""
+        while True:
+            answered, answers = anyio.Event(), list[bool]()
+
+            def hear(answer: bool, answered: anyio.Event = answered, answers: list[bool] = answers) -> None:
+                answers.append(answer)
+                answered.set()
+
+            conduit = self._network.connect(address, self._rendezvous.rank, hear)
+            try:
+                await answered.wait()
+            finally:
+                if not answers:
+                    conduit.close()
+            if answers[0]:
+                return self.arrived(conduit, peer)
+            await anyio.sleep(_PAUSE)
+
+    def check(self) -> None:
+        """Raise a :class:`CommTimeoutError` if a rank is missing."""
+        size, seconds = self._rendezvous.size, self._rendezvous.timeout
+        absent = [it for it in range(size) if it != self._rendezvous.rank and it not in self.conduits]
+        if absent:
+            late = f"after {seconds:g} s there was no connection with ranks {absent}"
+            raise CommTimeoutError(late, late=absent)
+
+    def close(self) -> None:
+        """Give all up."""
+        for conduit in self.conduits.values():
             conduit.close()
-        absent = [peer for peer in range(size) if peer != rank and peer not in conduits]
-        late = f"after {rendezvous.timeout:g} s there was no connection with ranks {absent}"
-        raise CommTimeoutError(late, late=absent)
-    return conduits

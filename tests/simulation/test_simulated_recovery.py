@@ -1,0 +1,202 @@
+"""Recovery in a simulated world: who is left goes on, whatever else a communicator does at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from repeating import repeated
+
+import aiocomms
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.testing.simulation import Faults, here
+
+pytestmark = pytest.mark.deterministic
+
+RANKS = 3
+PATIENCE = 60.0
+"""Seconds for a recovery; a partition or a pause takes at most 20."""
+
+
+async def summed(comm: aiocomms.Communicator) -> None:
+    """Have an ``all_reduce`` give the sum over the ranks there are."""
+    x = torch.full((4,), float(comm.rank))
+    await comm.all_reduce(x)
+    assert x.tolist() == [sum(range(comm.size))] * 4
+
+
+async def go_on() -> Any:
+    """Sum up for some seconds, with whoever is left. Return with how many; or that the others go on without this."""
+    comm = await aiocomms.new_comm(timeout=5)
+    try:
+        for _ in range(20):
+            try:
+                await summed(comm)
+                await asyncio.sleep(0.1)
+            except CommError:
+                comm = await comm.reconfigure(timeout=PATIENCE)
+        return comm.size
+    except CommAbortedError:
+        return "excluded"
+    finally:
+        await comm.aclose()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_survivors_of_a_death_go_on(seed):
+    history = repeated(go_on, RANKS, seed=seed, faults=Faults(deaths=1, within=1.5))
+    # One that has ended by then is not needed, and one may be left that all others have left.
+    assert sum(result is not None for result in history.results) >= RANKS - 1
+    assert "excluded" not in history.results
+    assert RANKS - 1 in history.results
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cuts_pauses_and_partitions_leave_one_group_of_ranks(seed):
+    history = repeated(go_on, RANKS, seed=seed, faults=Faults(cuts=1, pauses=1, partitions=1, within=1.5))
+    assert any(result != "excluded" for result in history.results)
+
+
+async def take_in() -> Any:
+    """Go on until a process was taken in that was started anew."""
+    comm = await aiocomms.new_comm(timeout=5, join=here().restarts > 0)
+    try:
+        while True:
+            try:
+                await summed(comm)
+                restarts = await comm.all_gather_object(here().restarts)
+                if any(restarts):
+                    return restarts
+                await asyncio.sleep(0.05)
+            except CommError:
+                comm = await comm.reconfigure(size=RANKS, timeout=PATIENCE)
+    finally:
+        await comm.aclose()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_was_started_anew_is_taken_in(seed):
+    history = repeated(take_in, RANKS, seed=seed, faults=Faults(deaths=1, restarts=True, within=1.0))
+    assert [result for result in history.results if result is not None] == [history.results[0]] * RANKS
+    assert sum(history.results[0]) == 1
+
+
+async def everything(comm: aiocomms.Communicator) -> None:
+    """Use a communicator in each way that it has."""
+    rank, size = comm.rank, comm.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    pair = await comm.split([] if 0 < rank < size - 1 else sorted({0, size - 1}), "pair")
+    if pair is not None:
+        async with pair:
+            await summed(pair)
+    with comm.lane("one") as one, comm.lane("two") as two:
+        ones, twos = torch.ones(3), torch.full((3,), 2.0)
+        for work in (
+            (one.all_reduce(ones), two.all_reduce(twos)) if rank else (two.all_reduce(twos), one.all_reduce(ones))
+        ):
+            await work
+        assert (ones[0], twos[0]) == (size, 2 * size)
+    async with await comm.new_window(torch.zeros(4)) as window:
+        window.put(torch.full((2,), float(rank)), right)
+        await window.signal(right)
+        await window.wait_signal(left)
+        assert window.tensor.tolist() == [left, left, 0, 0]
+    assert await comm.all_gather_object({"rank": rank}) == [{"rank": it} for it in range(size)]
+    await stream(comm, right, left)
+    got = torch.zeros(1)
+    await asyncio.gather(comm.send(torch.full((1,), float(rank)), right, tag=7), comm.recv(got, left, tag=7))
+    assert got[0] == left
+
+
+async def stream(comm: aiocomms.Communicator, right: int, left: int) -> None:
+    """Send numbers to the right and receive them from the left."""
+    if comm.size == 1:
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        opened: list[Any] = await asyncio.gather(
+            comm.open_stream(right, 2, "on" if comm.rank < right else "back"),
+            comm.open_stream(left, 2, "on" if left < comm.rank else "back"),
+        )
+        out, into = [await stack.enter_async_context(one) for one in opened]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(say, out)
+            for number in range(5):
+                assert (await into.receive())[0] == number
+
+
+async def say(out: Any) -> None:
+    """Send some numbers."""
+    for number in range(5):
+        await out.send(torch.full((2,), float(number)))
+
+
+async def use_all() -> Any:
+    """Use a communicator in each way, and what takes its place when it is lost."""
+    comm = await aiocomms.new_comm(timeout=5)
+    try:
+        for _ in range(3):
+            try:
+                await everything(comm)
+            except* (CommError, anyio.BrokenResourceError):
+                lost = True
+            else:
+                lost = False
+            if lost:
+                comm = await comm.reconfigure(timeout=PATIENCE)
+        return comm.size
+    except CommAbortedError:
+        return "excluded"
+    finally:
+        await comm.aclose()
+
+
+def test_each_way_to_use_a_communicator_runs_in_a_simulation():
+    for seed in range(4):
+        assert repeated(use_all, RANKS, seed=seed).results == [RANKS] * RANKS
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_fault_ends_is_done_again_by_who_is_left(seed):
+    history = repeated(use_all, RANKS, seed=seed, faults=Faults(deaths=1, cuts=1, pauses=1, partitions=1))
+    assert any(isinstance(result, int) for result in history.results)
+
+
+async def leave_at_once() -> Any:
+    """Leave ``async with`` by an error, of which the others hear."""
+    try:
+        async with aiocomms.new_comm(timeout=5) as comm:
+            await summed(comm)
+            if comm.rank == 1:
+                raise KeyError("enough")
+            await comm.recv(torch.zeros(1), 1)
+    except (KeyError, CommError) as error:
+        return type(error).__name__, getattr(error, "peer", None)
+    raise AssertionError
+
+
+def test_the_others_hear_of_the_error_by_which_a_rank_leaves_async_with():
+    for seed in range(8):
+        results = repeated(leave_at_once, RANKS, seed=seed).results
+        assert results[1] == ("KeyError", None)
+        assert {results[0][0], results[2][0]} == {CommAbortedError.__name__}
+
+
+async def wait_for_the_dead() -> Any:
+    """Wait for a rank that dies."""
+    async with aiocomms.new_comm() as comm:
+        if comm.rank == 1:
+            await asyncio.sleep(0.5)
+            here().world.kill(1)
+            await asyncio.sleep(0)
+        with pytest.raises(PeerDiedError):
+            await comm.recv(torch.zeros(1), 1)
+        return "noticed"
+
+
+def test_a_death_is_noticed_without_a_deadline():
+    for seed in range(8):
+        assert repeated(wait_for_the_dead, 2, seed=seed).results == ["noticed", None]
