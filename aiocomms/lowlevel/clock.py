@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from aiocomms.lowlevel.jobstore import JobStore
     from aiocomms.lowlevel.lines import Wires
 
 _T = TypeVar("_T")
@@ -116,6 +117,18 @@ class Simulation(Protocol):
 
     def launched(self) -> tuple[Store, int, int]:
         """Return the launcher's store, this rank, and the number of ranks."""
+
+    def host(self) -> str:
+        """Return the name of the host on which it runs: each rank has one of its own."""
+
+    def serve_store(self) -> tuple[JobStore, int]:
+        """Serve a new store, which ends with the process; return it, and its port."""
+
+    def reach_store(self, host: str, port: int, timeout: float) -> JobStore:
+        """Connect to a store that another process serves. Blocks.
+
+        :raises OSError: none serves a store there, or it does not answer within ``timeout`` seconds.
+        """
 
     def wires(self) -> Wires:
         """Return what its endpoints communicate by until they have a communicator."""

@@ -14,6 +14,7 @@ from typing import Final
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import check_exposed
 from aiocomms.lowlevel.jobstore import JobStore
 
@@ -41,6 +42,8 @@ def reachable_address(names: Iterable[str], store: Store | None) -> str:
     :raises ArgumentError: no such address is found; or the job has no token, so that no port may be open to other
         hosts.
     """
+    if clock.simulation is not None:
+        return clock.simulation.host()
     check_exposed("the ranks are on several hosts")
     interface = os.environ.get("AIOCOMMS_IFACE")
     if interface:

@@ -11,6 +11,7 @@ import anyio
 from torch.distributed import Store
 
 from aiocomms.errors import StoreLostError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import mac, read_token
 from aiocomms.lowlevel.jobstore import JobStore, prove
 from aiocomms.lowlevel.sockets import listen_at
@@ -64,6 +65,8 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :raises OSError: the host is no address of this machine.
     :raises CommError: there is no descriptor or no thread for it.
     """
+    if clock.simulation is not None:
+        return clock.simulation.serve_store()
     listener = listen_at(host)
     port = int(listener.getsockname()[1])
     return JobStore(host, port, new_server(listener), timeout), port
@@ -78,6 +81,8 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     """
     try:
+        if clock.simulation is not None:
+            return clock.simulation.reach_store(host, port, timeout)
         return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)
     except OSError as error:
         raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error

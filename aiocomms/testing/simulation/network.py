@@ -10,7 +10,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
 _PING, _PONG, _END, _WELCOME = object(), object(), object(), object()
-_KEEPALIVE: Final = 5.0
+KEEPALIVE: Final = 5.0
 """Seconds after which a connection ends whose frames a partition holds up. One that is being made goes on trying."""
 _WORDS: Final = {_END: "goodbye", _WELCOME: "welcome"}
 
@@ -198,8 +198,8 @@ class Network:
         parted = self._parted.get((source, to.process.rank), 0.0)
         if parted > world.time:
             held = parted - world.time
-            if held > _KEEPALIVE and not to.calling and not to.other.calling:
-                world.at(world.time + _KEEPALIVE, None, self.cut, to)
+            if held > KEEPALIVE and not to.calling and not to.other.calling:
+                world.at(world.time + KEEPALIVE, None, self.cut, to)
         to.coming.append(frame)
         to.last = max(to.last, world.time + held + self._latency())
         world.at(to.last, to.process, to.arrive)
@@ -215,6 +215,11 @@ class Network:
         """Note in the trace that a frame has arrived."""
         if frame is not _PING and frame is not _PONG:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
+
+    def held(self, one: Timeline, other: Timeline) -> float:
+        """Return for how many seconds one process gets no answer of another one."""
+        ways = (one.rank, other.rank), (other.rank, one.rank)
+        return max(0.0, *(self._parted.get(way, 0.0) - self._clockwork.time for way in ways))
 
     def _latency(self) -> float:
         latency: float = self._least * self._range ** self._clockwork.random.random()

@@ -1,28 +1,69 @@
-"""The store at which simulated ranks meet."""
+"""The stores at which simulated ranks meet: the world's, and those that ranks serve when it is gone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistNetworkError, HashStore, Store
 
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.storeserver import perform
+from aiocomms.testing.simulation.clockwork import Timeline
+from aiocomms.testing.simulation.network import KEEPALIVE, Network
+
+
+class StoreService:
+    """The service of one store. It answers at once, or, when it has died, not any more."""
+
+    def __init__(self, process: Timeline | None = None) -> None:
+        """Begin, with nothing in it.
+
+        :param process: the one that serves it, and with which it ends; None: it is on a host without ranks.
+        """
+        self.process = process
+        self.dead = False
+        self._kept = HashStore()
+
+    @property
+    def over(self) -> bool:
+        """True if nobody answers any more."""
+        return self.dead or (self.process is not None and self.process.over)
+
+    def perform(self, what: str, args: tuple[Any, ...]) -> Any:
+        """Carry out a request."""
+        return perform(self._kept, what, args)
 
 
 class SimulatedStore(JobStore):
-    """The store of a world. It answers at once, or, when it has died, not any more."""
+    """A store as the processes of a world use it. A partition between one and the store's delays its answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: StoreService, network: Network, running: Callable[[], Timeline]) -> None:
+        """Use a service.
+
+        :param running: returns the process that runs.
+        """
         Store.__init__(self)
+        self._service, self._network, self._running = service, network, running
         self.host, self.port = "simulated", 1
         self._server = self._connection = None
-        self._kept = HashStore()
-        self.dead = False
         self.set_timeout(timedelta(seconds=300))
 
+    def reach(self, seconds: float) -> bool:
+        """Wait until the service can be reached; return whether it answers within some seconds. Blocks."""
+        there, ends = self._service.process, clock.now() + seconds
+        while there is not None and not self._service.over:
+            held = self._network.held(self._running(), there)
+            if not held:
+                break
+            if (left := ends - clock.now()) <= 0:
+                return False
+            clock.sleep(min(held, left))
+        return not self._service.over
+
     def _ask(self, what: str, *args: Any) -> Any:
-        if self.dead:
+        if not self.reach(KEEPALIVE):
             raise DistNetworkError("the connection with it was lost")
-        return perform(self._kept, what, args)
+        return self._service.perform(what, args)

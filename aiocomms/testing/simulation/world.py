@@ -10,11 +10,12 @@ from typing import Any, Final
 from torch.distributed import Store
 
 from aiocomms.errors import SimulationError
+from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
 from aiocomms.testing.simulation.network import Network
 from aiocomms.testing.simulation.process import Process
-from aiocomms.testing.simulation.store import SimulatedStore
+from aiocomms.testing.simulation.store import SimulatedStore, StoreService
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
 
 JOB: Final = "job"
@@ -35,8 +36,10 @@ class World(Clockwork):
         """
         super().__init__(seed)
         self.ranks = ranks
-        self.store = SimulatedStore()
         self.network = Network(self, lambda: self.process, latency)
+        self._services = [StoreService()]
+        """The services of stores, by their ports. The first is the launcher's."""
+        self.store = self._store(0)
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
         self.current: Process | None = None
@@ -152,7 +155,7 @@ class World(Clockwork):
     def lose_store(self) -> None:
         """Have the store die, for good."""
         self.note("the store", "dies")
-        self.store.dead = True
+        self._services[0].dead = True
 
     def alive(self) -> list[Process]:
         """Return the processes that have not ended."""
@@ -200,6 +203,27 @@ class World(Clockwork):
     def state(self) -> dict[str, Any]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
         return self.process.state
+
+    def host(self) -> str:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return f"host{self.process.rank}"
+
+    def serve_store(self) -> tuple[JobStore, int]:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        self._services.append(StoreService(self.process))
+        port = len(self._services) - 1
+        self.note(self.process, "serves a store")
+        return self._store(port), port
+
+    def reach_store(self, host: str, port: int, timeout: float) -> JobStore:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        store = self._store(port)
+        if not store.reach(timeout):
+            raise ConnectionRefusedError(f"no process of {host} answers")
+        return store
+
+    def _store(self, port: int) -> SimulatedStore:
+        return SimulatedStore(self._services[port], self.network, lambda: self.process)
 
     def wires(self) -> Wires:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""

@@ -251,7 +251,7 @@ class _SideChannel:
         return rank not in self._peers or self._peers[rank].over
 
     def far(self, rank: int) -> bool:
-        """See :meth:`aiocomms.transport.SideChannel.far`."""
+        """See :meth:`aiocomms.transport.SideChannel.far`. Each simulated rank is on a host of its own."""
         return True
 
 
