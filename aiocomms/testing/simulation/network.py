@@ -55,8 +55,8 @@ class Conduit:
             take()
 
     def send(self, frame: Any) -> None:
-        """See :class:`aiocomms.lowlevel.clock.Conduit`."""
-        if not self.over:
+        """See :class:`aiocomms.lowlevel.clock.Conduit`. What is sent to nobody is lost."""
+        if not self.over and self.other is not self:
             self._network.carry(self.other, frame)
 
     def unhear(self) -> None:

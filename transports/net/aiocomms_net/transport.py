@@ -67,7 +67,7 @@ class Peer:
 class NetTransport(Transport):
     """One rank's end of the network. A send is complete when a receive has taken its message."""
 
-    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, ops.Probe}), simulated=True)
+    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv, *ops.ARRIVALS}), simulated=True)
 
     def __init__(self, rank: int, size: int, conduits: Mapping[int, clock.Conduit]) -> None:
         self._rank, self._size = rank, size
@@ -105,6 +105,8 @@ class NetTransport(Transport):
                 conclude(work, op.message(arrived[0].tensor.nbytes, arrived[0].tensor.dtype))
             else:
                 self._take(key, arrived.popleft(), op, work)
+        elif isinstance(op, ops.Take):
+            conclude(work, False)
         elif peer is None or peer.over:
             work.fail(lowlevel.closed_by(op.src))
         elif isinstance(op, ops.Probe):

@@ -1,0 +1,108 @@
+"""What every history is held to: it is run from its seed, and judged by what it has shown on all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from place import BrokenPromiseError
+from programs import Program, Report, run
+
+from aiocomms.errors import CommTimeoutError, PeerDiedError
+from aiocomms.testing.simulation import History, simulate
+
+SILENCE = 4.4
+"""Seconds of silence after which a rank may be taken for dead: the heartbeat's 5, less what passes between two."""
+
+
+def check(seed: int, **options: Any) -> History:
+    """Run the history of a seed, and judge it.
+
+    :raises BrokenPromiseError: it shows what must not happen.
+    """
+    program = Program.drawn(seed, **options)
+    board: set[Any] = set()
+    try:
+        history = simulate(lambda: run(program, board), program.ranks, seed=seed, faults=program.faults, longest=600)
+        judge(program, [it for it in history.results if it is not None])
+    except BaseException as error:
+        error.add_note(str(program))
+        raise
+    return history
+
+
+def judge(program: Program, reports: list[Report]) -> None:
+    """Compare what the ranks say that live."""
+    losses: dict[str, list[tuple[Report, Any]]] = defaultdict(list)
+    for report in reports:
+        for loss in report.losses:
+            losses[loss.comm].append((report, loss))
+            for error in (loss.error, loss.lost):
+                if error is not None:
+                    _names(program, reports, report, error, loss.comm)
+    if not program.struck():
+        for report in reports:
+            _is_unharmed(program, report)
+    for comm, lost in losses.items():
+        _agree(program, comm, lost)
+
+
+def _is_unharmed(program: Program, report: Report) -> None:
+    """Without a fault every step succeeds, and the ranks that did not leave recover."""
+    if report.ended not in ("done", "left"):
+        raise BrokenPromiseError(f"rank {report.rank} ended by {report.error!r}, and nothing had gone wrong")
+    if report.losses and all(one is None for one in program.endings):
+        raise BrokenPromiseError(f"rank {report.rank} saw {report.losses[0].error!r}, and nothing had gone wrong")
+
+
+def _harmed(program: Program) -> dict[int, float]:
+    """Return for each rank that a fault struck the seconds for which others did not hear of it."""
+    silent: dict[int, float] = defaultdict(float)
+    for fault in program.struck():
+        match fault.kind, fault.arguments:
+            case "deaths", (rank, *_):
+                silent[rank] = float("inf")
+            case "cuts", (one, other):
+                silent[one] = silent[other] = float("inf")
+            case "pauses", (rank, seconds):
+                silent[rank] += seconds
+            case "slow", (rank, seconds):
+                silent[rank] += 20 * seconds
+            case "partitions", (one, other, seconds, _):
+                silent[one] += seconds
+                silent[other] += seconds
+    return silent
+
+
+def _names(program: Program, reports: list[Report], report: Report, error: Any, lost: str) -> None:
+    """Look whether an error names who it should."""
+    text = f"rank {report.rank} of the world: {error!r}: {error}"
+    comm = (error.comm or lost).split(", lane ")[0]  # That of ``lost()`` names none.
+    if comm not in report.members and comm.startswith(f"{lost}/"):
+        return  # A split that has not been formed.
+    if comm not in report.members:
+        raise BrokenPromiseError(f"the error names no communicator of this rank: {text}")
+    mine = report.members[comm]
+    if error.rank not in (mine, None if error.comm is None else mine):
+        raise BrokenPromiseError(f"the error names another rank than that on which it is: {text}")
+    if isinstance(error, CommTimeoutError) and (mine if error.teller is None else error.teller) in error.late:
+        raise BrokenPromiseError(f"the rank whose deadline has passed is late itself: {text}")
+    if isinstance(error, PeerDiedError) and error.peer is not None:
+        silent = _harmed(program)
+        known = {one.members[comm]: one.rank for one in reports if comm in one.members}
+        rank = known.get(error.peer)  # None: it has died, and says nothing.
+        if rank is not None and silent[rank] < SILENCE:
+            raise BrokenPromiseError(f"rank {rank} of the world is named, which nothing has struck: {text}")
+
+
+def _agree(program: Program, comm: str, lost: list[tuple[Report, Any]]) -> None:
+    """With one cause at most, all ranks that no fault struck tell the same failure."""
+    silent = _harmed(program)
+    told = {
+        (type(loss.lost).__name__, loss.lost.peer)
+        for report, loss in lost
+        if loss.lost is not None and not silent[report.rank]
+    }
+    causes = len(program.struck()) + sum(one is not None for one in program.endings)
+    if causes == 1 and len({kind for kind, _ in told}) > 1:
+        raise BrokenPromiseError(f"'{comm}' was lost by {sorted(map(str, told))}: not the same on all ranks")
