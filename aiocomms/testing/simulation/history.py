@@ -169,6 +169,7 @@ def _run(
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
     """Have what a program draws by itself depend on the seed, and nothing on when memory is collected."""
+    gc.collect(1)  # The history before, which its end has left in the second generation.
     collecting, state, torchs = gc.isenabled(), random.getstate(), torch.get_rng_state()
     gc.disable()
     random.seed(seed)
