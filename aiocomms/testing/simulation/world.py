@@ -236,7 +236,10 @@ class World(Clockwork):
 
     def store_of(self, job: str) -> SimulatedStore:
         """Return the store of a job, where processes are of several."""
-        return self._stores.setdefault(job, SimulatedStore())
+        if job not in self._stores:
+            self._services.append(StoreService())
+            self._stores[job] = self._store(len(self._services) - 1)
+        return self._stores[job]
 
     @property
     def process(self) -> Process:
