@@ -125,7 +125,7 @@ class Place:
         :param index: below 8, another one for each part.
         :param key: the lane of which it is.
         """
-        draw = Random(f"{self.seed} {index}")  # noqa: S311 - It is to be repeated.
+        draw = Random(f"{self.seed} {index}")
         number = self.number * 8 + index + 1
         return replace(self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key)
 

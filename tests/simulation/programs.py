@@ -63,7 +63,9 @@ class Program:
     def __str__(self) -> str:
         steps = [[step.__name__ for step in phase] for phase in self.phases]
         ends = [None if one is None else one.__name__ for one in self.endings]
-        return f"program {self.seed}: {self.ranks} ranks, {steps}, endings {ends}, faults {list(map(str, self.struck()))}"
+        return (
+            f"program {self.seed}: {self.ranks} ranks, {steps}, endings {ends}, faults {list(map(str, self.struck()))}"
+        )
 
 
 def _faults(draw: Random) -> Faults:

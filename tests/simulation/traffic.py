@@ -296,5 +296,18 @@ async def threads(at: Place) -> None:
     await _together(one(0), one(1))
 
 
-STEPS = (messages, messages, exchange, from_anybody, object_messages, given_up, window, stream, lanes, lanes, many, split)
+STEPS = (
+    messages,
+    messages,
+    exchange,
+    from_anybody,
+    object_messages,
+    given_up,
+    window,
+    stream,
+    lanes,
+    lanes,
+    many,
+    split,
+)
 IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncGenerator, Callable
 from random import Random
 from typing import Any, Final, NamedTuple
 
@@ -88,6 +89,8 @@ class Timeline:
         self.paused_until = 0.0
         self.slowness = 0.0
         """Seconds by which each call comes late at most."""
+        self.generators: list[weakref.ref[AsyncGenerator[Any, Any]]] = []
+        """The asynchronous generators that have begun in it."""
         self.unraised: list[dict[str, Any]] = []
         """The errors that had no caller, as for a loop's exception handler."""
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -149,8 +148,7 @@ def _run(
     loading.load_now("aiocomms.communicator.formation")
     with _repeatable(seed):
         world = World(seed, ranks, latency)
-        running = partial(getattr, world, "process")
-        with clock.simulated_by(world), simulated_surroundings(running, world.wall):
+        with clock.simulated_by(world), simulated_surroundings(lambda: world.current, world.now, world.wall):
             before = watch(True)
             try:
                 for fault in plan:

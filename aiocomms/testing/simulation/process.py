@@ -86,6 +86,8 @@ class Process(Timeline):
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        begun = [generator for ref in self.generators if (generator := ref()) is not None]
+        await asyncio.gather(*[generator.aclose() for generator in begun], return_exceptions=True)
         left(self)
 
     @property

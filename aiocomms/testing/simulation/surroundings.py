@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -51,24 +52,29 @@ def _simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
 
 
 @contextmanager
-def _generators_end(running: Callable[[], Timeline]) -> Iterator[None]:
+def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
     """End an asynchronous generator that is forgotten in a task of its process, as asyncio does.
 
     One of a process that is over ends without a step. It is finalized once, so what keeps it now may drop it.
 
-    :param running: returns the process that runs.
+    :param running: returns the process that runs; None: none does.
     """
     forgotten: list[AsyncGenerator[Any, Any]] = []
 
+    def begin(generator: AsyncGenerator[Any, Any]) -> None:
+        timeline = running()
+        if timeline is not None:
+            timeline.generators.append(weakref.ref(generator))
+
     def end(generator: AsyncGenerator[Any, Any]) -> None:
         timeline = running()
-        if timeline.over:
+        if timeline is None or timeline.over:
             forgotten.append(generator)
         else:
             timeline.soon(lambda: asyncio.get_running_loop().create_task(generator.aclose()))
 
     before = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(firstiter=None, finalizer=end)
+    sys.set_asyncgen_hooks(begin, end)
     try:
         yield
     finally:
@@ -94,11 +100,20 @@ def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterat
 
 
 @contextmanager
-def simulated_surroundings(running: Callable[[], Timeline], wall: Callable[[], float]) -> Iterator[None]:
+def simulated_surroundings(
+    running: Callable[[], Timeline | None], now: Callable[[], float], wall: Callable[[], float]
+) -> Iterator[None]:
     """Have all of it be simulated.
 
-    :param running: returns the process that runs.
+    :param running: returns the process that runs; None: none does.
+    :param now: returns its monotonic clock.
     :param wall: returns the seconds since 1970.
     """
-    with _virtual_time(lambda: running().now(), wall), _simulated_workers(running), _generators_end(running):
+
+    def process() -> Timeline:
+        found = running()
+        assert found is not None
+        return found
+
+    with _virtual_time(now, wall), _simulated_workers(process), _generators_end(running):
         yield
