@@ -73,12 +73,12 @@ class Connections:
         self._home: dict[Any, Any] = {}
         """The state that the transports keep for all connections."""
         self._peers: dict[bytes, Peer] = {}
-        self._left: set[Peer] = set()
+        self._left: dict[Peer, None] = {}
         """The connections that the other end has closed, until they are closed here."""
         self._all: WeakSet[Peer] = WeakSet()
         self._forming: dict[bytes, _Forming] = {}
         """The endpoints with which a connection is being formed, by whichever of the two."""
-        self._scopes: set[anyio.CancelScope] = set()
+        self._scopes: dict[anyio.CancelScope, None] = {}
         """The scopes that :meth:`close` cuts short."""
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
@@ -250,11 +250,11 @@ class Connections:
         """
         self._check()
         with anyio.CancelScope() as scope:
-            self._scopes.add(scope)
+            self._scopes[scope] = None
             try:
                 yield
             finally:
-                self._scopes.discard(scope)
+                self._scopes.pop(scope, None)
         if scope.cancelled_caught:
             self._check()
 
@@ -273,9 +273,9 @@ class Connections:
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]
         if how is End.LEFT:
-            self._left.add(peer)
+            self._left[peer] = None
         else:
-            self._left.discard(peer)
+            self._left.pop(peer, None)
             self._arrived.pop(peer, None)
         if how is End.LOST:
             self._soon(peer.aclose)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from threading import get_ident
@@ -22,7 +21,7 @@ from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor
 from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.lines import Reception, ReceptionDriver
 from aiocomms.lowlevel.wires import wires
@@ -74,7 +73,7 @@ class Endpoint(Handle):
         self._driver = LoopDriver.current()
         self._reception = listen(self._driver)
         self._address = Address(
-            secrets.token_bytes(16), self._reception.host, self._reception.port,
+            clock.token_bytes(16), self._reception.host, self._reception.port,
             {str(family): transport for family, transport in plan.names.items()}, str(device), expires,
         )  # fmt: skip
         self._connections = Connections(self._address, name, device, plan, timeout, self._grant)

@@ -8,6 +8,7 @@ passes in it when all of them wait.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from _thread import allocate_lock
@@ -118,6 +119,9 @@ class Simulation(Protocol):
     def launched(self) -> tuple[Store, int, int]:
         """Return the launcher's store, this rank, and the number of ranks."""
 
+    def token_bytes(self, count: int) -> bytes:
+        """Return random bytes, which depend on the seed."""
+
     def host(self) -> str:
         """Return the name of the host on which it runs: each rank has one of its own."""
 
@@ -140,6 +144,8 @@ wall: Callable[[], float] = time.time
 """Return the seconds since 1970."""
 event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
+token_bytes: Callable[[int], bytes] = secrets.token_bytes
+"""Return random bytes that nobody can guess, of which the course of a program may depend: of two ids the lower wins."""
 simulation: Simulation | None = None
 """The simulation that runs; None: there is none."""
 
@@ -171,13 +177,13 @@ def sleep(seconds: float) -> None:
 @contextlib.contextmanager
 def simulated_by(world: Simulation) -> Iterator[None]:
     """Have a simulation take the place of the clock, of events and of threads."""
-    global now, wall, event, simulation
-    before = now, wall, event, simulation
-    now, wall, event, simulation = world.now, world.wall, world.event, world
+    global now, wall, event, token_bytes, simulation
+    before = now, wall, event, token_bytes, simulation
+    now, wall, event, token_bytes, simulation = world.now, world.wall, world.event, world.token_bytes, world
     try:
         yield
     finally:
-        now, wall, event, simulation = before
+        now, wall, event, token_bytes, simulation = before
 
 
 class _EventLock:

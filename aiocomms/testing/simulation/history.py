@@ -145,7 +145,8 @@ def _run(
     program: Program, ranks: int, seed: int, plan: list[Fault], latency: tuple[float, float], longest: float, text: str
 ) -> History:
     """Run one history."""
-    loading.load_now("aiocomms.communicator.formation")
+    for name in ("aiocomms.communicator.formation", "aiocomms.endpoints.endpoint"):
+        loading.load_now(name)
     with _repeatable(seed):
         world = World(seed, ranks, latency)
         with clock.simulated_by(world), simulated_surroundings(lambda: world.current, world.now, world.wall):

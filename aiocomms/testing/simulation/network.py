@@ -22,6 +22,16 @@ def describe(frame: Any) -> str:
     return type(frame).__name__ if isinstance(frame, tuple) else repr(frame)
 
 
+def address_of(number: int) -> bytes:
+    """Return the address with a number, which all of a world have."""
+    return b"simulated %d" % number
+
+
+def number_of(address: bytes) -> int:
+    """Return the number of an address."""
+    return int(address.rpartition(b" ")[2])
+
+
 def _ignore(_: Any) -> None:
     """Drop what comes before anybody listens."""
 
@@ -154,7 +164,7 @@ class Network:
     def listen(self, arrived: Callable[[clock.Conduit, Any], object]) -> bytes:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
         self._addresses += 1
-        address = b"simulated %d" % self._addresses
+        address = address_of(self._addresses)
         self._listeners[address] = self._running(), arrived
         return address
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 from pathlib import Path
@@ -40,6 +41,8 @@ def watch(on: bool) -> bool:
     """Refuse what cannot be simulated on this thread from now on, or do not; return what was so before."""
     if not _installed:
         sys.addaudithook(_audit)
+        if sys.version_info < (3, 12):  # It has no audit event for the start of a thread.
+            _thread.start_new_thread = threading._start_new_thread = _start  # type: ignore[attr-defined]
         _installed.append(True)
     before = bool(getattr(_here, "on", False))
     _here.on = on
@@ -56,14 +59,26 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         raise refuse(_EVENTS[event])
 
 
+_start_new_thread = _thread.start_new_thread
+
+
+def _start(*args: Any) -> int:
+    """Start a thread of the system, or refuse it."""
+    _audit("_thread.start_new_thread", args)
+    return _start_new_thread(*args)
+
+
+def library(frame: FrameType) -> bool:
+    """Return whether a frame is aiocomms's, the standard library's or an installed package's."""
+    path = frame.f_code.co_filename
+    return path.startswith((_OURS, "<")) or "/lib/python" in path
+
+
 def _line() -> str:
     """Return the innermost line of the stack that is neither aiocomms's nor the standard library's."""
     frame: FrameType | None = sys._getframe(1)
     inner = frame
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_OURS, "<")) and "/lib/python" not in path:
-            break
+    while frame is not None and library(frame):
         frame = frame.f_back
     frame = frame or inner
     assert frame is not None

@@ -15,8 +15,10 @@ from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
 from aiocomms.testing.simulation.network import Network
 from aiocomms.testing.simulation.process import Process
+from aiocomms.testing.simulation.refusing import library
 from aiocomms.testing.simulation.store import SimulatedStore, StoreService
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
+from aiocomms.testing.simulation.wires import SimulatedWires
 
 JOB: Final = "job"
 """The name of a process's job in its state: the job's store, and the rank and size there."""
@@ -192,6 +194,10 @@ class World(Clockwork):
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
         return SimulatedEvent(self.process)
 
+    def token_bytes(self, count: int) -> bytes:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        return self.random.randbytes(count)
+
     def start_thread(self, target: Callable[[], object]) -> None:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
         started(self.process, target)
@@ -227,7 +233,7 @@ class World(Clockwork):
 
     def wires(self) -> Wires:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        raise SimulationError("endpoints cannot be simulated yet")
+        return SimulatedWires(self.network)
 
     def launched(self) -> tuple[Store, int, int]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
@@ -250,5 +256,13 @@ class World(Clockwork):
 
 def _place(task: Any) -> str:
     """Return the line of the program where a task waits."""
-    frames = task.get_stack()
-    return "its end" if not frames else f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
+    waits, frames = task.get_coro(), []
+    while waits is not None:  # The task's own stack has the outermost frame alone.
+        frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
+        if frame is not None:
+            frames.append(frame)
+        waits = getattr(waits, "cr_await", None) or getattr(waits, "gi_yieldfrom", None)
+    if not frames:
+        return "its end"
+    frame = next((it for it in reversed(frames) if not library(it)), frames[-1])
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -264,7 +264,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     """
     assert clock.simulation is not None
     network = clock.simulation.network
-    meeting = _Meeting(network, rendezvous)
+    meeting = _Calling(network, rendezvous)
     address = network.listen(meeting.arrived)
     try:
         addresses = await rendezvous.exchange("net", address)
@@ -283,7 +283,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     return meeting.conduits
 
 
-class _Meeting:
+class _Calling:
     """The connections of a rank while it makes them."""
 
     def __init__(self, network: clock.Network, rendezvous: Rendezvous) -> None:
