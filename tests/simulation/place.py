@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from aiocomms.errors import CommError, WorkCancelledError
 from aiocomms.lowlevel import clock
 
 T = TypeVar("T")
 EXPLAINING = 0.5
 """Seconds that an error may take to say why, behind its deadline."""
-DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64, torch.int16, torch.uint8, torch.float16)
+_ROOM = {torch.uint8: 61, torch.int16: 997, torch.float16: 31}
+"""The number of values of a narrow dtype, so that four of them can be summed."""
 
 
 class BrokenPromiseError(AssertionError):
@@ -55,7 +58,8 @@ class Place:
         base = self.number * 131
         for one in whose:
             base = base * 31 + one * 17 + 5
-        return torch.arange(count, dtype=torch.int64).add_(base % 997).to(dtype)
+        values = torch.arange(count, dtype=torch.int64).add_(base % 997)
+        return (values if dtype in (torch.int64, torch.float64) else values % _ROOM.get(dtype, 30011)).to(dtype)
 
     def count(self) -> int:
         """Draw a number of elements."""
@@ -71,12 +75,17 @@ class Place:
 
     def tag(self, index: int = 0) -> int:
         """Return a tag of the step's own."""
-        return self.number * 64 + index
+        return self.number * 64 + (index << 24)
 
     async def end(self, work: Awaitable[T], seconds: float | None = None) -> T:
-        """Await something, which has to end by its deadline."""
+        """Await something, which has to end by its deadline. If it fails, its tensors are the program's to spoil."""
         with self.timely(self.patience if seconds is None else seconds, getattr(work, "op", work)):
-            return await work
+            try:
+                return await work
+            except CommError as error:
+                if not isinstance(error, WorkCancelledError):  # Its buffer is looked at.
+                    spoil(work)
+                raise
 
     async def all_end(self, works: Sequence[Awaitable[T]]) -> list[T]:
         """Await the ends of some works that have begun together; raise the first error when all have ended."""
@@ -128,6 +137,14 @@ class Place:
         draw = Random(f"{self.seed} {index}")
         number = self.number * 8 + index + 1
         return replace(self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key)
+
+
+def spoil(work: Any) -> None:
+    """Write into the tensors of an operation that has ended. Nobody may take that for data."""
+    op = getattr(work, "op", None)
+    if op is not None:
+        for _, tensor in [*op.reads(), *op.writes()]:
+            tensor.fill_(77)
 
 
 def short(value: Any) -> str:

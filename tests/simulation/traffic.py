@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import collectives
 import torch
-from place import BrokenPromiseError, Place
+from place import BrokenPromiseError, Place, spoil
 from torch import Tensor
 
 from aiocomms.errors import CommTimeoutError, WorkCancelledError
@@ -30,7 +30,9 @@ async def messages(at: Place) -> None:
         if src == at.rank:
             if late and src != dst:
                 await asyncio.sleep(0.001)
-            posted.append(at.comm.send(at.numbers(count, dtype, src, dst, index), dst, at.tag(lane)))
+            work = at.comm.send(at.numbers(count, dtype, src, dst, index), dst, at.tag(lane))
+            work.add_done_callback(spoil)  # From then on the program may write into it.
+            posted.append(work)
     if not first:
         posted += [_receive(at, it) for it in receives]
     await at.all_end(posted)
@@ -41,7 +43,7 @@ async def messages(at: Place) -> None:
 
 def _receive(at: Place, message: Any) -> Any:
     _, src, _, lane, count, dtype, _ = message
-    return at.comm.recv(torch.full((count,), -1, dtype=dtype), src, at.tag(lane))
+    return at.comm.recv(torch.full((count,), 7, dtype=dtype), src, at.tag(lane))
 
 
 async def exchange(at: Place) -> None:
@@ -123,7 +125,8 @@ async def _given_up(at: Place, buffer: Tensor, src: int, seconds: float, how: st
     if how == "deadline":
         work = at.comm.recv(buffer, src, at.tag(), timeout=max(seconds, 1e-6))
         try:
-            await at.end(work, seconds)
+            with at.timely(seconds, "a receive with a deadline"):
+                await work
         except CommTimeoutError as error:
             if at.comm.aborted:
                 raise

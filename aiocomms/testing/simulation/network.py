@@ -19,7 +19,7 @@ def describe(frame: Any) -> str:
     """Return what a frame is, without what differs from run to run."""
     if type(frame) is object:
         return _WORDS[frame]
-    return type(frame).__name__ if isinstance(frame, tuple) else repr(frame)
+    return repr(frame) if isinstance(frame, int | str | bytes) else type(frame).__name__
 
 
 def address_of(number: int) -> bytes:

@@ -22,13 +22,16 @@ _PAUSE: Final = 0.05
 """Seconds before another call of a rank that could not be reached."""
 
 
-class Sent(NamedTuple):
+class Sent:
     """A message: where its bytes are read when a receive has matched it."""
 
-    channel: int
-    tag: int
-    number: int
-    tensor: torch.Tensor
+    def __init__(self, op: ops.Send, number: int, work: Completion) -> None:
+        self.channel, self.tag, self.number, self.work = op.channel, op.tag, number, work
+        self.tensor = op.tensor
+
+    def keep(self) -> None:
+        """Keep the bytes, for the sender gets its tensor back although no receive has matched it."""
+        self.tensor = self.tensor.clone()
 
 
 class Taken(NamedTuple):
@@ -60,7 +63,7 @@ class Peer:
         self.rank, self.conduit = rank, conduit
         self.over = False
         """True if nothing more is heard of the rank."""
-        self.sent: dict[int, Completion] = {}
+        self.sent: dict[int, Sent] = {}
         """The sends that no receive has matched, by their numbers."""
 
 
@@ -119,9 +122,9 @@ class NetTransport(Transport):
         if peer is None or peer.over:
             work.fail(lowlevel.closed_by(op.dst))
             return
-        number = next(self._numbers)
-        peer.sent[number] = work
-        peer.conduit.send(Sent(op.channel, op.tag, number, op.tensor))
+        message = Sent(op, next(self._numbers), work)
+        peer.sent[message.number] = message
+        peer.conduit.send(message)
 
     def _take(self, key: Key, message: Sent, op: ops.Recv, work: Completion) -> None:
         """Copy a message where a receive wants it, and tell the sender."""
@@ -156,26 +159,34 @@ class NetTransport(Transport):
         if self._ended and not isinstance(frame, Note):
             return
         match frame:
-            case Sent(channel, tag, _, tensor):
-                self._match((peer.rank, channel, tag), frame, tensor)
+            case Sent():
+                self._match((peer.rank, frame.channel, frame.tag), frame)
             case Taken(number):
-                conclude(peer.sent.pop(number))
+                conclude(peer.sent.pop(number).work)
             case Note(what):
                 self.on_note(peer.rank, what)
             case Aborted(reason):
-                self._ended = True
+                self._end()
                 self.on_failure(reason.to_error())
             case Closed():
                 self._leave(peer)
 
-    def _match(self, key: Key, message: Sent, tensor: torch.Tensor) -> None:
+    def _end(self) -> None:
+        """Note that the communicator is lost: the works end, and others may read the messages later."""
+        if not self._ended:
+            self._ended = True
+            for peer in self._peers.values():
+                for message in peer.sent.values():
+                    message.keep()
+
+    def _match(self, key: Key, message: Sent) -> None:
         posted = self._posted.get(key)
         if posted:
             self._take(key, message, *posted.popleft())
             return
         self._arrived.setdefault(key, deque()).append(message)
         for probe, work in self._probes.pop(key, ()):
-            conclude(work, probe.message(tensor.nbytes, tensor.dtype))
+            conclude(work, probe.message(message.tensor.nbytes, message.tensor.dtype))
 
     def _leave(self, peer: Peer) -> None:
         """Fail what still needs a rank that has closed, and nothing else."""
@@ -185,7 +196,7 @@ class NetTransport(Transport):
         sent, peer.sent = peer.sent, {}
         waiting: list[dict[Key, Any]] = [self._posted, self._probes]
         late = [kept.pop(key) for kept in waiting for key in [key for key in kept if key[0] == peer.rank]]
-        for work in [*sent.values(), *(work for entries in late for _, work in entries)]:
+        for work in [*(message.work for message in sent.values()), *(work for entries in late for _, work in entries)]:
             conclude(work, error)
 
     def _gone(self, peer: Peer, _: bool) -> None:
@@ -193,7 +204,7 @@ class NetTransport(Transport):
         if not peer.over:
             peer.over = True
             if not self._ended:
-                self._ended = True
+                self._end()
                 self.on_failure(lowlevel.gone(peer.rank))
 
     # ---------------------------------------------------------------------------------- beside and after operations
@@ -226,8 +237,7 @@ class NetTransport(Transport):
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""
-        if not self._ended:
-            self._ended = True
+        self._end()
         self._tell(Aborted(lowlevel.Reason.of(error, self._rank)))
 
     def _tell(self, frame: object) -> None:
