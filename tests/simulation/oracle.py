@@ -23,7 +23,8 @@ def check(seed: int, **options: Any) -> History:
     program = Program.drawn(seed, **options)
     board: set[Any] = set()
     try:
-        history = simulate(lambda: run(program, board), program.ranks, seed=seed, faults=program.faults, longest=600)
+        history = simulate(lambda: run(program, board), program.ranks, seed=seed, faults=program.faults,
+                           latency=program.latency, longest=600)
         judge(program, [it for it in history.results if it is not None])
     except BaseException as error:
         error.add_note(str(program))
@@ -43,6 +44,8 @@ def judge(program: Program, reports: list[Report]) -> None:
     if not program.struck():
         for report in reports:
             _is_unharmed(program, report)
+    for report in reports:
+        _recovers(program, report)
     for comm, lost in losses.items():
         _agree(program, comm, lost)
 
@@ -53,6 +56,17 @@ def _is_unharmed(program: Program, report: Report) -> None:
         raise BrokenPromiseError(f"rank {report.rank} ended by {report.error!r}, and nothing had gone wrong")
     if report.losses and all(one is None for one in program.endings):
         raise BrokenPromiseError(f"rank {report.rank} saw {report.losses[0].error!r}, and nothing had gone wrong")
+
+
+def _recovers(program: Program, report: Report) -> None:
+    """Where ranks die, and nothing else goes wrong, the others go on without them, or know who has not come."""
+    if any(fault.kind != "deaths" for fault in program.struck()) or program.replacing or report.ended in ("done", "left"):
+        return
+    dead = {fault.arguments[0] for fault in program.struck()}
+    if report.members:
+        raise BrokenPromiseError(f"rank {report.rank} has not recovered: {report.error!r}: {report.error}")
+    if not set(getattr(report.error, "late", [])) <= dead:
+        raise BrokenPromiseError(f"rank {report.rank} blames others than {dead}: {report.error!r}: {report.error}")
 
 
 def _harmed(program: Program) -> dict[int, float]:

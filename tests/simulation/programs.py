@@ -40,6 +40,12 @@ class Program:
     endings: tuple[Any, ...]
     """What loses the communicator at the end of each phase; None: nothing does."""
     faults: Faults | None
+    latency: tuple[float, float] = (2e-5, 2e-3)
+
+    @property
+    def replacing(self) -> bool:
+        """Whether ranks that die are started anew, and join those that are left."""
+        return self.faults is not None and self.faults.restarts
 
     @classmethod
     def drawn(cls, seed: int, *, steps: int = 10, faulty: bool | None = None) -> Program:
@@ -54,7 +60,8 @@ class Program:
         phases = tuple(tuple(draw.choice(STEPS) for _ in range(count)) for count in counts)
         struck = draw.random() < 0.5 if faulty is None else faulty
         chosen = tuple(draw.choice(endings.ENDINGS) if draw.random() < 0.25 else None for _ in range(PHASES))
-        return cls(seed, ranks, phases, chosen, _faults(draw) if struck else None)
+        latency = draw.choice(((2e-5, 2e-3), (2e-5, 2e-3), (1e-3, 1.1e-3), (1e-6, 2e-2)))
+        return cls(seed, ranks, phases, chosen, _faults(draw) if struck else None, latency)
 
     def struck(self) -> list[Any]:
         """Return the faults of its history."""
@@ -72,7 +79,8 @@ def _faults(draw: Random) -> Faults:
     numbers = dict.fromkeys(("deaths", "pauses", "slow", "cuts", "partitions"), 0)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         numbers[draw.choice(list(numbers))] += 1
-    return Faults(**numbers, stores=int(draw.random() < 0.05), within=0.002 * 50 ** draw.random())
+    restarts = numbers["deaths"] > 0 and draw.random() < 0.4
+    return Faults(**numbers, restarts=restarts, stores=int(draw.random() < 0.05), within=0.002 * 50 ** draw.random())
 
 
 @dataclass
@@ -115,7 +123,8 @@ class Rank:
     async def run(self) -> Report:
         """Run it to its end."""
         try:
-            if await self._formed(aiocomms.new_comm(timeout=FORMING), FORMING):
+            forming = aiocomms.new_comm(timeout=FORMING, join=here().restarts > 0)
+            if await self._formed(forming, FORMING):
                 await self._phases()
         finally:
             if self.comm is not None:
@@ -128,13 +137,13 @@ class Rank:
         raise BrokenPromiseError(f"rank {here().rank} has left behind {self._left()}")
 
     async def _phases(self) -> None:
-        for phase in range(PHASES):
+        size = self.program.ranks if self.program.replacing else None
+        while (phase := _phase_of(self.comm.name)) < PHASES:
             ended = await self._phase(phase)
             if ended is not None:
                 self.report.ended = ended
                 return
-            again = self.comm.reconfigure(timeout=RECOVERING)
-            if not await self._formed(again, RECOVERING):
+            if not await self._formed(self.comm.reconfigure(size=size, timeout=RECOVERING), RECOVERING):
                 return
         self.report.ended = "done"
 
@@ -197,6 +206,11 @@ class Rank:
 async def run(program: Program, board: set[Any]) -> Report:
     """Run a program on one rank."""
     return await Rank(program, board).run()
+
+
+def _phase_of(name: str) -> int:
+    """Return the phase that runs on a communicator: "world" has the first, and "world@2" the second."""
+    return int(name.partition("@")[2] or 1) - 1
 
 
 torch.set_num_threads(1)
