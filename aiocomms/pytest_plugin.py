@@ -1,4 +1,4 @@
-"""The pytest plug-in: the fixtures ``world`` and ``comm``, and the marker ``ranks``.
+"""The pytest plug-in: the fixtures ``world`` and ``comm``, and the markers ``ranks`` and ``simulated``.
 
 Every pytest run in an environment with aiocomms imports this module, so it imports nothing but pytest.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
@@ -39,8 +40,25 @@ class _Asked(NamedTuple):
         return type(self.n) is int and self.n > 0 and timed and named
 
 
+class _SimulatedAs(NamedTuple):
+    """The simulation that a test wants: the arguments of the marker ``simulated``."""
+
+    ranks: int = DEFAULT_RANKS
+    seeds: int | Iterable[int] = 100
+    faults: Any = None
+    latency: tuple[float, float] = (2e-5, 2e-3)
+    longest: float = 86_400.0
+
+
 _failed = pytest.StashKey[bool]()
 _asked = pytest.StashKey[_Asked]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which a failing history is repeated."""
+    parser.getgroup("aiocomms").addoption(
+        "--simulated-seed", metavar="SEED", help="run one history of simulated tests, as a failure names it: 7/0,2"
+    )
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
@@ -53,11 +71,16 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the marker, and let pytest-asyncio run the fixture if it is installed."""
+    """Describe the markers, and let pytest-asyncio run the fixture if it is installed."""
     config.addinivalue_line(
         "markers",
         f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "
         "by default; the deadline of their operations in seconds; the transport between them",
+    )
+    config.addinivalue_line(
+        "markers",
+        f"simulated(ranks={DEFAULT_RANKS}, seeds=100, faults=None, latency=(2e-5, 2e-3), longest=86400): run the test "
+        "as simulated ranks, by so many seeds; one that takes 'comm' gets each rank's communicator",
     )
     if config.pluginmanager.has_plugin("asyncio") or config.pluginmanager.has_plugin("pytest_asyncio"):
         config.pluginmanager.register(_asyncio_worlds(), "aiocomms-asyncio")
@@ -65,7 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have a test that takes ``comm`` run on every rank; before another plug-in makes its function synchronous."""
+    """Have a test that takes ``comm``, or is simulated, run on every rank; before another plug-in takes it over."""
+    if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("simulated")) is not None:
+        _simulate(item, marker)
+        return
     if not isinstance(item, pytest.Function) or "comm" not in item._fixtureinfo.argnames:
         return
     # This is another fixture of that name.
@@ -98,6 +124,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     test the world is closed, and it is an error if messages are unmatched then, or only some ranks have called a
     collective. It is aborted if the test failed.
     """
+    if request.node.get_closest_marker("simulated") is not None:
+        raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
     if _asked not in request.node.stash:
         # This comes before the loop is entered, whose traceback would bury an error.
         request.node.stash[_asked] = _ask(request)
@@ -118,6 +146,8 @@ def comm(request: pytest.FixtureRequest) -> Any:
         raise _refusal(
             request, "is a communicator of each rank, for a test's own argument; a fixture takes 'world'", "comm"
         )
+    if request.node.get_closest_marker("simulated") is not None:
+        return None  # Each rank opens its own.
     request.node.stash[_asked] = _ask(request)
     return _EveryRank(request.getfixturevalue("world"))
 
@@ -134,6 +164,82 @@ def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return on_every_rank
+
+
+def _simulate(item: pytest.Function, marker: pytest.Mark) -> None:
+    """Make a simulated test a synchronous one, which no plug-in for event loops has anything to do with."""
+    asked = _simulated_as(item, marker)
+    holder = getattr(item.obj, "hypothesis", None)
+    test = item.obj if holder is None else holder.inner_test
+    if not inspect.iscoroutinefunction(test):
+        pytest.fail(
+            f"{item.nodeid}: the marker 'simulated' of aiocomms is for coroutine functions: write 'async def'",
+            pytrace=False,
+        )
+    if holder is None:
+        item.obj = _in_simulation(item, test, asked)
+    else:
+        holder.inner_test = _in_simulation(item, test, asked)
+    item.runtest = functools.partial(pytest.Function.runtest, item)  # type: ignore[method-assign]
+
+
+def _simulated_as(item: pytest.Function, marker: pytest.Mark) -> _SimulatedAs:
+    """Return what the marker ``simulated`` says."""
+    try:
+        return _SimulatedAs(*marker.args, **marker.kwargs)
+    except TypeError as error:
+        why = str(error).partition(" ")[2]
+    raise pytest.fail.Exception(f"{item.nodeid}: the marker 'simulated' of aiocomms {why}", pytrace=False)
+
+
+def _in_simulation(item: pytest.Function, test: Callable[..., Any], asked: _SimulatedAs) -> Callable[..., None]:
+    seed = item.config.getoption("simulated_seed")
+
+    @functools.wraps(test)
+    def in_simulation(*args: Any, **kwargs: Any) -> None:
+        from aiocomms.testing.simulation.searching import attempt, read_seed, read_seeds, search
+
+        trial = _trial(item, functools.partial(_program, test, args, kwargs), asked)
+        if seed is None:
+            _, failure = search(trial, _refusing(item, read_seeds, asked.seeds))
+        else:
+            failure = attempt(trial, *_refusing(item, read_seed, seed))
+        if failure is not None:
+            name = shlex.quote(str(item.config.cwd_relative_nodeid(cast("Any", item.nodeid))))
+            failure.error.add_note(f"repeat it: pytest {name} --simulated-seed='{failure.seed}'")
+            raise failure.error
+
+    del in_simulation.__wrapped__  # Plug-ins would find a coroutine function there.
+    return in_simulation
+
+
+async def _program(test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a test on one rank, with a communicator if it takes one."""
+    if "comm" not in kwargs:
+        return await test(*args, **kwargs)
+    from aiocomms.communicator.opening import new_comm
+
+    async with new_comm() as comm:
+        return await test(*args, **{**kwargs, "comm": comm})
+
+
+def _trial(item: pytest.Function, program: Callable[[], Any], asked: _SimulatedAs) -> Any:
+    from aiocomms.testing import Faults
+    from aiocomms.testing.simulation.trial import Trial
+
+    faults = Faults() if asked.faults is None else asked.faults
+    return _refusing(item, Trial, program, asked.ranks, faults, asked.latency, asked.longest)
+
+
+def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that checks what a test has asked for, and refuse that in one sentence."""
+    from aiocomms.errors import ArgumentError
+
+    try:
+        return call(*args)
+    except ArgumentError as error:
+        message = f"{item.nodeid}: the marker 'simulated' of aiocomms: {error}"
+    raise pytest.fail.Exception(message, pytrace=False)
 
 
 def _hide_frames() -> None:

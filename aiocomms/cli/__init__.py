@@ -1,4 +1,4 @@
-"""The command ``aiocomms``: what is installed, how fast it is here, what goes on, and what flight recorders say."""
+"""The command ``aiocomms``: what is installed, how fast it is here, what goes on, what went wrong; simulations."""
 
 from __future__ import annotations
 
@@ -40,12 +40,25 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("path", nargs="+", type=Path, help="files, or folders of them")
     trace.add_argument("--output", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     trace.set_defaults(run=_trace)
+    _add_simulate(commands.add_parser("simulate", help="run a program as simulated ranks, as many seeds decide"))
     top = commands.add_parser("top", help="watch what the communicators of your processes are doing, and who waits")
     top.add_argument("target", metavar="PID|all", help="a process, or all of yours that have communicators")
     top.add_argument("--once", action="store_true", help="one frame, as always where it is no terminal")
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
     top.set_defaults(run=_top)
     return parser
+
+
+def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("program", metavar="FILE.py:FUNCTION", help="an async function without arguments")
+    simulate.add_argument("--ranks", type=int, default=2, help="how many ranks run it (default: 2)")
+    simulate.add_argument("--seeds", type=int, default=100, help="run so many histories (default: 100)")
+    simulate.add_argument("--seed", help="run one history: 7, or of its faults the first and the third: 7/0,2")
+    for kind in ("deaths", "pauses", "slow", "cuts", "partitions", "stores"):
+        simulate.add_argument(f"--{kind}", type=int, default=0, metavar="N", help="faults of this kind in each history")
+    simulate.add_argument("--restarts", action="store_true", help="start a rank anew that has died")
+    simulate.add_argument("--trace", type=Path, metavar="FOLDER", help="write the trace of a history that fails")
+    simulate.set_defaults(run=_simulate)
 
 
 # Each command imports its module only when it is run.
@@ -67,6 +80,12 @@ def _trace(options: argparse.Namespace) -> int:
     from aiocomms.cli.trace import run
 
     return run(options.path, options.output)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from aiocomms.cli.simulating import run
+
+    return run(options)
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from aiocomms.core.postmortem import printable, tidied, tidy
+from aiocomms.diagnosis import happenings
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import instead_of, judge
+from aiocomms.diagnosis.happenings import Happening, WorldHeader
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0
@@ -25,6 +27,8 @@ _APART = 60.0
 _format = msgspec.json.Decoder(Format)
 _header = msgspec.json.Decoder(Header)
 _item = msgspec.json.Decoder(Item)
+_world = msgspec.json.Decoder(WorldHeader)
+_happening = msgspec.json.Decoder(Happening)
 
 
 class TraceRecord(NamedTuple):
@@ -44,7 +48,9 @@ def run(paths: Sequence[Path], output: Path | None) -> int:
     :raises ValueError: a path is no flight recorder.
     """
     stuck = False
-    groups = _groups([_read(path) for path in _files(paths)])
+    read = [_read(path) for path in _files(paths)]
+    happened = [event for found in read if isinstance(found, list) for event in found]
+    groups = _groups([found for found in read if isinstance(found, TraceRecord)])
     for (name, size), ranks in sorted(groups.items()):
         print(f"communicator '{name}', {size} ranks")
         for line in _notes(ranks, size):
@@ -54,7 +60,7 @@ def run(paths: Sequence[Path], output: Path | None) -> int:
         for line in report or ["nobody waits for another rank"]:
             print(f"  {line}")
     if output is not None:
-        events = list(_events(list(groups.values())))
+        events = list(_events(list(groups.values()), happened))
         output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         print(f"{output}: {sum(event['ph'] == 'X' for event in events)} operations; open it in https://ui.perfetto.dev")
     return int(stuck)
@@ -75,27 +81,36 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _read(path: Path) -> TraceRecord:
+def _read(path: Path) -> TraceRecord | list[Happening]:
+    """Read the flight recorder of a rank, or what has happened in a simulated world."""
     with path.open("rb") as file:
         data = file.read(LARGEST + 65537)
     if len(data) > LARGEST + 65536:
         raise ValueError(f"{path} is no flight recorder: it is larger than {LARGEST} bytes")
-    header, items = None, []
+    header, items, events = None, [], []
     try:
         for text in filter(None, data.split(b"\n")):
             if header is None:
-                found = _format.decode(text).format
-                if found != FORMAT:
-                    raise ValueError(f"its format is {printable(found)!r}, wanted {FORMAT!r}")
-                header = _checked(_header.decode(text))
+                header = _head(text)
+            elif isinstance(header, WorldHeader):
+                events.append(_happening.decode(text))
             else:
                 items.append(tidied(_item.decode(text)))
         if header is None or len(items) > 2 * MOST:
             raise ValueError("it is empty" if header is None else "it holds too many operations")
     except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
-        line = 1 if header is None else len(items) + 2
+        line = 1 if header is None else len(items) + len(events) + 2
         raise ValueError(f"{path} is no flight recorder: line {line}: {printable(str(error))}") from None
-    return TraceRecord(path, header, items)
+    return events if isinstance(header, WorldHeader) else TraceRecord(path, header, items)
+
+
+def _head(text: bytes) -> Header | WorldHeader:
+    found = _format.decode(text).format
+    if found == happenings.FORMAT:
+        return _world.decode(text)
+    if found != FORMAT:
+        raise ValueError(f"its format is {printable(found)!r}, wanted {FORMAT!r}")
+    return _checked(_header.decode(text))
 
 
 def _checked(header: Header) -> Header:
@@ -259,7 +274,7 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------ drawing
 
 
-def _events(groups: Sequence[Ranks]) -> Iterator[dict[str, Any]]:
+def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[dict[str, Any]]:
     """Make the events of Chrome's Trace Event Format.
 
     A rank is drawn as a process, numbered from 1. Ops that overlap in time are drawn as threads of it. To Perfetto the
@@ -280,6 +295,27 @@ def _events(groups: Sequence[Ranks]) -> Iterator[dict[str, Any]]:
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             lanes[lane:] = [end, *lanes[lane + 1 :]]
             yield _event(item, pid, tid, _micros(begin + ahead), _micros(end + ahead))
+    yield from _instants(happened, [record.header.rank for record in records])
+
+
+def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Make the events of a simulated world: of each rank in its first row, or in one of its own if it has none.
+
+    :param ranks: the ranks of the rows.
+    """
+    rows: dict[int | None, int] = {}
+    for pid, rank in enumerate(ranks, 1):
+        rows.setdefault(rank, pid)
+    for event in happened:
+        if event.rank not in rows:
+            pid = rows[event.rank] = len(ranks) + 1 + len(rows)
+            name = "simulation" if event.rank is None else f"simulation: rank {event.rank}"
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        pid = rows[event.rank]
+        yield {
+            "ph": "i", "s": "t", "name": printable(event.what), "cat": "simulation", "pid": pid, "tid": pid,
+            "ts": _micros(event.wall),
+        }  # fmt: skip
 
 
 def _micros(wall: float) -> float:

@@ -31,7 +31,9 @@ PER_PROCESS, PER_FOLDER = 16, 256
 LARGEST = 8 << 20
 """Bytes of a file; the oldest ops are left out."""
 
-_SUFFIX = ".aiocomms.jsonl"
+SUFFIX = ".aiocomms.jsonl"
+RECORDERS, RECORDS = "recorders", "records"
+"""What a simulated process keeps of its communicators, to be written down when its history has failed."""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)
@@ -41,6 +43,9 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 def register(recorder: Recorder) -> None:
     """Write this one too when a signal asks. With the first, install the handler if importing could not."""
+    if clock.simulation is not None:
+        clock.state().setdefault(RECORDERS, []).append(recorder)
+        return
     _recorders.add(recorder)
     if not on_signal.dump_if_asked():
         complain("AIOCOMMS_RECORDER_SIGNAL: only the main thread can install a handler; call dump_on_signal there")
@@ -110,13 +115,13 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]", "_", header.comm, flags=re.ASCII)[:40]
     when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(header.wall))
-    path = where / f"{name}.rank{header.rank}.{when}.{os.getpid()}-{next(_counter)}{_SUFFIX}"
+    path = where / f"{name}.rank{header.rank}.{when}.{os.getpid()}-{next(_counter)}{SUFFIX}"
     _prune(where, path.name, default=folder is None and where == _default())
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(_encode(snapshot))
+            file.write(encode(snapshot))
     except BaseException:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -132,9 +137,13 @@ class Record:
 
         :param flying: the works that were pending when it was lost.
         """
-        self._recorder = recorder
+        self.recorder = recorder
         self._reason = reason
         self._look: Look | None = None
+        self.shot: Snapshot | None = None
+        """The words, kept for a simulated history that fails."""
+        if clock.simulation is not None:
+            clock.state().setdefault(RECORDS, []).append(self)
         with self._complaining():
             self._look = recorder.look(flying)
 
@@ -146,7 +155,9 @@ class Record:
         look, self._look = self._look, None
         with self._complaining():
             if look is not None:
-                return self._recorder.describe(look, self._reason)
+                shot = self.recorder.describe(look, self._reason)
+                self.shot = shot if clock.simulation is not None else None
+                return shot
         return None
 
     def write_later(self) -> None:
@@ -167,7 +178,8 @@ class Record:
             complain(f"the flight recorder: {type(error).__name__}: {error}")
 
 
-def _encode(snapshot: Snapshot) -> bytes:
+def encode(snapshot: Snapshot) -> bytes:
+    """Return the content of a file."""
     encoder = msgspec.json.Encoder()
     lines = [encoder.encode(item) for item in snapshot.items()]
     room = LARGEST - sum(map(len, lines)) - len(lines)
@@ -199,7 +211,7 @@ def _prune(folder: Path, name: str, default: bool) -> None:
     """Delete what is too much, before one more is written; of a folder that was given, only what is this process's."""
     mine = f".{os.getpid()}-"
     known: list[tuple[float, Path]] = []
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
             known.append((path.lstat().st_mtime, path))
     known.sort()

@@ -44,7 +44,11 @@ def reduced(op: ReduceOp | str, tensors: list[Tensor]) -> Tensor:
 def rounded(at: Place, got: Tensor, wanted: Tensor, what: str) -> None:
     """Compare, where floating point may have rounded in another order."""
     if wanted.is_floating_point():
-        close = got.dtype == wanted.dtype and got.shape == wanted.shape and torch.allclose(got, wanted, rtol=2e-3 if wanted.dtype is torch.float16 else 1e-5)
+        close = (
+            got.dtype == wanted.dtype
+            and got.shape == wanted.shape
+            and torch.allclose(got, wanted, rtol=2e-3 if wanted.dtype is torch.float16 else 1e-5)
+        )
         wanted = got if close else wanted
     at.same(got, wanted, what)
 

@@ -23,8 +23,14 @@ def check(seed: int, **options: Any) -> History:
     program = Program.drawn(seed, **options)
     board: set[Any] = set()
     try:
-        history = simulate(lambda: run(program, board), program.ranks, seed=seed, faults=program.faults,
-                           latency=program.latency, longest=600)
+        history = simulate(
+            lambda: run(program, board),
+            program.ranks,
+            seed=seed,
+            faults=program.faults,
+            latency=program.latency,
+            longest=600,
+        )
         judge(program, [it for it in history.results if it is not None])
     except BaseException as error:
         error.add_note(str(program))
@@ -60,7 +66,11 @@ def _is_unharmed(program: Program, report: Report) -> None:
 
 def _recovers(program: Program, report: Report) -> None:
     """Where ranks die, and nothing else goes wrong, the others go on without them, or know who has not come."""
-    if any(fault.kind != "deaths" for fault in program.struck()) or program.replacing or report.ended in ("done", "left"):
+    if (
+        any(fault.kind != "deaths" for fault in program.struck())
+        or program.replacing
+        or report.ended in ("done", "left")
+    ):
         return
     dead = {fault.arguments[0] for fault in program.struck()}
     if report.members:

@@ -1,7 +1,7 @@
 """Random programs, drawn from a seed: each rank runs the same steps, and they go on with those that are left.
 
-A program has phases. A phase is a list of steps on one communicator, and may end by an *ending*, which loses that. Then,
-as after a fault, the ranks that are left reconfigure it, and the next phase begins.
+A program has phases. A phase is a list of steps on one communicator, and may end by an *ending*, which loses that.
+Then, as after a fault, the ranks that are left reconfigure it, and the next phase begins.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Program:
         :param steps: how many the first phase has at most.
         :param faulty: whether faults strike it; None: that is drawn, too.
         """
-        draw = Random(f"program {seed}")  # noqa: S311 - It is to be repeated.
+        draw = Random(f"program {seed}")
         ranks = draw.choice((2, 2, 3, 3, 4))
         counts = [draw.randint(1, steps), *(draw.randint(1, 3) for _ in range(PHASES - 1))]
         phases = tuple(tuple(draw.choice(STEPS) for _ in range(count)) for count in counts)
@@ -185,7 +185,7 @@ class Rank:
     def _place(self, phase: int, number: int) -> Place:
         comm, seed = self.comm, f"step {self.program.seed} {phase} {number}"
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-        draw = Random(seed)  # noqa: S311 - It is to be repeated.
+        draw = Random(seed)
         members, calm = self.report.members, self.program.faults is None
         number += phase * 64 + 1
         return Place(comm, rank, size, draw, number, PATIENCE, self.slack, self.board, members, seed, calm=calm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiocomms.testing.simulation.faults import Faults
 from aiocomms.testing.simulation.here import here
-from aiocomms.testing.simulation.history import History, explore, simulate
+from aiocomms.testing.simulation.history import explore, simulate
+from aiocomms.testing.simulation.trial import History
 
 __all__ = ["Faults", "History", "explore", "here", "simulate"]

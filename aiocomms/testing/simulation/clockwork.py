@@ -99,7 +99,11 @@ class Timeline:
 
     def now(self) -> float:
         """Return its monotonic clock, in seconds."""
-        return max(self._least, self._begins + self.clockwork.time * self._rate)
+        return max(self._least, self.says_at(self.clockwork.time))
+
+    def says_at(self, time: float) -> float:
+        """Return what its monotonic clock says at some time of the world."""
+        return self._begins + time * self._rate
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
         """Have a call made when its clock says ``when``."""

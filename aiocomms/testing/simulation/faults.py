@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ class Faults:
     """The numbers of faults in a history.
 
     :param deaths: ranks that die, as by SIGKILL.
-    :param restarts: whether a rank that has died is started anew; :attr:`Here.restarts` tells it so.
+    :param restarts: whether a rank that has died is started anew; :attr:`SimulatedRank.restarts` tells it so.
     :param pauses: ranks that stand still for 1 ms to 20 s, as by SIGSTOP.
     :param slow: ranks that do everything up to 50 ms late from some time on.
     :param cuts: connections that are cut.
@@ -46,11 +46,13 @@ class Faults:
         """
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("restarts", "within"):
+            if field.name not in _KINDS:
                 continue
             if type(value) is not int or value < 0:
                 raise ArgumentError(f"{field.name} is {value!r}, wanted a number of faults")
-        if self.within is not None and not self.within > 0:
+        if type(self.restarts) is not bool:
+            raise ArgumentError(f"restarts is {self.restarts!r}, wanted True or False")
+        if self.within is not None and not (type(self.within) in (int, float) and self.within > 0):
             raise ArgumentError(f"within is {self.within!r}, wanted seconds above 0, or None")
 
     @property
@@ -83,8 +85,40 @@ class Fault(NamedTuple):
         """Have it happen."""
         _KINDS[self.kind](world, *self.arguments)
 
+    def halved(self, times: int) -> Fault:
+        """Return it with its duration halved so often."""
+        place = _DURATIONS.get(self.kind)
+        if not times or place is None:
+            return self
+        shorter = [*self.arguments]
+        shorter[place] /= 2**times
+        return self._replace(arguments=tuple(shorter))
+
+    @property
+    def lasts(self) -> bool:
+        """True if it has a duration."""
+        return self.halved(1) != self
+
     def __str__(self) -> str:
-        return f"{self.kind}{self.arguments} at {self.time:.6f} s"
+        return f"at {self.time:.6f} s {self._words()}"
+
+    def _words(self) -> str:
+        match self.kind, self.arguments:
+            case "deaths", (rank, restart):
+                return f"rank {rank} dies" + ("" if restart is None else f", and starts anew {restart:.6g} s later")
+            case "pauses", (rank, seconds):
+                return f"rank {rank} stands still for {seconds:.6g} s"
+            case "slow", (rank, seconds):
+                return f"rank {rank} becomes slow: all that it does is up to {seconds:.6g} s late"
+            case "cuts", (one, other):
+                return f"the connections of rank {one} and rank {other} are cut"
+            case "partitions", (one, other, seconds, both):
+                return f"rank {one} does not reach rank {other}{', nor is reached by it,' * both} for {seconds:.6g} s"
+        return "the store dies"
+
+
+_DURATIONS = {"pauses": 1, "slow": 1, "partitions": 2}
+"""The places of durations among the arguments of faults."""
 
 
 def _both(world: World, one: int, other: int, seconds: float, both: bool) -> None:
@@ -123,6 +157,13 @@ def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any
     return ()
 
 
-def kept(plan: list[Fault], chosen: Collection[int] | None) -> list[Fault]:
-    """Return the faults of a plan with these numbers; None: all."""
-    return plan if chosen is None else [fault for number, fault in enumerate(plan) if number in chosen]
+def kept(plan: list[Fault], chosen: Mapping[int, int] | None) -> list[Fault]:
+    """Return the faults of a plan with these numbers, their durations halved so often; None: all.
+
+    :raises ArgumentError: there is no fault of such a number.
+    """
+    if chosen is None:
+        return plan
+    if absent := [number for number in chosen if not 0 <= number < len(plan)]:
+        raise ArgumentError(f"seed names fault {absent[0]}, wanted numbers below {len(plan)}, as many faults there are")
+    return [plan[number].halved(times) for number, times in sorted(chosen.items())]

@@ -9,7 +9,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.world import JOB, World
 
 
-class Here(NamedTuple):
+class SimulatedRank(NamedTuple):
     """The place of the running program.
 
     :param rank: its rank.
@@ -34,7 +34,7 @@ class Here(NamedTuple):
         self.world.process.state[JOB] = self.world.store_of(job), rank, size
 
 
-def here() -> Here:
+def here() -> SimulatedRank:
     """Return the place of the running program in its simulation.
 
     :raises SimulationError: no simulation runs.
@@ -42,4 +42,4 @@ def here() -> Here:
     world = clock.simulation
     if not isinstance(world, World):
         raise SimulationError("no simulation runs: call it in a program that simulate() runs")
-    return Here(world.process.rank, world.ranks, world.process.restarts, world)
+    return SimulatedRank(world.process.rank, world.ranks, world.process.restarts, world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import weakref
 from asyncio.events import _set_running_loop
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -56,6 +57,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._timeline = timeline
         self._ready: deque[asyncio.Handle] = deque()
         self._numbers = itertools.count(1)
+        self._made: list[weakref.ref[SimulatedTask]] = []
         self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
 
     def __repr__(self) -> str:
@@ -82,6 +84,14 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Return the tasks that have not ended, in the order in which they were made."""
         found = [task for task in asyncio.all_tasks(self) if isinstance(task, SimulatedTask)]
         return sorted(found, key=lambda task: task.number)
+
+    def report_unseen(self) -> None:
+        """Report the errors of tasks that nobody has seen, as asyncio does when such a task is collected."""
+        for task in filter(None, [made() for made in self._made]):
+            if task.done() and task._log_traceback:
+                task._log_traceback = False
+                context = {"message": "Task exception was never retrieved", "exception": task.exception(), "task": task}
+                self.call_exception_handler(context)
 
     # --------------------------------------------------------------------------------------------- what asyncio calls
 
@@ -145,7 +155,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """See :class:`asyncio.AbstractEventLoop`."""
         number = next(self._numbers)
         given = f"Task-{number}" if name is None else str(name)
-        return SimulatedTask(coro, number=number, loop=self, name=given, context=context)
+        task = SimulatedTask(coro, number=number, loop=self, name=given, context=context)
+        self._made.append(weakref.ref(task))
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[_Ts]], _T], *args: *_Ts) -> asyncio.Future[_T]:
         """See :class:`asyncio.AbstractEventLoop`. The call is made in a simulated thread."""

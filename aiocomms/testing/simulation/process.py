@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from aiocomms.errors import SimulationError
+from aiocomms.errors import ArgumentTypeError, SimulationError
 from aiocomms.progress import deadlines
 from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 from aiocomms.testing.simulation.loop import SimulatedLoop, SimulatedTask
+from aiocomms.testing.simulation.places import in_program, waits_at
 from aiocomms.testing.simulation.threads import kill_all, started
 
 _T = TypeVar("_T")
@@ -70,6 +71,8 @@ class Process(Timeline):
         self.loop = SimulatedLoop(self)  # type: ignore[abstract]  # It refuses the rest.
         self.state: dict[str, Any] = {deadlines.SIMULATED: SimulatedWatchdog(self)}
         self.main: asyncio.Task[Any] | None = None
+        self.ended = float("inf")
+        """When it ended, by the time of the world."""
 
     def begin(self, program: Callable[[], Awaitable[Any]], left: Callable[[Process], object]) -> None:
         """Run the program; on its loop.
@@ -86,20 +89,56 @@ class Process(Timeline):
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        for task in others:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.report({"message": "it was raised while its task was cancelled", "exception": error, "task": task})
+        if self.main is not None and not self.main.cancelled():
+            self.main.exception()  # It is seen, and is the history's.
+        self.loop.report_unseen()
+        if names := self.left_open():
+            opened = ", ".join(map(repr, names))
+            self.report({"message": f"it has left {opened} open: use 'async with', or await its aclose()"})
         begun = [generator for ref in self.generators if (generator := ref()) is not None]
         await asyncio.gather(*[generator.aclose() for generator in begun], return_exceptions=True)
         left(self)
 
+    def end(self) -> None:
+        """Note that nothing of it runs any more."""
+        self.over, self.ended = True, self.clockwork.time
+
+    def left_open(self) -> list[str]:
+        """Return the names of its communicators that are neither closed nor lost."""
+        opened: dict[str, list[Any]] = self.state.get("communicators", {})
+        return [name for name, comms in opened.items() if not all(comm.aborted for comm in comms)]
+
+    def waiting(self) -> str:
+        """Return which tasks of it wait, and where; those of the library only if there are no others."""
+        tasks = self.loop.tasks()
+        own = [task for task in tasks if in_program(task.get_coro())]
+        words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
+        return f"{self}: {'; '.join(words) or 'no task of it waits'}"
+
     @property
     def error(self) -> BaseException | None:
-        """What its program has raised, or what nobody was there to catch."""
+        """What its program has raised, or what nobody was there to catch, or what it has left undone."""
         main = self.main
-        if main is not None and main.done() and not main.cancelled() and main.exception() is not None:
+        if main is not None and main.cancelled():
+            return SimulationError(f"the program of {self} has cancelled itself")
+        if main is not None and main.done() and main.exception() is not None:
             return main.exception()
         if self.unraised:
             context = self.unraised[0]
-            return context.get("exception") or SimulationError(str(context.get("message")))
+            return context.get("exception") or SimulationError(f"{self}: {context.get('message')}")
         return None
+
+    def note(self, error: BaseException) -> str:
+        """Return what is to be said with an error that no call has raised; empty: nothing."""
+        for context in self.unraised:
+            if context.get("exception") is error:
+                task = context.get("task") or context.get("future")
+                named = f", of task {task.get_name()!r}" if isinstance(task, asyncio.Task) else ""
+                return f"nothing has caught it: {context.get('message')}{named}"
+        return ""
 
     @property
     def result(self) -> Any:
@@ -120,4 +159,7 @@ class Process(Timeline):
 
 
 async def _awaited(program: Callable[[], Awaitable[_T]]) -> _T:
-    return await program()
+    given = program()
+    if not isinstance(given, Awaitable):
+        raise ArgumentTypeError(f"program returned {given!r}, wanted an awaitable: write 'async def'")
+    return await given

@@ -5,11 +5,11 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from aiocomms.errors import SimulationError
+from aiocomms.testing.simulation.places import line, of_program
 
 _EVENTS: Final = {
     "_thread.start_new_thread": "a thread of the system",
@@ -25,7 +25,6 @@ _EVENTS: Final = {
     "time.sleep": "a sleep that blocks",
 }
 """The events of :func:`sys.addaudithook` that are refused, and the words for them."""
-_OURS: Final = str(Path(__file__).parents[2])
 
 _here = threading.local()
 """Whether this thread runs a simulated program."""
@@ -68,18 +67,12 @@ def _start(*args: Any) -> int:
     return _start_new_thread(*args)
 
 
-def library(frame: FrameType) -> bool:
-    """Return whether a frame is aiocomms's, the standard library's or an installed package's."""
-    path = frame.f_code.co_filename
-    return path.startswith((_OURS, "<")) or "/lib/python" in path
-
-
 def _line() -> str:
-    """Return the innermost line of the stack that is neither aiocomms's nor the standard library's."""
+    """Return the innermost line of the program on the stack."""
     frame: FrameType | None = sys._getframe(1)
     inner = frame
-    while frame is not None and library(frame):
+    while frame is not None and not of_program(frame):
         frame = frame.f_back
-    frame = frame or inner
-    assert frame is not None
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
+    found = frame or inner
+    assert found is not None
+    return line(found)

@@ -15,7 +15,6 @@ from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
 from aiocomms.testing.simulation.network import Network
 from aiocomms.testing.simulation.process import Process
-from aiocomms.testing.simulation.refusing import library
 from aiocomms.testing.simulation.store import SimulatedStore, StoreService
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
 from aiocomms.testing.simulation.wires import SimulatedWires
@@ -53,6 +52,10 @@ class World(Clockwork):
 
     # ----------------------------------------------------------------------------------------------- its course
 
+    def wall_at(self, time: float) -> float:
+        """Return the seconds since 1970 at some time of the world."""
+        return EPOCH + time
+
     def lines(self) -> list[str]:
         """Return the trace, in lines of text."""
         return [f"{time:.9f} {who}: {what}" for time, who, what in self.trace]
@@ -68,9 +71,9 @@ class World(Clockwork):
             self.start(rank, _START * self.random.random())
         while self.alive():
             if self.next_time == float("inf"):
-                raise SimulationError(f"nothing will happen any more, and {self._waiting()}")
+                raise SimulationError(f"nothing will happen any more, for all wait:\n{self._waiting()}")
             if self.next_time > longest:
-                raise SimulationError(f"after {longest:g} s {self._waiting()}")
+                raise SimulationError(f"the history takes longer than {longest:g} s:\n{self._waiting()}")
             self.step()
             if self.failed is not None:
                 return
@@ -110,7 +113,7 @@ class World(Clockwork):
 
     def left(self, process: Process) -> None:
         """Note that a process has ended by itself."""
-        process.over = True
+        process.end()
         self.note(process, "ends")
         self.network.close(process)
         if process.error is not None and self.failed is None:
@@ -126,7 +129,8 @@ class World(Clockwork):
         :param restart: the seconds after which it is started anew; None: it is not.
         """
         if (process := self.living(rank)) is not None:
-            process.dead = process.over = True
+            process.dead = True
+            process.end()
             self.note(process, "dies")
             self.network.die(process)
             if restart is not None:
@@ -164,11 +168,7 @@ class World(Clockwork):
         return [process for process in self.processes if not process.over]
 
     def _waiting(self) -> str:
-        words = []
-        for process in self.alive():
-            tasks = "; ".join(f"{task.get_name()} at {_place(task)}" for task in process.loop.tasks())
-            words.append(f"{process} waits: {tasks}")
-        return ", ".join(words)
+        return "\n".join(f"  {process.waiting()}" for process in self.alive())
 
     def end(self) -> None:
         """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
@@ -188,7 +188,7 @@ class World(Clockwork):
 
     def wall(self) -> float:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
-        return EPOCH + self.time
+        return self.wall_at(self.time)
 
     def event(self) -> SimulatedEvent:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
@@ -252,17 +252,3 @@ class World(Clockwork):
         """The process that runs."""
         assert self.current is not None
         return self.current
-
-
-def _place(task: Any) -> str:
-    """Return the line of the program where a task waits."""
-    waits, frames = task.get_coro(), []
-    while waits is not None:  # The task's own stack has the outermost frame alone.
-        frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
-        if frame is not None:
-            frames.append(frame)
-        waits = getattr(waits, "cr_await", None) or getattr(waits, "gi_yieldfrom", None)
-    if not frames:
-        return "its end"
-    frame = next((it for it in reversed(frames) if not library(it)), frames[-1])
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

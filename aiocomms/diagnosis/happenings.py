@@ -1,0 +1,24 @@
+"""What happens in a simulated world, written beside the flight recorders of its ranks."""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT = "aiocomms simulation 1"
+
+
+class WorldHeader(msgspec.Struct):
+    """The first line of the file; the others are what has happened."""
+
+    format: str
+    seed: str
+
+
+class Happening(msgspec.Struct):
+    """Something that has happened."""
+
+    wall: float
+    """The time, in seconds since 1970."""
+    rank: int | None
+    """The rank to which it has happened; None: to none."""
+    what: str

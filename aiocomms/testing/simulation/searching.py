@@ -1,0 +1,120 @@
+"""The search for a seed by which a program fails, and for the least faults with which it still does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from aiocomms.arguments import as_int
+from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel import clock
+from aiocomms.testing.simulation.faults import Fault, kept
+from aiocomms.testing.simulation.trial import Trial
+
+_HALVINGS: Final = 15
+"""Times that a duration is halved at most: of 20 s, 0.6 ms are left."""
+_PATIENCE: Final = 10.0
+"""Seconds, in reality, of a history that is run again with less."""
+_FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class FailedHistory(NamedTuple):
+    """A history that has failed, with no more faults than it needs."""
+
+    seed: str
+    plan: list[Fault]
+    error: BaseException
+
+
+def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
+    """Read a seed: its number, and those of the faults that are kept, with how often they are halved; None: all are.
+
+    :raises ArgumentError: it is none.
+    """
+    head, slash, rest = str(seed).partition("/")
+    try:
+        if not isinstance(seed, str) and type(as_int(seed)) is not int:
+            raise ValueError
+        pairs = [one.partition("~") for one in rest.split(",") if one]
+        return int(head), {int(number): int(times or 0) for number, _, times in pairs} if slash else None
+    except ValueError:
+        raise ArgumentError(f"seed is {seed!r}, wanted an int, or a text such as '7/0,2'") from None
+
+
+def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
+    """Write a seed of which some faults are kept, as :func:`read_seed` reads it."""
+    return f"{seed}/" + ",".join(f"{number}~{times}" if times else f"{number}" for number, times in chosen.items())
+
+
+def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
+    """Return seeds, of which perhaps only the number is given.
+
+    :raises ArgumentError: there is none, or one is no int.
+    """
+    wanted = f"seeds is {seeds!r}, wanted how many as an int of at least 1, or the seeds"
+    if type(as_int(seeds)) is int:
+        if seeds < 1:  # type: ignore[operator]
+            raise ArgumentError(wanted)
+        return range(seeds)  # type: ignore[arg-type]
+    if isinstance(seeds, (str, bytes, bool)) or not isinstance(seeds, Iterable):
+        raise ArgumentError(wanted)
+    return seeds
+
+
+def search(trial: Trial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
+    """Run histories until one fails, which is shrunk; return how many have not failed, and that one."""
+    count = 0
+    for seed in seeds:
+        number, chosen = read_seed(seed)
+        if (failure := attempt(trial, number, chosen)) is not None:
+            return count, failure
+        count += 1
+    return count, None
+
+
+def attempt(trial: Trial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
+    """Run the history of one seed; if it fails, and its faults are not chosen already, shrink it."""
+    plan: list[Fault] = []
+    began, text = clock.now(), write_seed(seed, {})
+    try:
+        plan = trial.plan(seed)
+        text = str(seed) if chosen is None else write_seed(seed, chosen)
+        trial.run(seed, kept(plan, chosen), text)
+    except _FOR_CALLER:
+        raise
+    except BaseException as error:  # pytest.fail raises no Exception.
+        failure = FailedHistory(text, kept(plan, chosen) if plan else plan, error)
+    else:
+        return None
+    if chosen is not None or not plan or clock.now() - began > _PATIENCE:
+        return failure
+    return _shrunk(trial, seed, plan, failure)
+
+
+def _shrunk(trial: Trial, seed: int, plan: list[Fault], failure: FailedHistory) -> FailedHistory:
+    """Leave out one fault after the other and halve durations, as long as the history fails in the same way."""
+
+    def less(chosen: Mapping[int, int]) -> FailedHistory | None:
+        fewer, text = kept(plan, chosen), write_seed(seed, chosen)
+        try:
+            trial.run(seed, fewer, text)
+        except type(failure.error) as error:
+            return FailedHistory(text, fewer, error)
+        except _FOR_CALLER:
+            raise
+        except BaseException:
+            return None
+        return None
+
+    chosen = dict.fromkeys(range(len(plan)), 0)
+    for number in range(len(plan)):
+        fewer = {one: times for one, times in chosen.items() if one != number}
+        if (found := less(fewer)) is not None:
+            chosen, failure = fewer, found
+    for number in chosen:
+        while plan[number].lasts and chosen[number] < _HALVINGS:
+            shorter = {**chosen, number: chosen[number] + 1}
+            if (found := less(shorter)) is None:
+                break
+            chosen, failure = shorter, found
+    return failure

@@ -1,0 +1,61 @@
+"""The files of a history that has failed: the flight recorders of its ranks, and what has happened in its world."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from aiocomms.diagnosis import dumps, happenings
+from aiocomms.diagnosis.recorder import Snapshot
+
+if TYPE_CHECKING:
+    from aiocomms.testing.simulation.process import Process
+    from aiocomms.testing.simulation.world import World
+
+
+def write_trace(world: World, folder: Path, seed: str, error: BaseException) -> None:
+    """Write the files, for ``aiocomms trace``. Nothing is replaced: it is an error if they are there already.
+
+    :raises OSError: they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = itertools.count(1)
+    for process in world.processes:
+        world.enter(process)
+        for shot in _snapshots(world, process, f"the history has failed: {type(error).__name__}: {error}"):
+            name = re.sub(r"[^\w.-]", "_", shot.header.comm, flags=re.ASCII)[:40]
+            path = folder / f"{name}.rank{process.rank}.{next(numbers)}{dumps.SUFFIX}"
+            with path.open("xb") as file:
+                file.write(dumps.encode(shot))
+    encoder = msgspec.json.Encoder()
+    lines: list[msgspec.Struct] = [happenings.WorldHeader(happenings.FORMAT, seed), *_happenings(world)]
+    with (folder / f"simulation{dumps.SUFFIX}").open("xb") as file:
+        file.write(b"\n".join((*map(encoder.encode, lines), b"")))
+
+
+def _snapshots(world: World, process: Process, reason: str) -> Iterator[Snapshot]:
+    """Describe the communicators of a process: one that was lost as it was then, any other as it is at the end."""
+    records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
+    if process.over:
+        reason = "the rank has died" if process.dead else "the rank has ended"
+    time = min(process.ended, world.time)
+    for recorder in process.state.get(dumps.RECORDERS, ()):
+        record = records.get(recorder)
+        shot = None if record is None else record.shot or record.snapshot()
+        if shot is None:
+            shot = recorder.snapshot(reason)
+            shot.header.wall, shot.header.monotonic = world.wall_at(time), process.says_at(time)
+        shot.header.host = f"simulated {process}"  # Each process has a monotonic clock of its own.
+        yield shot
+
+
+def _happenings(world: World) -> Iterator[happenings.Happening]:
+    for time, who, what in world.trace:
+        found = re.match(r"rank (\d+)", who)
+        rank = None if found is None else int(found[1])
+        yield happenings.Happening(world.wall_at(time), rank, what if found else f"{who} {what}")
