@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import anyio
@@ -157,9 +157,10 @@ class Lookup:
             self._next = anyio.Event()
 
     async def dismiss(self) -> None:
-        """Let the holders go."""
-        for rank in range(1, self.comm.size):
-            await self.comm.send_object(None, rank, REQUEST)
+        """Let the holders go. If one dies meanwhile, the others hear of that, and find no rank 0 to go on with."""
+        with suppress(*LOST):
+            for rank in range(1, self.comm.size):
+                await self.comm.send_object(None, rank, REQUEST)
 
 
 @asynccontextmanager
