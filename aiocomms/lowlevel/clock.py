@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from aiocomms.lowlevel.jobstore import JobStore
     from aiocomms.lowlevel.lines import Wires
 
 _T = TypeVar("_T")
@@ -125,10 +124,10 @@ class Simulation(Protocol):
     def host(self) -> str:
         """Return the name of the host on which it runs: each rank has one of its own."""
 
-    def serve_store(self) -> tuple[JobStore, int]:
+    def serve_store(self) -> tuple[Store, int]:
         """Serve a new store, which ends with the process; return it, and its port."""
 
-    def reach_store(self, host: str, port: int, timeout: float) -> JobStore:
+    def reach_store(self, host: str, port: int, timeout: float) -> Store:
         """Connect to a store that another process serves. Blocks.
 
         :raises OSError: none serves a store there, or it does not answer within ``timeout`` seconds.

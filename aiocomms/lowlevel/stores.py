@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import cast
 
 import anyio
 from torch.distributed import Store
@@ -66,7 +67,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :raises CommError: there is no descriptor or no thread for it.
     """
     if clock.simulation is not None:
-        return clock.simulation.serve_store()
+        return cast("tuple[JobStore, int]", clock.simulation.serve_store())
     listener = listen_at(host)
     port = int(listener.getsockname()[1])
     return JobStore(host, port, new_server(listener), timeout), port
@@ -82,7 +83,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     """
     try:
         if clock.simulation is not None:
-            return clock.simulation.reach_store(host, port, timeout)
+            return cast("JobStore", clock.simulation.reach_store(host, port, timeout))
         return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)
     except OSError as error:
         raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error

@@ -43,7 +43,7 @@ def watch(on: bool) -> bool:
         if sys.version_info < (3, 12):  # It has no audit event for the start of a thread.
             _thread.start_new_thread = threading._start_new_thread = _start  # type: ignore[attr-defined]
         _installed.append(True)
-    before = bool(getattr(_here, "on", False))
+    before = watched()
     _here.on = on
     return before
 
@@ -54,7 +54,7 @@ def watched() -> bool:
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event in _EVENTS and getattr(_here, "on", False):
+    if event in _EVENTS and watched():
         raise refuse(_EVENTS[event])
 
 

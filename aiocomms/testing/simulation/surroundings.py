@@ -21,6 +21,7 @@ from anyio.lowlevel import checkpoint
 
 from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import watched
+from aiocomms.testing.simulation.scopes import order_scopes
 from aiocomms.testing.simulation.threads import run_in_thread
 
 
@@ -115,5 +116,6 @@ def simulated_surroundings(
         assert found is not None
         return found
 
+    order_scopes()
     with _virtual_time(now, wall), _simulated_workers(process), _generators_end(running):
         yield
