@@ -14,6 +14,7 @@ import anyio
 
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError, as_reason
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.plans import Execute, Plan, Recover, Worker
@@ -88,8 +89,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
-    before = {}
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not _ignore:
+    before, mine = {}, clock.simulation is None and threading.current_thread() is threading.main_thread()
+    if mine and signal.getsignal(signal.SIGINT) is not _ignore:
         before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
