@@ -225,10 +225,10 @@ async def _program(test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _trial(item: pytest.Function, program: Callable[[], Any], asked: _SimulatedAs) -> Any:
     from aiocomms.testing import Faults
-    from aiocomms.testing.simulation.trial import Trial
+    from aiocomms.testing.simulation.trial import SimulatedTrial
 
     faults = Faults() if asked.faults is None else asked.faults
-    return _refusing(item, Trial, program, asked.ranks, faults, asked.latency, asked.longest)
+    return _refusing(item, SimulatedTrial, program, asked.ranks, faults, asked.latency, asked.longest)
 
 
 def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> Any:

@@ -17,7 +17,7 @@ from aiocomms.testing.simulation import Faults
 from aiocomms.testing.simulation.faults import kept
 from aiocomms.testing.simulation.history import LATENCY, LONGEST
 from aiocomms.testing.simulation.searching import FailedHistory, attempt, read_seed, read_seeds, search
-from aiocomms.testing.simulation.trial import Program, Trial
+from aiocomms.testing.simulation.trial import Program, SimulatedTrial
 
 KINDS = ("deaths", "pauses", "slow", "cuts", "partitions", "stores")
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     :raises ValueError: the function is not there, or an option is wrong.
     """
     faults = Faults(restarts=options.restarts, **{kind: getattr(options, kind) for kind in KINDS})
-    trial = Trial(_program(options.program), options.ranks, faults, LATENCY, LONGEST)
+    trial = SimulatedTrial(_program(options.program), options.ranks, faults, LATENCY, LONGEST)
     if options.seed is None:
         count, failure = search(trial, read_seeds(options.seeds))
     else:
@@ -88,7 +88,7 @@ def _command(seed: str, options: argparse.Namespace) -> Iterable[str]:
         yield "--restarts"
 
 
-def _write(trial: Trial, failure: FailedHistory, folder: Path) -> None:
+def _write(trial: SimulatedTrial, failure: FailedHistory, folder: Path) -> None:
     """Run the history again, and write the flight recorders of its ranks."""
     number, chosen = read_seed(failure.seed)
     plan = kept(trial.plan(number), chosen) if failure.plan else []

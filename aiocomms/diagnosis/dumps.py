@@ -33,7 +33,7 @@ LARGEST = 8 << 20
 
 SUFFIX = ".aiocomms.jsonl"
 RECORDERS, RECORDS = "recorders", "records"
-"""What a simulated process keeps of its communicators, to be written down when its history has failed."""
+"""The state that a simulated process keeps of its communicators, to be written down when its history has failed."""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)

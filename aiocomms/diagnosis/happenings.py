@@ -1,4 +1,4 @@
-"""What happens in a simulated world, written beside the flight recorders of its ranks."""
+"""The events of a simulated world, written beside the flight recorders of its ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Conduit(Protocol):
     """One end of a simulated connection. What is sent arrives in that order, or the connection ends."""
 
     heard: float
-    """When the other process last gave a sign of life, by this one's monotonic clock."""
+    """The time of the other process's last sign of life, by this one's monotonic clock."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """Hear the other end from now on, and before all else what has come meanwhile.

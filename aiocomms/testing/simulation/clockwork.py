@@ -1,4 +1,4 @@
-"""What happens next in a simulated world, and the clock of each process in it."""
+"""The order of what happens in a simulated world, and the clock of each process in it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Clockwork:
 
     def __init__(self, seed: int) -> None:
         """Begin, with nothing to come."""
-        self.random = Random(seed)  # noqa: S311 - It is to be repeated.
+        self.random = Random(seed)  # noqa: S311 - A seed repeats it.
         self.time = 0.0
         self.trace: list[tuple[float, str, str]] = []
-        """What has happened: the time, to which process, and what."""
+        """All that has happened: the time, to which process, and what."""
         self._coming: list[Occurrence] = []
         self._numbers = itertools.count()
 
     @property
     def next_time(self) -> float:
-        """When the next call comes; infinity: none does."""
+        """The time of the next call; infinity: none does."""
         return self._coming[0].time if self._coming else float("inf")
 
     def at(self, when: float, timeline: Timeline | None, call: Callable[..., object], *args: Any) -> None:

@@ -60,21 +60,21 @@ class Faults:
         """True if there is a fault at all."""
         return any(getattr(self, name) for name in _KINDS)
 
-    def plan(self, seed: int, ranks: int, within: float) -> list[Fault]:
+    def plan(self, seed: int, ranks: int, within: float) -> list[SimulatedFault]:
         """Return the faults of a seed, in their order.
 
         :param within: the seconds in which they happen.
         """
-        draw = Random(f"faults {seed}")  # noqa: S311 - It is to be repeated.
+        draw = Random(f"faults {seed}")  # noqa: S311 - A seed repeats it.
         found = [
-            Fault(within * draw.random(), kind, _arguments(kind, draw, ranks, self.restarts))
+            SimulatedFault(within * draw.random(), kind, _arguments(kind, draw, ranks, self.restarts))
             for kind in _KINDS
             for _ in range(getattr(self, kind))
         ]
         return sorted(found, key=lambda fault: fault.time)
 
 
-class Fault(NamedTuple):
+class SimulatedFault(NamedTuple):
     """One fault."""
 
     time: float
@@ -85,7 +85,7 @@ class Fault(NamedTuple):
         """Have it happen."""
         _KINDS[self.kind](world, *self.arguments)
 
-    def halved(self, times: int) -> Fault:
+    def halved(self, times: int) -> SimulatedFault:
         """Return it with its duration halved so often."""
         place = _DURATIONS.get(self.kind)
         if not times or place is None:
@@ -157,7 +157,7 @@ def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any
     return ()
 
 
-def kept(plan: list[Fault], chosen: Mapping[int, int] | None) -> list[Fault]:
+def kept(plan: list[SimulatedFault], chosen: Mapping[int, int] | None) -> list[SimulatedFault]:
     """Return the faults of a plan with these numbers, their durations halved so often; None: all.
 
     :raises ArgumentError: there is no fault of such a number.

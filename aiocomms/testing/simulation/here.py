@@ -1,4 +1,4 @@
-"""What a simulated program can ask about itself, and do to its world."""
+"""The place of a simulated program, and its hold on the world."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from aiocomms.testing.simulation.faults import Faults, kept
 from aiocomms.testing.simulation.searching import read_seed, read_seeds, search
-from aiocomms.testing.simulation.trial import History, Program, Trial
+from aiocomms.testing.simulation.trial import History, Program, SimulatedTrial
 
 LATENCY = (2e-5, 2e-3)
 """Seconds that a message takes at least and at most."""
@@ -36,7 +36,7 @@ def simulate(
     :raises ArgumentError: an argument is wrong.
     :raises Exception: whatever the program raises on a rank, with notes that say which one, and how to repeat it.
     """
-    trial = Trial(program, ranks, Faults() if faults is None else faults, latency, longest)
+    trial = SimulatedTrial(program, ranks, Faults() if faults is None else faults, latency, longest)
     number, chosen = read_seed(seed)
     return trial.run(number, kept(trial.plan(number), chosen), str(seed))
 
@@ -59,7 +59,7 @@ def explore(
     :returns: the number of histories.
     :raises Exception: as :func:`simulate` does, of the shrunk history.
     """
-    trial = Trial(program, ranks, Faults() if faults is None else faults, latency, longest)
+    trial = SimulatedTrial(program, ranks, Faults() if faults is None else faults, latency, longest)
     count, failure = search(trial, read_seeds(seeds))
     if failure is not None:
         raise failure.error

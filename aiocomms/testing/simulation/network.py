@@ -55,7 +55,7 @@ class Conduit:
         self.coming: deque[Any] = deque()
         """The frames on their way to this end."""
         self.last = 0.0
-        """When the last of them arrives."""
+        """The time at which the last of them arrives."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""
@@ -157,7 +157,7 @@ class Network:
         self._addresses = 0
         self._conduits: dict[Conduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
-        """Until when nothing gets from one rank to another."""
+        """The time until which nothing gets from one rank to another."""
 
     # ------------------------------------------------------------------------------- what processes ask for
 

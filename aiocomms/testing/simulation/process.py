@@ -68,11 +68,11 @@ class Process(Timeline):
         :param restarts: how often the rank has been started before.
         """
         super().__init__(clockwork, rank, restarts)
-        self.loop = SimulatedLoop(self)  # type: ignore[abstract]  # It refuses the rest.
+        self.loop = SimulatedLoop(self)  # type: ignore[abstract]  # The rest is refused.
         self.state: dict[str, Any] = {deadlines.SIMULATED: SimulatedWatchdog(self)}
         self.main: asyncio.Task[Any] | None = None
         self.ended = float("inf")
-        """When it ended, by the time of the world."""
+        """The time of its end, by the time of the world."""
 
     def begin(self, program: Callable[[], Awaitable[Any]], left: Callable[[Process], object]) -> None:
         """Run the program; on its loop.
@@ -93,7 +93,7 @@ class Process(Timeline):
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.report({"message": "it was raised while its task was cancelled", "exception": error, "task": task})
         if self.main is not None and not self.main.cancelled():
-            self.main.exception()  # It is seen, and is the history's.
+            self.main.exception()  # The history raises this one.
         self.loop.report_unseen()
         if names := self.left_open():
             opened = ", ".join(map(repr, names))
@@ -120,7 +120,7 @@ class Process(Timeline):
 
     @property
     def error(self) -> BaseException | None:
-        """What its program has raised, or what nobody was there to catch, or what it has left undone."""
+        """The error of its program, or one that nobody has caught, or what it has left undone."""
         main = self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")
@@ -142,7 +142,7 @@ class Process(Timeline):
 
     @property
     def result(self) -> Any:
-        """What its program has returned; None if it has died."""
+        """The result of its program; None if it has died."""
         return None if self.dead or self.main is None else self.main.result()
 
     def dispose(self) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -27,7 +30,7 @@ _EVENTS: Final = {
 """The events of :func:`sys.addaudithook` that are refused, and the words for them."""
 
 _here = threading.local()
-"""Whether this thread runs a simulated program."""
+"""The note of each thread that it runs a simulated program."""
 _installed: list[bool] = []
 
 
@@ -40,8 +43,6 @@ def watch(on: bool) -> bool:
     """Refuse what cannot be simulated on this thread from now on, or do not; return what was so before."""
     if not _installed:
         sys.addaudithook(_audit)
-        if sys.version_info < (3, 12):  # It has no audit event for the start of a thread.
-            _thread.start_new_thread = threading._start_new_thread = _start  # type: ignore[attr-defined]
         _installed.append(True)
     before = watched()
     _here.on = on
@@ -53,18 +54,40 @@ def watched() -> bool:
     return bool(getattr(_here, "on", False))
 
 
+@contextmanager
+def calls_audited() -> Iterator[None]:
+    """Hear of sleeps and threads, which are no audit events of Python before 3.13 and 3.12."""
+    with ExitStack() as stack:
+        for owner, name, event in _UNHEARD if sys.version_info < (3, 13) else ():
+            stack.enter_context(_heard(owner, name, event))
+        yield
+
+
+_UNHEARD: Final = (
+    (time, "sleep", "time.sleep"),
+    (_thread, "start_new_thread", "_thread.start_new_thread"),
+    (threading, "_start_new_thread", "_thread.start_new_thread"),
+)
+
+
+@contextmanager
+def _heard(owner: Any, name: str, event: str) -> Iterator[None]:
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _audit(event, args)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if event in _EVENTS and watched():
         raise refuse(_EVENTS[event])
-
-
-_start_new_thread = _thread.start_new_thread
-
-
-def _start(*args: Any) -> int:
-    """Start a thread of the system, or refuse it."""
-    _audit("_thread.start_new_thread", args)
-    return _start_new_thread(*args)
 
 
 def _line() -> str:

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from aiocomms.arguments import as_int
 from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation.faults import Fault, kept
-from aiocomms.testing.simulation.trial import Trial
+from aiocomms.testing.simulation.faults import SimulatedFault, kept
+from aiocomms.testing.simulation.trial import SimulatedTrial
 
 _HALVINGS: Final = 15
 """Times that a duration is halved at most: of 20 s, 0.6 ms are left."""
@@ -22,7 +22,7 @@ class FailedHistory(NamedTuple):
     """A history that has failed, with no more faults than it needs."""
 
     seed: str
-    plan: list[Fault]
+    plan: list[SimulatedFault]
     error: BaseException
 
 
@@ -61,7 +61,7 @@ def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
     return seeds
 
 
-def search(trial: Trial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
+def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
     """Run histories until one fails, which is shrunk; return how many have not failed, and that one."""
     count = 0
     for seed in seeds:
@@ -72,9 +72,9 @@ def search(trial: Trial, seeds: Iterable[int]) -> tuple[int, FailedHistory | Non
     return count, None
 
 
-def attempt(trial: Trial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
+def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
     """Run the history of one seed; if it fails, and its faults are not chosen already, shrink it."""
-    plan: list[Fault] = []
+    plan: list[SimulatedFault] = []
     began, text = clock.now(), write_seed(seed, {})
     try:
         plan = trial.plan(seed)
@@ -91,7 +91,7 @@ def attempt(trial: Trial, seed: int, chosen: Mapping[int, int] | None) -> Failed
     return _shrunk(trial, seed, plan, failure)
 
 
-def _shrunk(trial: Trial, seed: int, plan: list[Fault], failure: FailedHistory) -> FailedHistory:
+def _shrunk(trial: SimulatedTrial, seed: int, plan: list[SimulatedFault], failure: FailedHistory) -> FailedHistory:
     """Leave out one fault after the other and halve durations, as long as the history fails in the same way."""
 
     def less(chosen: Mapping[int, int]) -> FailedHistory | None:

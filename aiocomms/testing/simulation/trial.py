@@ -17,8 +17,8 @@ from aiocomms.arguments import as_int
 from aiocomms.bootstrap import directory
 from aiocomms.errors import ArgumentError, ArgumentTypeError, SimulationError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation.faults import Fault, Faults
-from aiocomms.testing.simulation.refusing import watch
+from aiocomms.testing.simulation.faults import Faults, SimulatedFault
+from aiocomms.testing.simulation.refusing import calls_audited, watch
 from aiocomms.testing.simulation.surroundings import simulated_surroundings
 from aiocomms.testing.simulation.tracing import write_trace
 from aiocomms.testing.simulation.world import World
@@ -29,7 +29,7 @@ Program = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class History:
-    """What has happened.
+    """A history: all that has happened.
 
     :param seed: the seed, with the numbers of the faults where some were left out: ``"7/0,2"``.
     :param seconds: how long it took, in its own time.
@@ -46,7 +46,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedTrial:
     """A program, and the arguments of :func:`simulate` but for the seed."""
 
     program: Program
@@ -78,7 +78,7 @@ class Trial:
         if directory.any_open():
             raise SimulationError("this process has open communicators, wanted none during a simulation: close them")
 
-    def plan(self, seed: int) -> list[Fault]:
+    def plan(self, seed: int) -> list[SimulatedFault]:
         """Draw the faults of a seed. They are to happen while the program runs, so it runs without them at first."""
         if not self.faults.any:
             return []
@@ -87,7 +87,7 @@ class Trial:
             within = self.run(seed, [], f"{seed}/").seconds
         return self.faults.plan(seed, self.ranks, within)
 
-    def run(self, seed: int, plan: list[Fault], text: str, trace: Path | None = None) -> History:
+    def run(self, seed: int, plan: list[SimulatedFault], text: str, trace: Path | None = None) -> History:
         """Run one history.
 
         :param text: the seed, and which of its faults these are.
@@ -98,7 +98,8 @@ class Trial:
             loading.load_now(name)
         with _repeatable(seed):
             world = World(seed, self.ranks, self.latency)
-            with clock.simulated_by(world), simulated_surroundings(lambda: world.current, world.now, world.wall):
+            around = simulated_surroundings(lambda: world.current, world.now, world.wall)
+            with clock.simulated_by(world), calls_audited(), around:
                 before = watch(True)
                 try:
                     for fault in plan:
@@ -143,7 +144,7 @@ def _repeatable(seed: int) -> Iterator[None]:
             gc.enable()
 
 
-def _history(world: World, plan: list[Fault], seed: str) -> History:
+def _history(world: World, plan: list[SimulatedFault], seed: str) -> History:
     """Return what has happened, or raise what a rank has."""
     if world.failed is not None:
         error = world.failed.error
@@ -154,7 +155,7 @@ def _history(world: World, plan: list[Fault], seed: str) -> History:
     return History(seed, world.time, results, [str(fault) for fault in plan], world.lines())
 
 
-def _notes(world: World, plan: list[Fault], seed: str, error: BaseException) -> Iterator[str]:
+def _notes(world: World, plan: list[SimulatedFault], seed: str, error: BaseException) -> Iterator[str]:
     failed = world.failed
     if failed is not None:
         if uncaught := failed.note(error):

@@ -1,0 +1,453 @@
+"""The simulation itself: its promises, what it refuses, and the errors of a history that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import HANGS
+
+import aiocomms
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommError,
+    PeerDiedError,
+    SimulationError,
+)
+from aiocomms.testing import Faults, explore, here, simulate
+
+pytestmark = pytest.mark.deterministic
+
+ALL = Faults(deaths=1, restarts=True, pauses=1, slow=1, cuts=1, partitions=1)
+
+
+async def sums():
+    """Sum a few tensors; return the error if there is one."""
+    try:
+        async with aiocomms.new_comm(timeout=10) as comm:
+            for _ in range(5):
+                t = await comm.all_reduce(torch.ones(2))
+                assert t.tolist() == [comm.size] * 2
+            return comm.rank
+    except CommError as error:
+        return type(error).__name__
+
+
+def notes(caught):
+    return "\n".join(caught.value.__notes__)
+
+
+def line_of(text):
+    """Return where in this file a line stands, as errors name it."""
+    numbers = [i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {text}")]
+    assert len(numbers) == 1
+    return f"{__file__}:{numbers[0]}, in "
+
+
+# ------------------------------------------------------------------------------------------------------- the seed
+
+
+def test_same_seed_gives_the_same_history():
+    for seed in range(5):
+        one, two = (simulate(sums, 3, seed=seed, faults=ALL) for _ in range(2))
+        assert one == two
+
+
+def test_other_seed_gives_another_history():
+    assert len({tuple(simulate(sums, 3, seed=seed).trace) for seed in range(5)}) == 5
+
+
+@pytest.mark.search
+@pytest.mark.real
+def test_same_seed_gives_the_same_history_in_other_processes():
+    script = (
+        "import hashlib, test_simulating as t\n"
+        "found = [t.simulate(t.sums, 3, seed=seed, faults=t.ALL) for seed in range(20)]\n"
+        "print(hashlib.sha256(repr(found).encode()).hexdigest())\n"
+    )
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = {path}\n{script}"],
+            env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, text=True, timeout=HANGS, check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(told) == 1
+
+
+def test_seed_decides_what_a_program_draws():
+    async def program():
+        return torch.rand(1).item()
+
+    assert simulate(program, seed=1).results == simulate(program, seed=1).results
+    assert simulate(program, seed=1).results != simulate(program, seed=2).results
+
+
+# ----------------------------------------------------------------------------------------------------------- time
+
+
+def test_virtual_time_passes_without_real_time():
+    async def program():
+        begins = asyncio.get_running_loop().time()
+        await asyncio.sleep(3600)
+        return asyncio.get_running_loop().time() - begins
+
+    history = simulate(program)
+    assert history.results == [pytest.approx(3600, rel=1e-3)] * 2
+    assert history.seconds == pytest.approx(3600, rel=1e-3)
+
+
+def test_clocks_of_ranks_differ():
+    async def program():
+        return asyncio.get_running_loop().time()
+
+    one, two = simulate(program).results
+    assert abs(one - two) > 1
+
+
+def test_history_longer_than_asked_is_an_error_with_the_waiting_lines():
+    async def program():
+        await asyncio.sleep(3600)  # the long sleep
+
+    with pytest.raises(SimulationError, match=r"the history takes longer than 60 s:") as caught:
+        simulate(program, longest=60)
+    assert f"rank 0: task 'main' waits at {line_of('the long sleep')}" in str(caught.value)
+
+
+def test_deadlock_is_told_at_once_with_the_waiting_lines():
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            if comm.rank == 1:
+                await comm.barrier()
+                await asyncio.Future()  # the future
+            await comm.barrier()
+            await asyncio.Event().wait()  # the wait
+
+    with pytest.raises(SimulationError) as caught:
+        simulate(program)
+    assert f"task 'main' waits at {line_of('the future')}" in str(caught.value)
+    assert f"task 'main' waits at {line_of('the wait')}" in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------------- faults
+
+
+def test_dead_rank_runs_no_finally():
+    ran = []
+
+    async def program():
+        try:
+            if here().rank == 1:
+                here().world.kill(1)
+            await asyncio.sleep(10)
+        finally:
+            ran.append((here().rank, here().world.time > 1))
+
+    assert simulate(program).results == [None, None]
+    assert (0, True) in ran
+    assert (1, True) not in ran[: ran.index((0, True))]
+
+
+def test_death_is_an_error_of_the_others():
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            if comm.rank == 1:
+                here().world.kill(1)
+            with pytest.raises(PeerDiedError) as caught:
+                await comm.barrier()
+            return caught.value.peer
+
+    assert simulate(program, 3).results == [1, None, 1]
+
+
+def test_restarted_rank_knows_it():
+    async def program():
+        if here().rank == 1 and not here().restarts:
+            here().world.kill(1, restart=2.0)
+        await asyncio.sleep(5)
+        return here().restarts
+
+    history = simulate(program)
+    assert history.results == [0, 1]
+    assert history.seconds == pytest.approx(7, rel=1e-2)
+    assert [line.partition(" ")[2] for line in history.trace if line.startswith("7")] == ["rank 1 (restart 1): ends"]
+
+
+@pytest.mark.parametrize(("seconds", "error"), [(1.0, None), (15.0, PeerDiedError)])
+def test_pause_longer_than_the_heartbeat_is_a_death(seconds, error):
+    async def program():
+        try:
+            async with aiocomms.new_comm() as comm:
+                if comm.rank == 1:
+                    here().world.pause(1, seconds)
+                await comm.barrier()
+                return None
+        except CommError as raised:
+            return type(raised)
+
+    assert simulate(program, 2).results[0] is error
+
+
+def test_partition_holds_messages_up():
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            begins = here().world.time
+            if comm.rank == 0:
+                here().world.part(0, 1, 2.0)
+            await comm.barrier()
+            return here().world.time - begins
+
+    assert min(simulate(program, 2).results) > 1.5
+
+
+def test_cut_loses_the_communicator():
+    async def program():
+        try:
+            async with aiocomms.new_comm() as comm:
+                await comm.barrier()
+                if comm.rank == 0:
+                    here().world.cut(0, 1)
+                await comm.barrier()
+        except CommError as error:
+            return type(error)
+
+    results = simulate(program, 3).results
+    assert PeerDiedError in results
+    assert set(results) <= {PeerDiedError, CommAbortedError}
+
+
+def test_lost_store_lets_no_communicator_form():
+    async def program():
+        here().world.lose_store()
+        with pytest.raises(CommError, match="store"):
+            await aiocomms.new_comm(timeout=10)
+
+    simulate(program)
+
+
+def test_faults_of_a_seed_are_told_in_words():
+    told = "\n".join(simulate(sums, 3, seed=1, faults=Faults(1, True, 1, 1, 1, 1, 1)).faults)
+    for words in (r"rank \d dies, and starts anew", "stands still for", "becomes slow", "are cut", "does not reach"):
+        assert re.search(words, told)
+    assert "the store dies" in told
+
+
+# ------------------------------------------------------------------------------------------------------- shrinking
+
+
+async def breaks_by_deaths():
+    async with aiocomms.new_comm(timeout=10) as comm:
+        for _ in range(20):
+            await comm.barrier()
+
+
+async def breaks_by_long_pauses():
+    """Fail if something takes longer than two seconds."""
+    begins = here().world.time
+    await asyncio.sleep(0.01)
+    assert here().world.time - begins < 2
+
+
+def test_shrinking_leaves_the_least_faults():
+    with pytest.raises(PeerDiedError) as caught:
+        explore(breaks_by_deaths, 3, seeds=20, faults=Faults(deaths=1, pauses=2, slow=1))
+    told = [note for note in caught.value.__notes__ if note.startswith("fault: ")]
+    assert len(told) == 1
+
+
+def test_shrinking_halves_durations():
+    with pytest.raises(AssertionError) as caught:
+        explore(breaks_by_long_pauses, faults=Faults(pauses=2, within=0.01))
+    told = re.findall(r"stands still for (\S+) s", notes(caught))
+    assert len(told) == 1
+    assert 1.9 < float(told[0]) < 4
+
+
+def test_seed_of_a_shrunk_history_repeats_it():
+    with pytest.raises(AssertionError) as caught:
+        explore(breaks_by_long_pauses, faults=Faults(pauses=2, within=0.01))
+    seed = re.search(r"the seed of this history is '(\S+)'", notes(caught))[1]
+    assert "~" in seed
+    with pytest.raises(AssertionError) as again:
+        simulate(breaks_by_long_pauses, seed=seed, faults=Faults(pauses=2, within=0.01))
+    assert notes(again) == notes(caught)
+
+
+def test_seeds_that_find_nothing_are_counted():
+    assert explore(sums, seeds=3) == 3
+    assert explore(sums, seeds=[7, 9]) == 2
+
+
+# ------------------------------------------------------------------------------------- errors of a program
+
+
+def test_error_of_a_rank_is_raised_with_the_rank():
+    async def program():
+        if here().rank == 1:
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong") as caught:
+        simulate(program, seed=7)
+    assert re.search(r"it was raised on rank 1 of 2 ranks, after \S+ s of the simulation", notes(caught))
+    assert "the seed of this history is '7'" in notes(caught)
+
+
+def test_error_of_a_forgotten_task_fails_the_history():
+    kept = []
+
+    async def program():
+        async def forgotten():
+            raise ValueError("wrong")
+
+        kept.append(asyncio.create_task(forgotten(), name="forgotten one"))
+        await asyncio.sleep(1)
+
+    with pytest.raises(ValueError, match="wrong") as caught:
+        simulate(program)
+    assert "nothing has caught it: Task exception was never retrieved, of task 'forgotten one'" in notes(caught)
+
+
+def test_error_of_a_task_that_is_cancelled_at_the_end_fails_the_history():
+    async def program():
+        async def stubborn():
+            try:
+                await asyncio.sleep(100)
+            finally:
+                raise ValueError("wrong")
+
+        task = asyncio.create_task(stubborn())
+        await asyncio.sleep(1)
+        assert not task.done()
+
+    with pytest.raises(ValueError, match="wrong"):
+        simulate(program)
+
+
+def test_communicator_that_is_left_open_fails_the_history():
+    async def program():
+        comm = await aiocomms.new_comm()
+        await comm.barrier()
+        if comm.rank == 0:
+            await comm.aclose()
+
+    with pytest.raises(SimulationError, match="rank 1 has left 'world' open"):
+        simulate(program)
+
+
+def test_message_that_nothing_matches_fails_the_history():
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            if comm.rank == 0:
+                comm.send(torch.ones(1), 1, tag=7)
+
+    with pytest.raises(CommAbortedError, match=r"send #0 .* closed by rank 1, which this op needs"):
+        simulate(program)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+async def starts_a_thread():
+    threading.Thread(target=print).start()  # starts_a_thread
+
+
+async def connects():
+    with socket.socket() as one:
+        one.connect(("127.0.0.1", 9))  # connects
+
+
+async def blocks_the_loop():
+    time.sleep(0.001)  # noqa: ASYNC251  # blocks_the_loop
+
+
+async def runs_a_program():
+    subprocess.run(["true"], check=True)  # noqa: ASYNC221  # runs_a_program
+
+
+async def serves():
+    await asyncio.start_server(print, "127.0.0.1", 0)  # serves
+
+
+async def waits_on_the_loop():
+    comm = await aiocomms.new_comm()
+    comm.portal().barrier().wait()  # waits_on_the_loop
+
+
+@pytest.mark.parametrize("program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, serves])
+def test_what_cannot_be_simulated_is_refused_with_its_line(program):
+    with pytest.raises(SimulationError, match="cannot be simulated") as caught:
+        simulate(program)
+    assert str(caught.value).endswith(f"{line_of(program.__name__)}{program.__name__}")
+
+
+def test_blocking_wait_on_the_loop_is_refused():
+    with pytest.raises(Exception, match=r"loop") as caught:
+        simulate(waits_on_the_loop)
+    assert isinstance(caught.value, (SimulationError, CommError))
+
+
+def test_real_threads_run_after_a_simulation():
+    simulate(sums)
+    thread = threading.Thread(target=time.sleep, args=(0,))
+    thread.start()
+    thread.join()
+
+
+WRONG = {
+    "program is 3, wanted an async function without arguments": {"program": 3},
+    "program returned 3, wanted an awaitable: write 'async def'": {"program": lambda: 3},
+    "ranks is 0, wanted at least 1 rank as an int": {"ranks": 0},
+    "ranks is '2', wanted at least 1 rank as an int": {"ranks": "2"},
+    "seed is 'x', wanted an int, or a text such as '7/0,2'": {"seed": "x"},
+    "seed is 1.5, wanted an int, or a text such as '7/0,2'": {"seed": 1.5},
+    "seed names fault 0, wanted numbers below 0, as many faults there are": {"seed": "7/0"},
+    "latency is (2, 1), wanted the least and the most seconds, above 0": {"latency": (2, 1)},
+    "latency is (0, 1), wanted the least and the most seconds, above 0": {"latency": (0, 1)},
+    "latency is 1, wanted the least and the most seconds, above 0": {"latency": 1},
+    "longest is 0, wanted seconds above 0": {"longest": 0},
+    "faults is 3, wanted Faults(deaths=1) or the like, or None": {"faults": 3},
+    "faults has cuts or partitions, wanted none where there is only 1 rank": {"ranks": 1, "faults": Faults(cuts=1)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_argument_is_refused_by_name(message):
+    with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
+        simulate(**{"program": sums, **WRONG[message]})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("given", [{"deaths": -1}, {"cuts": 1.5}, {"restarts": 1}, {"within": 0}, {"within": "1"}])
+def test_wrong_number_of_faults_is_refused_by_name(given):
+    with pytest.raises(ArgumentError, match=rf"^{next(iter(given))} is .*, wanted "):
+        Faults(**given)
+
+
+@pytest.mark.parametrize("seeds", [0, "7", True, 2.5])
+def test_wrong_seeds_are_refused_by_name(seeds):
+    with pytest.raises(ArgumentError, match=r"^seeds is .*, wanted how many"):
+        explore(sums, seeds=seeds)
+
+
+def test_simulation_within_a_simulation_is_refused():
+    async def program():
+        simulate(sums)
+
+    with pytest.raises(SimulationError, match="a simulation runs already"):
+        simulate(program)
+
+
+def test_place_outside_a_simulation_is_refused():
+    with pytest.raises(SimulationError, match="no simulation runs"):
+        here()
