@@ -49,8 +49,13 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(lost, peer=error.peer)
 
     def for_peers(self, rank: int) -> CommError:
-        """Return what the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`."""
+        """Return what the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`.
+
+        A rank that is excluded tells them of its death, as those do that took it for dead.
+        """
         error = self.error
+        if isinstance(error.__cause__, PeerDiedError) and error.__cause__.peer == rank:
+            error = error.__cause__
         if isinstance(error, (CommAbortedError, MismatchError, PeerDiedError)):
             return type(error)(error.message, peer=rank if error.peer is None else error.peer)
         if isinstance(error, CommTimeoutError):

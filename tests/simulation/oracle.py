@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import traffic
 from place import BrokenPromiseError
 from programs import Program, Report, run
 
@@ -128,5 +129,6 @@ def _agree(program: Program, comm: str, lost: list[tuple[Report, Any]]) -> None:
         if loss.lost is not None and not silent[report.rank]
     }
     causes = len(program.struck()) + sum(one is not None for one in program.endings)
+    causes += any(traffic.split in phase for phase in program.phases)  # Parts that are lost are causes, too.
     if causes == 1 and len({kind for kind, _ in told}) > 1:
         raise BrokenPromiseError(f"'{comm}' was lost by {sorted(map(str, told))}: not the same on all ranks")

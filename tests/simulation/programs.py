@@ -170,7 +170,10 @@ class Rank:
                 self.report.steps += 1
             if ending is None:
                 return "done"
-            if await ending(self._place(phase, 60)):
+            last = self._place(phase, 60)
+            if traffic.split in program.phases[phase]:
+                last.calm = False  # Some may still form a part, which its end breaks off: they give up, too.
+            if await ending(last):
                 self.report.losses.append(Loss(comm.name, None, None))
                 return "left"
             raise BrokenPromiseError(f"{ending.__name__} has ended without an error on rank {comm.rank}")

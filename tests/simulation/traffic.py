@@ -13,6 +13,9 @@ from torch import Tensor
 
 from aiocomms.errors import CommTimeoutError, WorkCancelledError
 
+SILENCE = 6.0
+"""Seconds after which a silent rank counts as dead. What has no deadline ends by that."""
+
 
 async def messages(at: Place) -> None:
     """Several messages between any ranks, of several tags, that are received in another order than they were sent."""
@@ -193,19 +196,19 @@ async def stream(at: Place) -> None:
     if at.rank not in (one, other) or one == other:
         return
     peer, mine = (other, 0) if at.rank == one else (one, 1)
-    end = await at.end(at.comm.open_stream(peer, capacity, f"stream {at.number}"), at.patience)
+    end = await at.end(at.comm.open_stream(peer, capacity, f"stream {at.number}"), SILENCE)
 
     async def give() -> None:
         for index in range(counts[mine]):
-            await at.end(end.send(at.numbers(sizes[index], torch.int64, mine, index)))
+            await at.end(end.send(at.numbers(sizes[index], torch.int64, mine, index)), SILENCE)
         await end.send_eof()
 
     async def take() -> None:
         for index in range(counts[1 - mine]):
-            got = await at.end(end.receive())
+            got = await at.end(end.receive(), SILENCE)
             at.same(got, at.numbers(sizes[index], torch.int64, 1 - mine, index), f"item {index} of a stream")
         try:
-            raise BrokenPromiseError(f"a stream has an item more: {await at.end(end.receive())}")
+            raise BrokenPromiseError(f"a stream has an item more: {await at.end(end.receive(), SILENCE)}")
         except anyio.EndOfStream:
             pass
 
@@ -264,7 +267,7 @@ async def split(at: Place) -> None:
     groups = [ranks[:cut], ranks[cut:] if at.draw.random() < 0.5 else []]
     mine = next((group for group in groups if at.rank in group), [])
     steps = [at.draw.choice(IN_LANES) for _ in range(at.draw.randint(0, 2))]
-    child = await at.end(at.comm.split(mine))
+    child = await at.end(at.comm.split(mine, timeout=at.patience), 2 * at.patience)
     at.same(child is None, not mine, "communicator of a split that has not this rank")
     if child is None:
         return

@@ -335,6 +335,8 @@ class _Calling:
             raise CommTimeoutError(late, late=absent)
 
     def close(self) -> None:
-        """Give all up."""
+        """Give all up, and tell the others, which may have formed their part."""
+        given_up = lowlevel.Reason("CommAbortedError", "it has given up while it was formed", self._rendezvous.rank)
         for conduit in self.conduits.values():
+            conduit.send(Aborted(given_up))
             conduit.close()

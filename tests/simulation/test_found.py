@@ -1,0 +1,82 @@
+"""What simulated histories have found, each in the least program that shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+
+import aiocomms
+from aiocomms.core.lifecycle import failure_of
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.testing.simulation import explore, here, simulate
+from aiocomms.testing.simulation.loop import SimulatedTask
+
+pytestmark = pytest.mark.deterministic
+
+
+def test_what_a_program_writes_after_an_abort_is_no_message() -> None:
+    async def program() -> None:
+        async with aiocomms.new_comm() as comm:
+            tensor = torch.full((3,), comm.rank)
+            try:
+                if comm.rank == 0:
+                    work = comm.send(tensor, 1)
+                    comm.abort("it has second thoughts")
+                    await work
+                else:
+                    assert (await comm.recv(tensor, 0)).tolist() == [0, 0, 0]
+            except CommError:
+                tensor.fill_(77)
+
+    explore(program, seeds=5)
+
+
+def test_rank_that_is_excluded_tells_the_others_of_its_death() -> None:
+    failure = failure_of(PeerDiedError("rank 1 is gone", peer=1), 0.0, rank=1)
+    assert isinstance(failure.error, CommAbortedError)
+    assert "excluded" in failure.error.message
+    told = failure.for_peers(rank=1)
+    assert isinstance(told, PeerDiedError)
+    assert (told.peer, told.message) == (1, "rank 1 is gone")
+
+
+def test_what_is_sent_to_nobody_is_lost() -> None:
+    async def program() -> tuple[list[object], list[bool]]:
+        heard: list[object] = []
+        ends: list[bool] = []
+        conduit = here().world.network.connect(b"nowhere", 0)
+        conduit.hear(heard.append, ends.append)
+        conduit.send(("a frame",))
+        await asyncio.sleep(1)
+        return heard, ends
+
+    assert simulate(program, 1).results == [([], [False])]
+
+
+def test_messages_of_anybody_are_received() -> None:
+    async def program() -> object:
+        async with aiocomms.new_comm() as comm:
+            if comm.rank:
+                await comm.send(torch.tensor([comm.rank]), 0)
+                return None
+            probed = await comm.probe()
+            first = await comm.recv_message(probed.src)
+            return {probed.src: int(first.tensor), **{it.src: int(it.tensor) for it in [await comm.recv_message()]}}
+
+    assert simulate(program, 3).results[0] == {1: 1, 2: 2}
+
+
+def test_histories_leave_no_garbage() -> None:
+    async def program() -> None:
+        async with aiocomms.new_comm() as comm:
+            await comm.barrier()
+
+    def tasks() -> int:
+        simulate(program, 2)
+        return sum(isinstance(it, SimulatedTask) for it in gc.get_objects())
+
+    before = tasks()
+    assert [tasks() for _ in range(3)] == [before] * 3

@@ -1,0 +1,58 @@
+"""Random programs in simulated worlds, by fixed seeds, and by as many others as there is time for.
+
+``SIMULATION_SEEDS=0-1000000`` says which seeds a search takes; half of them are each of two tests', for two processors.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable
+
+import oracle
+import pytest
+from programs import Program
+
+SEEDS = 5000
+PARTS = 10
+SEARCHED = os.environ.get("SIMULATION_SEEDS", "1000000-2000000")
+
+
+def check_all(seeds: Iterable[int]) -> None:
+    """Check the histories of some seeds."""
+    gc.collect()
+    gc.freeze()  # What tests have loaded need not be looked through after each history.
+    try:
+        for seed in seeds:
+            oracle.check(seed)
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.deterministic
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_histories_of_fixed_seeds_break_no_promise(part: int) -> None:
+    each = SEEDS // PARTS
+    check_all(range(part * each, (part + 1) * each))
+
+
+@pytest.mark.deterministic
+def test_same_seed_has_the_same_history() -> None:
+    for seed in range(8):
+        assert oracle.check(seed).trace == oracle.check(seed).trace
+
+
+@pytest.mark.deterministic
+def test_program_is_drawn_from_its_seed() -> None:
+    assert str(Program.drawn(7)) == str(Program.drawn(7))
+    assert len({str(Program.drawn(seed)) for seed in range(50)}) == 50
+
+
+@pytest.mark.deterministic
+@pytest.mark.search
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("half", range(2))
+def test_histories_of_new_seeds_break_no_promise(half: int) -> None:
+    first, last = map(int, SEARCHED.split("-"))
+    check_all(range(first + half, last, 2))
