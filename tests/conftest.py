@@ -17,6 +17,7 @@ import torch  # noqa: F401
 from concurrency import LOOPS, Main, run_on
 from inside import Entry
 from processes import HANGS, PATIENCE, Run, runner
+from simulated import simulated_runner
 
 _GATE = ("options", "kinds", "sample", "leaks", "ledger", "retry", "schedule", "budget")
 pytest_plugins = [f"gate.{name}" for name in _GATE]
@@ -88,8 +89,11 @@ def run(loop: str) -> Callable[..., Any]:
 
 @pytest.fixture(name="ranks")
 def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
-    """Run an async function in a process for each rank; a module that asks for it has a fixture ``transport``."""
-    with runner(transport, tmp_path) as run:
+    """Run an async function in a process for each rank; a module that asks for it has a fixture ``transport``.
+
+    On ``net`` they are the processes of a simulation.
+    """
+    with simulated_runner(tmp_path) if transport == "net" else runner(transport, tmp_path) as run:
         yield run
 
 

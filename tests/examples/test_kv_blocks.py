@@ -139,7 +139,7 @@ async def submit(place: Rank, dies: bool) -> Any:
         place.give("metadata", transport.get_agent_metadata())
         place.told("written")
         if dies:
-            place.die()
+            await place.die()
         rows = [row[0] for row in mine.tolist()]
         transport.close()
         return rows

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
@@ -29,9 +28,13 @@ from torch.distributed import Store
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.lowlevel import clock
 
 FULL = os.environ.get("AIOCOMMS_FAULTS") == "full"
 """All victims, delays and loops (make faults), or one of each (make test)."""
+
+PAUSE = 0.001
+"""Seconds between two rounds of traffic."""
 
 
 class Stuck(logging.Handler):
@@ -78,14 +81,16 @@ class Watch:
             self.rounds += 1
             if int(await ready) == size:
                 return
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(PAUSE if clock.simulation is None else 50 * PAUSE)  # there each round is computed
 
 
 def holdings() -> Counter[str]:
     """What this process has of its machine: threads, descriptors, mappings that are shared; and tasks.
 
-    What gloo keeps does not count.
+    What gloo keeps does not count. A simulated process has tasks alone.
     """
+    if clock.simulation is not None:
+        return Counter({"tasks": len(asyncio.all_tasks())})
     threads, links = held()
     rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
     shared = sum(row[1].endswith("s") for row in rows)
@@ -107,7 +112,8 @@ async def oracle(place: Rank, *victims: int, reported: str | None = None, **opti
     if place.rank in victims:
         yield watch
         return
-    gc.freeze()  # what torch brings need not be looked through each time
+    if not place.simulated:
+        gc.freeze()  # what torch brings need not be looked through each time
     survivors = [rank for rank in range(place.size) if rank not in victims]
     async with place.open("once", survivors, **options) as once:  # what the first one loads stays
         await once.all_reduce(torch.zeros(LARGE))
@@ -130,44 +136,44 @@ async def oracle(place: Rank, *victims: int, reported: str | None = None, **opti
 
 
 async def go_on(watch: Watch, traffic: asyncio.Task[None]) -> None:
-    rounds, ends = watch.rounds, time.monotonic() + PATIENCE
+    rounds, ends = watch.rounds, clock.now() + PATIENCE
     while watch.rounds < rounds + 3 and not traffic.done():
-        assert time.monotonic() < ends, "the other communicator does not go on"
+        assert clock.now() < ends, "the other communicator does not go on"
         await asyncio.sleep(0.001)
     if traffic.done():
         traffic.result()
 
 
 @contextlib.contextmanager
-def left_after_meeting(seconds: float) -> Iterator[None]:
+def left_after_meeting(place: Rank, seconds: float) -> Iterator[None]:
     """In this process, so many seconds are left to form in when all ranks have come, however long that took."""
     arrive = StoreRendezvous.arrive
 
     async def arrives(self: StoreRendezvous, root: Store) -> None:
         await arrive(self, root)
-        self._ends = time.monotonic() + seconds
+        self._ends = clock.now() + seconds
 
-    StoreRendezvous.arrive = arrives  # type: ignore[method-assign]
+    place.replace(StoreRendezvous, "arrive", arrives)
     try:
         yield
     finally:
-        StoreRendezvous.arrive = arrive  # type: ignore[method-assign]
+        place.replace(StoreRendezvous, "arrive", arrive)
 
 
 async def settled(before: Counter[str]) -> None:
     """Wait until this process holds no more than it held."""
-    ends = time.monotonic() + PATIENCE
+    ends = clock.now() + PATIENCE
     while more := holdings() - before:
-        assert time.monotonic() < ends, f"more than before: {dict(more)}"
+        assert clock.now() < ends, f"more than before: {dict(more)}"
         await asyncio.sleep(0.01)
         gc.collect()
 
 
 async def forgotten(kept: weakref.ref[Any]) -> None:
     """Wait until nothing keeps a buffer: what ops were doing is put into words on another thread, and may be later."""
-    ends = time.monotonic() + PATIENCE
+    ends = clock.now() + PATIENCE
     while kept() is not None:
-        assert time.monotonic() < ends, "the buffer is kept for ever"
+        assert clock.now() < ends, "the buffer is kept for ever"
         await asyncio.sleep(0.01)
         gc.collect()
 

@@ -39,6 +39,8 @@ none, of it or of some part. `docs/reliability.md` says what the tests hold thei
 def shown(item: pytest.Item) -> list[tuple[int, str]]:
     """The cases that a test shows, and on which transports: see cases.py."""
     parameters = item.callspec.id if hasattr(item, "callspec") else ""
+    if "net" in parameters.split("-"):  # a simulation has no transport of the catalogue
+        return []
     own = tuple(sorted(set(re.findall("|".join(TRANSPORTS), parameters))))
     pairs = []
     for marker in item.iter_markers("fault"):

@@ -67,7 +67,7 @@ async def hub_and_two(place: Rank, doing: str) -> Any:
                 await peer.recv_object()
                 place.tell("it answers nobody")
                 place.told("it is asked")  # the loop stands
-                place.die()
+                await place.die()
             assert await peer.recv_object() == "go on"
             return region.tensor.sum().item()
     async with aiocomms.open_endpoint("ucx") as here:
@@ -143,7 +143,7 @@ async def die_amid_puts(place: Rank, rounds: int) -> Any:
             peer = await here.accept()
             for _ in range(rounds):
                 await peer.wait_signal()
-            place.die()
+            await place.die()
         peer = await here.connect(await asyncio.to_thread(place.given, "address"))
         remote = await peer.attach(place.given("descriptor"))
         source = torch.ones(16 * MIB)
@@ -510,7 +510,7 @@ async def connect_anew(place: Rank) -> Any:
         address = await asyncio.to_thread(place.given, "address")
         if place.rank == 1:
             await (await here.connect(address)).recv_object()
-            place.die()
+            await place.die()
         await asyncio.to_thread(place.told, "noticed")
         await (await here.connect(address)).send_object("anew")
         return time.monotonic() > 0

@@ -68,7 +68,7 @@ async def die_with_a_child(place: Rank, victim: int, fork: Callable[[Rank, set[s
         fork(place, before)
         await asyncio.to_thread(place.told, "child")
         await comm.barrier()
-        place.die()
+        await place.die()
     await comm.barrier()
     try:
         assert (await death(comm.recv(torch.zeros(1), victim, timeout=PATIENCE))).peer == victim
@@ -108,7 +108,7 @@ async def stores_host_dies(place: Rank, port: int) -> None:
         await asyncio.to_thread(place.told, "ready")
         by_fork(place, before)
         await asyncio.to_thread(place.told, "child")
-        place.die()
+        await place.die()
     place.tell("ready")
     await asyncio.to_thread(place.told, "died")
     try:

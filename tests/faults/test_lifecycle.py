@@ -27,6 +27,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
 from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, no_threads, numbers
+from simulated import NET, PROCESSES
 
 from aiocomms.core import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
@@ -40,7 +41,7 @@ LOOPS = 200 if FULL else 12
 Notice = Callable[[list[float]], None]
 
 
-@pytest.fixture(params=["c10d", "ucx"])
+@pytest.fixture(params=[NET, "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -62,11 +63,11 @@ async def come_late(place: Rank) -> float:
             await comm.aclose()
             return 0.0
         await hear(place, "gave up", 0, 2)
-        began = time.monotonic()
+        began = clock.now()
         mine = numbers(LARGE, 1)
         with pytest.raises(CommAbortedError):
             await comm.all_reduce(mine)
-        took = time.monotonic() - began
+        took = clock.now() - began
         assert torch.equal(mine, numbers(LARGE, 1)), "it matched something"
         place.tell("late 1")
         await comm.aclose()
@@ -108,6 +109,7 @@ def heed_interrupts(rank: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@PROCESSES
 @pytest.mark.fault(46)
 def test_keyboard_interrupt_of_a_rank_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     first, interrupted, last = ranks(3, interrupt, before=heed_interrupts)
@@ -130,7 +132,7 @@ async def abort_a_thousand(place: Rank, how: str) -> float:
 
             if how == "thread":
                 threading.Thread(target=abort).start()
-            elif how == "task":
+            elif how == "task" or place.simulated:
                 asyncio.get_running_loop().call_soon(abort)
             else:
                 signal.signal(signal.SIGUSR2, abort)
@@ -264,12 +266,14 @@ def failed(call: Callable[[], None]) -> list[BaseException]:
     return []
 
 
+@PROCESSES
 @pytest.mark.fault(54)
 @pytest.mark.filterwarnings("ignore")
 def test_successive_loops_leak_nothing(ranks: Run) -> None:
     ranks(2, come_and_go, True)
 
 
+@PROCESSES
 @pytest.mark.fault(53)
 @pytest.mark.filterwarnings("ignore")
 def test_successive_loops_with_pending_works_leak_nothing(ranks: Run) -> None:
@@ -312,6 +316,7 @@ if place.rank == 1:
 """
 
 
+@PROCESSES
 @pytest.mark.fault(56)
 @pytest.mark.parametrize("how", ENDS if FULL else ["an exception"])
 def test_interpreter_exit_with_an_open_communicator_is_noticed_in_time(
@@ -366,11 +371,13 @@ async def exec_a_child(place: Rank, close: bool) -> None:
         await comm.barrier()
 
 
+@PROCESSES
 @pytest.mark.fault(58)
 def test_exec_of_a_child_inherits_no_descriptor(ranks: Run) -> None:
     ranks(2, exec_a_child, True)
 
 
+@PROCESSES
 @pytest.mark.fault(58)
 def test_no_descriptor_is_inheritable(ranks: Run) -> None:
     ranks(2, exec_a_child, False)
@@ -429,6 +436,7 @@ async def run_out(place: Rank, what: str, room: int) -> None:
             await comm.all_reduce(torch.ones(LARGE))
 
 
+@PROCESSES
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("room", [2, 4, 6, 8, 10] if FULL else [4])
 def test_exhausted_descriptors_raise_comm_error_and_leak_nothing(
@@ -470,6 +478,7 @@ async def run_out_of_threads(place: Rank) -> None:
             await exchange(comm, LARGE)
 
 
+@PROCESSES
 @pytest.mark.fault(59)
 def test_new_comm_without_threads_fails_and_an_open_communicator_goes_on(ranks: Run) -> None:
     ranks(2, run_out_of_threads)
@@ -495,7 +504,7 @@ async def run_out_at_last(place: Rank) -> None:
                 stack.callback(setattr, where, what, step)
                 setattr(where, what, run_out)
             # UCX's rank 0 is told by nobody.
-            with left_after_meeting(4), pytest.raises(CommError) as caught:
+            with left_after_meeting(place, 4), pytest.raises(CommError) as caught:
                 async with place.open("poor") as comm:
                     await comm.barrier()
         assert place.rank == 0 or "thread" in caught.value.message, caught.value
@@ -506,6 +515,7 @@ async def run_out_at_last(place: Rank) -> None:
             await exchange(comm, LARGE)
 
 
+@PROCESSES
 @pytest.mark.fault(59)
 def test_transport_without_its_own_thread_fails_to_open_and_leaks_nothing(ranks: Run) -> None:
     ranks(2, run_out_at_last)
@@ -594,6 +604,7 @@ async def collect_all_the_time(place: Rank) -> None:
         await comm.barrier()
 
 
+@PROCESSES
 @pytest.mark.search
 @pytest.mark.fault(62)
 def test_ops_survive_constant_garbage_collection(ranks: Run) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +10,13 @@ import pytest
 import torch
 from oracle import named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, hear, numbers
+from simulated import NET, PROCESSES
 
 import aiocomms
 from aiocomms.communicator import formation
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
+from aiocomms.lowlevel import clock
 
 pytestmark = pytest.mark.real
 
@@ -25,14 +24,15 @@ Notice = Callable[[list[float]], None]
 DEADLINE = 3.0  # in which a rank that is not stopped calls the collective that the others have called
 
 
-@pytest.fixture(params=["c10d", "ucx"])
+@pytest.fixture(params=[NET, "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-async def processes(comm: Communicator) -> list[Any]:
-    """Of all ranks."""
-    return await comm.all_gather_object(os.getpid())
+async def introduced(place: Rank, comm: Communicator) -> None:
+    """Have all ranks say who they are."""
+    place.say_who()
+    await comm.barrier()
 
 
 async def reduced(comm: Communicator, turn: int, **more: Any) -> None:
@@ -45,9 +45,9 @@ async def stop_past_a_deadline(place: Rank) -> Any:
     """Rank 2 is stopped amid collectives; the others give up and go on without it. What it had sent reaches nobody."""
     async with oracle(place, 2):
         comm = await place.open()
-        pids = await processes(comm)
+        await introduced(place, comm)
         if place.rank == 0:
-            threading.Timer(0.05, os.kill, (pids[2], signal.SIGSTOP)).start()
+            place.stop(2, after=0.05, simulated=6.0)
         error, took = await late(comm)
         if place.rank == 2:
             return await be_told(place, comm)
@@ -57,7 +57,7 @@ async def stop_past_a_deadline(place: Rank) -> Any:
         place.tell(f"gone on {place.rank}")
         if place.rank == 0:
             await hear(place, "gone on", 1)
-            os.kill(pids[2], signal.SIGCONT)
+            place.go_on(2)
         await hear(place, "told", 2)
         await exchange(new, 1000)
         await new.aclose()
@@ -70,18 +70,18 @@ async def late(comm: Communicator) -> tuple[CommError, float]:
     A rank that was stopped may see the end of a collective at the moment at which its deadline is seen to have passed:
     then the next one ends with that.
     """
-    turn, before = 0, time.monotonic()
+    turn, before = 0, clock.now()
     while True:
-        began = time.monotonic()
+        began = clock.now()
         try:
             await reduced(comm, turn, timeout=DEADLINE)
         except CommTimeoutError as error:
-            took = time.monotonic() - began
-            if own(error) and time.monotonic() - before < DEADLINE:
+            took = clock.now() - began
+            if own(error) and clock.now() - before < DEADLINE:
                 raise AssertionError(f"its deadline passed after {took} s: {error}") from None
             return error, took
         except (CommAbortedError, PeerDiedError) as error:
-            return error, time.monotonic() - began
+            return error, clock.now() - began
         turn, before = turn + 1, began
 
 
@@ -111,9 +111,9 @@ def test_rank_stopped_past_a_deadline_is_excluded(ranks: Run, notice: Notice) ->
 async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
     """Rank 0, through which the others would tell each other who is missing: what it keeps waiting is not the error."""
     async with oracle(place, 0):
-        os.environ |= {"RANK": f"{place.rank}", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        place.launch(port)
         comm = await aiocomms.new_comm(place.transport)
-        pids = await processes(comm)
+        await introduced(place, comm)
         place.tell(f"met {place.rank}")
         await hear(place, "met", 0, 1, 2)
         if place.rank == 0:
@@ -121,7 +121,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
             await comm.aclose()
             return 0.0
         if place.rank == 1:
-            os.kill(pids[0], signal.SIGSTOP)
+            place.stop(0)
             place.tell("stopped 1")
         await hear(place, "stopped", 1)
         error, took = await late(comm)
@@ -129,13 +129,14 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
         place.tell(f"over {place.rank}")
         if place.rank == 1:
             await hear(place, "over", 2)
-            os.kill(pids[0], signal.SIGCONT)
+            place.go_on(0)
         await comm.aclose()
         formation._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, error
         return took
 
 
+@PROCESSES
 @pytest.mark.fault(12)
 def test_stopped_store_host_is_noticed_at_the_deadline(ranks: Run, notice: Notice) -> None:
     _, *times = ranks(3, stop_the_host_of_the_store, free_port())
@@ -146,23 +147,25 @@ async def stop_for_a_moment(place: Rank) -> None:
     """Less than the heartbeat's time and any deadline: nobody is taken for dead, and nothing is lost."""
     async with oracle(place):
         comm = await place.open(hints={"heartbeat": 20.0})
-        pids = await processes(comm)
-        back = threading.Event()
+        await introduced(place, comm)
+        back = asyncio.Event()
         if place.rank == 0:
-            threading.Thread(target=stop_and_go, args=(pids[2], back)).start()
+            task = asyncio.create_task(stop_and_go(place, back))
         turn, done = 0, False
         while not done:
             await reduced(comm, turn)
             done = bool(await comm.broadcast(torch.tensor([back.is_set()]), 0))
             turn += 1
+        if place.rank == 0:
+            await task
         await exchange(comm, 1000)
         await comm.aclose()
 
 
-def stop_and_go(pid: int, back: threading.Event) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(1)
-    os.kill(pid, signal.SIGCONT)
+async def stop_and_go(place: Rank, back: asyncio.Event) -> None:
+    place.stop(2, simulated=1.0)
+    await asyncio.sleep(1)
+    place.go_on(2)
     back.set()
 
 
@@ -175,13 +178,13 @@ async def ask_who_is_stopped(place: Rank) -> None:
     """Rank 1 is stopped while a receive of rank 0 waits for it; then it goes on, and answers."""
     async with oracle(place):
         comm = await place.open(hints={"heartbeat": 20.0})
-        pids = await processes(comm)
+        await introduced(place, comm)
         if place.rank == 0:
-            os.kill(pids[1], signal.SIGSTOP)
+            place.stop(1, simulated=5.0)
             try:
                 error = await late_receive(comm)
             finally:
-                os.kill(pids[1], signal.SIGCONT)
+                place.go_on(1)
             assert "; it was withdrawn: rank 1 does not answer: dead, stopped or busy" in error
             while "is in recv(src=0, tag=3): they waited in a circle: rank 0 -> rank 1 -> rank 0" not in error:
                 error = await late_receive(comm)

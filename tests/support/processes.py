@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -29,6 +30,7 @@ import aiocomms
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.diagnosis.live import PREFIX
 from aiocomms.errors import CommAbortedError, PeerDiedError
+from aiocomms.lowlevel import clock
 
 LARGE = 60_013
 """Elements: more than travels with an agreement or in one slot of memory, and no multiple of any number of ranks."""
@@ -55,6 +57,8 @@ _PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.communicator.op
 
 class Rank:
     """The knowledge of a body about its place."""
+
+    simulated = False
 
     def __init__(self, transport: str, rank: int, size: int, folder: str) -> None:
         self.transport = transport
@@ -94,20 +98,64 @@ class Rank:
         self.told(f"{name} is there")
         return (self.folder / name).read_bytes()
 
+    async def heard(self, note: str) -> None:
+        """Wait for a note."""
+        await asyncio.to_thread(self.told, note)
+
+    def lose_store(self, pid: int) -> None:
+        """Have the server of the store die, which is a process of its own."""
+        os.kill(pid, signal.SIGKILL)
+
     async def all_told(self, note: str, *ranks: int) -> None:
         """Wait for some ranks' notes."""
         for rank in ranks:
             await asyncio.to_thread(self.told, f"{note} {rank}")
 
-    def die(self) -> None:
+    async def die(self) -> None:
         """End without a word, and write down when."""
+        self._die()
+
+    def die_later(self, seconds: float) -> None:
+        """Die after some seconds, wherever the program is by then."""
+        threading.Timer(seconds, self._die).start()
+
+    def _die(self) -> None:
         (self.folder / "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def launch(self, port: int) -> None:
+        """Set what a launcher sets that serves no store itself: rank 0 serves it at this port."""
+        place = {"RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in place.items()}
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Have ``owner.name`` be another function, in this rank's process."""
+        setattr(owner, name, function)
 
     def end(self, end: Callable[[], object]) -> None:
         """End in another way, and write down when."""
         (self.folder / "died").write_text(str(time.monotonic()))
         end()
+
+    def stop(self, rank: int, after: float = 0.0, simulated: float = 20.0) -> None:
+        """Have another rank stand still until it is to go on; it has said who it is by :meth:`say_who`.
+
+        :param after: seconds until then.
+        :param simulated: seconds after which it goes on by itself in a simulation.
+        """
+        pid = int((self.folder / f"pid {rank}").read_text())
+        if after:
+            threading.Timer(after, os.kill, (pid, signal.SIGSTOP)).start()
+        else:
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self, rank: int) -> None:
+        """Have it go on."""
+        os.kill(int((self.folder / f"pid {rank}").read_text()), signal.SIGCONT)
+
+    def say_who(self) -> None:
+        """Let other ranks stop this one."""
+        (self.folder / f"pid {self.rank}").write_text(str(os.getpid()))
 
     def since_death(self) -> float:
         """Seconds since another rank did so."""
@@ -215,11 +263,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 async def hear(place: Rank, note: str, *ranks: int) -> None:
     """Wait for some ranks' notes on the loop, without a thread."""
-    ends = time.monotonic() + PATIENCE
+    ends = clock.now() + PATIENCE
     for rank in ranks:
         while not (place.folder / f"{note} {rank}").exists():
-            assert time.monotonic() < ends, f"nobody told '{note} {rank}'"
-            await asyncio.sleep(0.001)
+            assert clock.now() < ends, f"nobody told '{note} {rank}'"
+            await asyncio.sleep(0.02 if place.simulated else 0.001)
 
 
 async def together(place: Rank, comm: Communicator) -> None:

@@ -255,7 +255,7 @@ async def loses_a_rank(place: Rank) -> None:
         model(batch(place.rank)).sum().backward()
         out = model(batch(place.rank)).sum()
         if place.rank == 1:
-            place.die()
+            await place.die()
         with pytest.raises(RuntimeError, match="rank 1"):
             out.backward()
 

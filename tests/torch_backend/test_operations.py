@@ -306,7 +306,7 @@ async def dies(place: Rank) -> None:
     with group(place) as world:
         dist.barrier()
         if place.rank == 1:
-            place.die()
+            await place.die()
         tensor = torch.ones(2)
         with pytest.raises(dist.DistBackendError, match="rank 1") as raised:
             dist.all_reduce(tensor)

@@ -241,7 +241,7 @@ async def dies(place: Rank) -> None:
     with group(place):
         dist.barrier()
         if place.rank == 1:
-            place.die()
+            await place.die()
         with pytest.raises(dist.DistBackendError, match="rank 1"):
             received(None)
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from processes import HANGS, KILLED, LARGE, Rank, Run, death, held, let_go, numbers, together
+from simulated import NET, PROCESSES
 from torch import Tensor
 
 from aiocomms import ReduceOp, Work
@@ -27,7 +27,7 @@ from aiocomms.ops import checks, reductions
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(params=["c10d", "ucx"])
+@pytest.fixture(params=[NET, "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -84,6 +84,7 @@ async def busy_reducer(place: Rank, dtype: torch.dtype, count: int) -> None:
         assert (tensor == 3).all()
 
 
+@PROCESSES
 def test_busy_loop_of_one_rank_does_not_delay_the_others(ranks: Run) -> None:
     ranks(2, busy_receiver, LARGE)
     for dtype in (torch.float32, torch.float16):
@@ -123,6 +124,7 @@ async def reduce_everything(place: Rank) -> None:
                 assert torch.equal(chunk, wanted[part]), (dtype, str(op))
 
 
+@PROCESSES
 @pytest.mark.search
 def test_reductions_of_large_tensors_are_right(ranks: Run) -> None:
     """Reduce, whether the library below does it or not."""
@@ -140,6 +142,7 @@ async def lose_no_nan(place: Rank) -> None:
                 assert (tensor[place.size :] == 1).all()
 
 
+@PROCESSES
 @pytest.mark.search
 def test_reductions_propagate_nan(ranks: Run) -> None:
     ranks(2, lose_no_nan)
@@ -181,6 +184,7 @@ def uneven(comm: Communicator, turn: int) -> Any:
     return comm.all_to_all_v_single(torch.zeros(sum(gets), dtype=torch.int64), given, gets, gives)
 
 
+@PROCESSES
 @pytest.mark.search
 def test_concurrent_ops_of_all_kinds_are_right(ranks: Run) -> None:
     ranks(3, mix, 10)
@@ -199,6 +203,7 @@ async def split_unlike(place: Rank) -> str:
         return caught.value.message
 
 
+@PROCESSES
 @pytest.mark.search
 @pytest.mark.fault(29)
 def test_collective_with_split_sizes_that_differ_is_reported_on_all_ranks(ranks: Run) -> None:
@@ -241,6 +246,7 @@ def cpu_of(call: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
+@PROCESSES
 def test_large_transfer_leaves_the_loop_responsive(ranks: Run) -> None:
     """A transport that moves all of it in one turn of the loop takes longer than a copy for that."""
     for turn, copy in ranks(2, longest_turn):
@@ -272,7 +278,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> str:
             await LOSING[what](comm, victim)
 
     if place.rank == victim:
-        threading.Timer(0.05, place.die).start()  # in the midst of it; every moment is good
+        place.die_later(0.05)  # in the midst of it; every moment is good
         await (asyncio.sleep(10) if what in ALONE else go_on())
     error = await death(go_on())
     assert error.peer == victim, error
@@ -285,6 +291,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> str:
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("what", LOSING)
+@PROCESSES
 def test_dead_rank_is_named_in_the_error(ranks: Run, what: str, victim: int) -> None:
     results = ranks(3, lose_a_rank, what, victim)
     assert results.pop(victim) is KILLED
@@ -298,7 +305,7 @@ async def lose_the_owner_of_a_window(place: Rank, what: str, victim: int) -> Non
     waiting = window.wait_signal(victim)
     await together(place, comm)
     if place.rank == victim:
-        threading.Timer(0.05, place.die).start()
+        place.die_later(0.05)
         await asyncio.sleep(10)
     if what == "put":
         error = await death(put_for_ever(window, victim))
@@ -326,7 +333,7 @@ async def die_amid_a_close(place: Rank) -> None:
     await comm.barrier()
     if place.rank == 1:
         await place.all_told("closing", 0)
-        place.die()
+        await place.die()
     work = comm.all_reduce(torch.ones(3))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(comm.aclose())
@@ -397,7 +404,11 @@ async def send_and_leave(place: Rank) -> None:
             await comm.aclose()
             place.tell("left")
         else:
-            place.told("left")
+            if place.simulated:
+                place.stop(1, simulated=1.0)
+                await place.heard("left")
+            else:
+                place.told("left")
             assert [int(tensor[0]) async for tensor in stream] == list(range(5))
 
 
@@ -425,6 +436,7 @@ async def split_twice(place: Rank) -> None:
             await child.aclose()
 
 
+@PROCESSES
 @pytest.mark.search
 def test_concurrent_splits_form_two_communicators(ranks: Run) -> None:
     ranks(2, split_twice)
@@ -448,6 +460,7 @@ async def open_and_close(place: Rank) -> None:
 
 
 @pytest.mark.fault(60)
+@PROCESSES
 def test_repeated_open_and_close_leaks_nothing(ranks: Run) -> None:
     ranks(2, open_and_close)
 
@@ -470,6 +483,7 @@ asyncio.run(main())
 
 
 @pytest.mark.fault(56)
+@PROCESSES
 def test_interpreter_exit_without_close_ends_normally(tmp_path: Path, transport: str) -> None:
     """An interpreter that ends with a communicator open ends in the ordinary way."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
@@ -506,5 +520,6 @@ def end_of_interpreter() -> int:
 
 
 @pytest.mark.fault(57)
+@PROCESSES
 def test_forked_child_is_refused_and_leaves_its_parent_usable(ranks: Run) -> None:
     ranks(2, fork)

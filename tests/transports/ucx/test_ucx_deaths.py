@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +62,7 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> bool:
             await HUGE_THINGS[what](comm, victim)
 
     if place.rank == victim:
-        threading.Timer(delay, place.die).start()
+        place.die_later(delay)
         await go_on()
     error = await death(go_on())
     for work in receives:
@@ -95,7 +94,7 @@ async def live_on(place: Rank) -> None:
     child = await comm.split(survivors if place.rank in survivors else [])
     if place.rank == 2:
         await comm.recv(torch.zeros(1), 0)
-        place.die()
+        await place.die()
     assert apart is not None
     assert child is not None
     window = await child.new_window(torch.zeros(LARGE))
@@ -139,7 +138,7 @@ async def leave_after_a_death(place: Rank) -> None:
     child = await comm.split([0, 1] if place.rank < 2 else [])
     if place.rank == 2:
         await place.all_told("posted", 0, 1)
-        place.die()
+        await place.die()
     assert child is not None
     lost = comm.barrier()
     place.tell(f"posted {place.rank}")
@@ -169,7 +168,7 @@ async def lose_two(place: Rank) -> set[int | None]:
     await comm.barrier()
     if place.rank in (0, 3):
         await place.all_told("posted", 1, 2)
-        place.die()
+        await place.die()
     peers = set()
     works = [comm.recv(torch.zeros(3), 0), comm.recv(torch.zeros(3), 3), comm.all_reduce(torch.zeros(HUGE))]
     place.tell(f"posted {place.rank}")

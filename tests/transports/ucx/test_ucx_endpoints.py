@@ -142,7 +142,7 @@ async def lose_some(place: Rank) -> Any:
             await peer.send_object(place.rank)
             if place.rank == 1:
                 await peer.recv(torch.empty(1))
-                place.die()
+                await place.die()
             while (value := float(await peer.recv(torch.empty(1)))) >= 0:
                 await peer.send(torch.full((LARGE,), value))
             return None

@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,7 +243,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> None:
             await LOSING[what](comm, window, victim)
 
     if place.rank == victim:
-        threading.Timer(0.05, place.die).start()
+        place.die_later(0.05)
         await (go_on() if what == "all_reduce" else pending[0])
     error = await death(go_on())
     assert error.peer == victim, error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +125,7 @@ async def die_amid(place: Rank, victim: int) -> bool:
     pending = [] if place.rank == victim else [comm.lane("never").all_reduce(ones(n)) for n in (SMALL, LARGE)]
     await comm.barrier()
     if place.rank == victim:
-        threading.Timer(0.05, place.die).start()
+        place.die_later(0.05)
     error = await death(asyncio.gather(*(follow(key) for key in range(8))))
     for work in pending:
         with pytest.raises(PeerDiedError, match="lane never"):

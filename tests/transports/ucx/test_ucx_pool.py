@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Sequence
 
@@ -116,7 +115,7 @@ async def lose_while_pages_go_back(place: Rank, victim: int, delay: float) -> in
 
     await together(doomed)
     if place.rank == victim:
-        threading.Timer(delay, place.die).start()
+        place.die_later(delay)
         await go_on()
     error = await death(go_on())
     assert error.peer == victim

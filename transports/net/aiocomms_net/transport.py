@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 import anyio
+import msgspec
 import torch
 
 from aiocomms import lowlevel, ops
@@ -98,6 +99,8 @@ class NetTransport(Transport):
 
     def post(self, op: Any, work: Completion) -> None:
         """See :meth:`Transport.post`."""
+        if not isinstance(op, ops.Probe):  # meanwhile the program may give its own tensor other memory
+            op = msgspec.structs.replace(op, tensor=op.tensor.detach())
         if isinstance(op, ops.Send):
             self._send(op, work)
             return
