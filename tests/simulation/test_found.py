@@ -43,15 +43,15 @@ def test_rank_that_is_excluded_tells_the_others_of_its_death() -> None:
     assert (told.peer, told.message) == (1, "rank 1 is gone")
 
 
-def test_what_is_sent_to_nobody_is_lost() -> None:
+def test_call_of_nobody_is_refused_and_what_is_sent_is_lost() -> None:
     async def program() -> tuple[list[object], list[bool]]:
         heard: list[object] = []
-        ends: list[bool] = []
-        conduit = here().world.network.connect(b"nowhere", 0)
-        conduit.hear(heard.append, ends.append)
+        answers: list[bool] = []
+        conduit = here().world.network.connect(b"nowhere", 0, answers.append)
         conduit.send(("a frame",))
         await asyncio.sleep(1)
-        return heard, ends
+        conduit.hear(heard.append, lambda closed: None)
+        return heard, answers
 
     assert simulate(program, 1).results == [([], [False])]
 

@@ -97,7 +97,8 @@ class Process(Timeline):
         self.loop.report_unseen()
         if names := self.left_open():
             opened = ", ".join(map(repr, names))
-            self.report({"message": f"it has left {opened} open: use 'async with', or await its aclose()"})
+            error = SimulationError(f"{self} has left {opened} open: use 'async with', or await its aclose()")
+            self.report({"message": "nobody has closed it", "exception": error})
         begun = [generator for ref in self.generators if (generator := ref()) is not None]
         await asyncio.gather(*[generator.aclose() for generator in begun], return_exceptions=True)
         left(self)

@@ -26,8 +26,8 @@ _PAUSE: Final = 0.05
 class Sent:
     """A message: where its bytes are read when a receive has matched it."""
 
-    def __init__(self, op: ops.Send, number: int, work: Completion) -> None:
-        self.channel, self.tag, self.number, self.work = op.channel, op.tag, number, work
+    def __init__(self, op: ops.Send, number: int) -> None:
+        self.channel, self.tag, self.number = op.channel, op.tag, number
         self.tensor = op.tensor
 
     def keep(self) -> None:
@@ -64,8 +64,8 @@ class Peer:
         self.rank, self.conduit = rank, conduit
         self.over = False
         """True if nothing more is heard of the rank."""
-        self.sent: dict[int, Sent] = {}
-        """The sends that no receive has matched, by their numbers."""
+        self.sent: dict[int, tuple[Sent, Completion]] = {}
+        """The sends that no receive has matched, by number. The other rank has the messages, but not the works."""
 
 
 class NetTransport(Transport):
@@ -125,8 +125,8 @@ class NetTransport(Transport):
         if peer is None or peer.over:
             work.fail(lowlevel.closed_by(op.dst))
             return
-        message = Sent(op, next(self._numbers), work)
-        peer.sent[message.number] = message
+        message = Sent(op, next(self._numbers))
+        peer.sent[message.number] = message, work
         peer.conduit.send(message)
 
     def _take(self, key: Key, message: Sent, op: ops.Recv, work: Completion) -> None:
@@ -165,7 +165,7 @@ class NetTransport(Transport):
             case Sent():
                 self._match((peer.rank, frame.channel, frame.tag), frame)
             case Taken(number):
-                conclude(peer.sent.pop(number).work)
+                conclude(peer.sent.pop(number)[1])
             case Note(what):
                 self.on_note(peer.rank, what)
             case Aborted(reason):
@@ -179,7 +179,7 @@ class NetTransport(Transport):
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
-                for message in peer.sent.values():
+                for message, _ in peer.sent.values():
                     message.keep()
 
     def _match(self, key: Key, message: Sent) -> None:
@@ -199,7 +199,7 @@ class NetTransport(Transport):
         sent, peer.sent = peer.sent, {}
         waiting: list[dict[Key, Any]] = [self._posted, self._probes]
         late = [kept.pop(key) for kept in waiting for key in [key for key in kept if key[0] == peer.rank]]
-        for work in [*(message.work for message in sent.values()), *(work for entries in late for _, work in entries)]:
+        for work in [*(work for _, work in sent.values()), *(work for entries in late for _, work in entries)]:
             conclude(work, error)
 
     def _gone(self, peer: Peer, _: bool) -> None:
