@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiocomms.communicator.portal import pending
 from aiocomms.communicator.portal.door import Door
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, SimulationError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.ending import at_end
 
 _P = ParamSpec("_P")
@@ -24,6 +25,11 @@ class LoopThread:
     """A thread that runs an event loop for as long as communicators or endpoints use it."""
 
     def __init__(self) -> None:
+        if clock.simulation is not None:
+            raise SimulationError(
+                "a loop in a thread of its own cannot be simulated: simulate an async program whose threads, of "
+                "asyncio.to_thread, use comm.portal()"
+            )
         try:
             self._loop = asyncio.new_event_loop()
         except OSError as error:  # there is no descriptor for it

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from aiocomms.cuda import CallerMarks
 from aiocomms.errors import CommClosedError, CommError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.progress.driver import LoopDriver
 from aiocomms.transport import Capabilities
@@ -46,6 +47,31 @@ class DoorOwner(Protocol):
         """Its door is broken."""
 
 
+class _LoopBell:
+    """The waker of a simulation, whose loop waits for no descriptor: the loop makes a call."""
+
+    def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
+        self._driver, self._call = driver, call
+        self._rung = False
+
+    def fileno(self) -> None:
+        """See :class:`aiocomms.progress.driver.Served`."""
+
+    def wake(self) -> None:
+        """See :meth:`Waker.wake`."""
+        if not self._rung:
+            self._rung = True
+            self._driver.call_threadsafe(self._call)
+
+    def clear(self) -> None:
+        """See :meth:`Waker.clear`."""
+        self._rung = False
+
+    def close(self) -> None:
+        """See :meth:`Waker.close`."""
+        self._rung = True
+
+
 class Door:
     """Calls from other threads, which the loop's driver serves as it does a transport; open until :meth:`close`."""
 
@@ -55,7 +81,7 @@ class Door:
         self.core = core
         self._process = os.getpid()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._waker = Waker()
+        self._waker = Waker() if clock.simulation is None else _LoopBell(core.driver, self.progress)
         self._serving = False
         self.closed: bool = False
         if get_ident() == core.thread:

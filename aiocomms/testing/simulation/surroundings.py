@@ -1,7 +1,4 @@
-"""What a program finds around it beside its loop: the module ``time``, anyio's threads, the end of its generators.
-
-Web frameworks call ``anyio.to_thread.run_sync``, which makes its call in a simulated thread here.
-"""
+"""What a program finds around it beside its loop: the module ``time``, and the end of asynchronous generators."""
 
 from __future__ import annotations
 
@@ -11,45 +8,11 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import copy_context
-from functools import partial
 from typing import Any
 
-from anyio import CancelScope, CapacityLimiter
-from anyio._backends._asyncio import AsyncIOBackend
-from anyio.lowlevel import checkpoint
-
+from aiocomms.testing.simulation.backend import replace_backend
 from aiocomms.testing.simulation.clockwork import Timeline
 from aiocomms.testing.simulation.refusing import watched
-from aiocomms.testing.simulation.scopes import order_scopes
-from aiocomms.testing.simulation.threads import run_in_thread
-
-
-@contextmanager
-def _simulated_workers(running: Callable[[], Timeline]) -> Iterator[None]:
-    """Have anyio's calls in threads be made in simulated ones.
-
-    :param running: returns the process that runs.
-    """
-
-    async def run_sync(
-        cls: type[AsyncIOBackend],
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        abandon_on_cancel: bool = False,
-        limiter: CapacityLimiter | None = None,
-    ) -> Any:
-        await checkpoint()
-        async with limiter or cls.current_default_thread_limiter():
-            with CancelScope(shield=not abandon_on_cancel):
-                return await run_in_thread(running(), partial(copy_context().run, func, *args))
-
-    before = AsyncIOBackend.__dict__["run_sync_in_worker_thread"]
-    setattr(AsyncIOBackend, before.__name__, classmethod(run_sync))
-    try:
-        yield
-    finally:
-        setattr(AsyncIOBackend, before.__name__, before)
 
 
 @contextmanager
@@ -110,12 +73,6 @@ def simulated_surroundings(
     :param now: returns its monotonic clock.
     :param wall: returns the seconds since 1970.
     """
-
-    def process() -> Timeline:
-        found = running()
-        assert found is not None
-        return found
-
-    order_scopes()
-    with _virtual_time(now, wall), _simulated_workers(process), _generators_end(running):
+    replace_backend()
+    with _virtual_time(now, wall), _generators_end(running):
         yield

@@ -1,0 +1,64 @@
+"""What a simulation replaces of anyio's backend: its threads, and an order that differs from run to run.
+
+anyio cancels the scopes within a scope in the order of a set, and so of addresses in memory. Those of simulated
+programs keep them in the order in which they were entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import anyio
+from anyio._backends._asyncio import AsyncIOBackend, CancelScope
+
+from aiocomms.lowlevel import clock
+from aiocomms.testing.simulation.refusing import watched
+
+_begin = CancelScope.__init__
+_in_worker = AsyncIOBackend.run_sync_in_worker_thread
+_installed: list[bool] = []
+
+
+class _InOrder(dict[Any, None]):
+    """The part of a set that anyio uses, in the order of insertion."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+
+def replace_backend() -> None:
+    """Have simulated programs use these parts from now on."""
+    if not _installed:
+        CancelScope.__init__ = _begin_in_order  # type: ignore[method-assign, assignment]
+        AsyncIOBackend.run_sync_in_worker_thread = _in_simulated_thread  # type: ignore[method-assign]
+        _installed.append(True)
+
+
+def _begin_in_order(scope: CancelScope, *args: Any, **options: Any) -> None:
+    _begin(scope, *args, **options)
+    if watched():
+        scope._child_scopes = _InOrder()  # type: ignore[assignment]
+
+
+async def _in_simulated_thread(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    abandon_on_cancel: bool = False,
+    limiter: anyio.CapacityLimiter | None = None,
+) -> Any:
+    """See :func:`anyio.to_thread.run_sync`."""
+    if clock.simulation is None or not watched():
+        return await _in_worker(func, args, abandon_on_cancel, limiter)
+    await anyio.lowlevel.checkpoint()
+    context = copy_context()
+    async with limiter or AsyncIOBackend.current_default_thread_limiter():
+        with anyio.CancelScope(shield=not abandon_on_cancel):
+            return await clock.simulation.run_in_thread(lambda: context.run(func, *args))
