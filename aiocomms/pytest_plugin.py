@@ -141,6 +141,7 @@ def comm(request: pytest.FixtureRequest) -> Any:
     """One rank's communicator: the test runs on every rank of a :func:`world` at once, each time with another one.
 
     If it fails on one rank the others are cancelled, and a note says which rank it was. A fixture takes ``world``.
+    With the marker ``simulated`` the ranks are simulated processes, and each opens its communicator by ``new_comm``.
     """
     if "comm" not in request.node._fixtureinfo.argnames:
         raise _refusal(

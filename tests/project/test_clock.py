@@ -20,8 +20,6 @@ OUTSIDE = {
     "aiocomms/bootstrap/casualties.py": "the time since a machine's boot, which tells the lives of its processes apart",
     "aiocomms/cli/": "programs of their own, which measure and watch real processes",
     "aiocomms/diagnosis/live.py": "a real thread that waits for programs of this machine",
-    "aiocomms/testing/simulation/surroundings.py": "the module that gives a program's reads of a clock virtual time",
-    "aiocomms/testing/simulation/refusing.py": "it hears of time.sleep, and refuses it",
     "aiocomms/testing/conformance/": "tests, which have real processes and measure them",
 }
 """The files and folders for which the rule does not hold, and why."""

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
-# What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
+# Pytester takes out of sys.modules what a run imports; torch cannot be imported twice, and nothing else need be.
 for _module in (
     *("aiocomms.functional", "aiocomms.testing.simulation", "aiocomms.communicator.formation", "aiocomms_net"),
     *("pytest_asyncio", "trio", "uvloop"),

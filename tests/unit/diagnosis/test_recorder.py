@@ -408,7 +408,7 @@ def test_unwritable_recorder_file_is_logged_once_and_leaves_the_error(run, recor
     elif why == "unwanted":
         monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", "")
     else:
-        monkeypatch.setattr(dumps, "_encode", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        monkeypatch.setattr(dumps, "encode", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
 
     async def main():
         for _ in range(2):
