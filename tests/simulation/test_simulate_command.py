@@ -112,6 +112,14 @@ def test_trace_is_never_written_over(program, capsys):
     assert "File exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ["{}", "x", '{"wall": "1", "rank": 0, "what": "dies"}'])
+def test_damaged_trace_is_refused_with_its_line(tmp_path, line, capsys):
+    path = tmp_path / "simulation.aiocomms.jsonl"
+    path.write_text(f'{{"format": "aiocomms simulation 1", "seed": "7"}}\n{line}\n')
+    assert main(["trace", str(tmp_path)]) == 1
+    assert f"{path} is no flight recorder: line 2: " in capsys.readouterr().err
+
+
 MISTAKES = {
     "of_a_user.py": "FILE.py:FUNCTION is 'of_a_user.py', wanted a file of Python, a colon, and a function's name",
     "nothing.py:right": "FILE.py:FUNCTION is 'nothing.py:right', wanted a file of Python",

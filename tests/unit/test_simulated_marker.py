@@ -130,6 +130,24 @@ async def test_it():
     assert told[0] != told[1]
 
 
+def test_hypothesis_searches_simulated_tests(suite):
+    source = """
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.simulated(seeds=2)
+@settings(max_examples=30, deadline=None, database=None)
+@given(n=st.integers(1, 50))
+async def test_it(n):
+    await asyncio.sleep(3600)
+    assert n < 7
+"""
+    result = suite(source)
+    result.assert_outcomes(failed=1)
+    text = result.stdout.str()
+    assert "assert 7 < 7" in text
+    assert "::test_it --simulated-seed='0'" in text
+
+
 MISTAKES = {
     "ranks=0": "ranks is 0, wanted at least 1 rank as an int",
     "seeds='x'": "seeds is 'x', wanted how many as an int of at least 1, or the seeds",

@@ -13,8 +13,8 @@ from aiocomms.testing.simulation.trial import SimulatedTrial
 
 _HALVINGS: Final = 15
 """Times that a duration is halved at most: of 20 s, 0.6 ms are left."""
-_PATIENCE: Final = 10.0
-"""Seconds, in reality, of a history that is run again with less."""
+_PATIENCE: Final = 1.0
+"""Seconds, in reality, after which a failure of pytest's may be its timeout, and the history would hang again."""
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -86,7 +86,8 @@ def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) 
         failure = FailedHistory(text, kept(plan, chosen) if plan else plan, error)
     else:
         return None
-    if chosen is not None or not plan or clock.now() - began > _PATIENCE:
+    hangs = not isinstance(failure.error, Exception) and clock.now() - began > _PATIENCE
+    if chosen is not None or not plan or hangs:
         return failure
     return _shrunk(trial, seed, plan, failure)
 
