@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from place import Place
+from place import BrokenPromiseError, Place
 from torch import Tensor
 
 from aiocomms import ReduceOp
+from aiocomms.errors import UnsupportedOperation
 
 BITWISE = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
@@ -222,7 +223,39 @@ async def objects(at: Place) -> None:
             at.same(got, mine, "scatter_object")
 
 
+async def edges(at: Place) -> None:
+    """What is summed in halves, compared without a sign, or refused; and a barrier by a tensor without elements."""
+    halves = torch.tensor([2048.0 if at.rank == 0 else 1.0], dtype=torch.float16)
+    wanted = torch.tensor([2048.0 + at.size - 1]).to(torch.float16)
+    at.same(await at.end(at.comm.all_reduce(halves)), wanted, "sum of halves")
+    who = at.someone()
+    large = torch.tensor([40000 if at.rank == who else 5], dtype=torch.uint16)
+    await at.end(at.comm.all_reduce(large, ReduceOp.MAX))
+    at.same(large.tolist(), [40000], "largest of unsigned integers")
+    try:
+        at.comm.all_reduce(torch.zeros(2).to(torch.float8_e5m2))
+    except UnsupportedOperation:
+        pass
+    else:
+        raise BrokenPromiseError("float8 is summed")
+    at.board.add((at.number, at.rank))
+    await at.end(at.comm.all_reduce(torch.empty(0)))
+    missing = [r for r in range(at.size) if (at.number, r) not in at.board]
+    at.same(missing, [], "ranks that have not come to an all_reduce of nothing")
+
+
+async def guarded(at: Place) -> None:
+    """Nothing is written beside a result."""
+    count, root = at.count(), at.someone()
+    memory = torch.full((count + 2,), -3, dtype=torch.int32)
+    memory[1:-1] = at.numbers(count, torch.int32, at.rank)
+    await at.end(at.comm.broadcast(memory[1:-1], root))
+    at.same([int(memory[0]), int(memory[-1])], [-3, -3], "memory beside a broadcast")
+    at.same(memory[1:-1], at.numbers(count, torch.int32, root), "broadcast amid other memory")
+
+
 STEPS = (
+    *(edges, guarded),
     *(broadcast, all_gather, all_gather_v, all_gather_single, all_to_all, all_to_all_single, all_to_all_v_single),
     *(scatter, gather, gather_single, barrier, all_reduce, all_reduce, reduce, scan, exscan),
     *(reduce_scatter, reduce_scatter_v, reduce_scatter_single, objects),

@@ -11,7 +11,7 @@ import torch
 from place import BrokenPromiseError, Place, spoil
 from torch import Tensor
 
-from aiocomms.errors import CommTimeoutError, WorkCancelledError
+from aiocomms.errors import CommClosedError, CommTimeoutError, LaneAbortedError, WorkCancelledError
 
 SILENCE = 6.0
 """Seconds after which a silent rank counts as dead. What has no deadline ends by that."""
@@ -232,7 +232,7 @@ async def lanes(at: Place) -> None:
     by_block = at.draw.random() < 0.3
 
     def placed(index: int) -> Place:
-        key = (f"{at.number}.{index}", at.number * 8 + index, b"%d.%d" % (at.number, index))[index % 3]
+        key = (f"{at.number}", at.number, b"%d" % at.number, f"{at.number}.{index}")[index]
         return at.part(at.comm if by_block else at.comm.lane(key), index, key)
 
     async def one(part: Place, step: Any) -> None:
@@ -259,6 +259,33 @@ async def many(at: Place) -> None:
         at.same(got, wanted, f"collective {index} of several")
 
 
+async def lane_ends(at: Place) -> None:
+    """A lane is closed, or given up, while another one of the same rank waits for a message."""
+    if at.size == 1:
+        return
+    dst = at.someone()
+    src, abort = (dst + 1) % at.size, at.draw.random() < 0.5
+    other, ending = at.comm.lane(f"{at.number} other"), at.comm.lane(f"{at.number} ending")
+    await at.end(at.comm.barrier())
+    if at.rank == dst:
+        kept = other.recv(torch.zeros(2, dtype=torch.int64), src, 1)
+        lost = ending.recv(torch.zeros(2, dtype=torch.int64), src, 1)
+        if abort:
+            ending.abort("it was drawn")
+        else:
+            await at.end(ending.aclose())
+        try:
+            raise BrokenPromiseError(f"a receive of a lane that has ended got {await at.end(lost)}")
+        except (CommClosedError, LaneAbortedError):
+            if at.comm.aborted:
+                raise
+        await at.end(at.comm.send(torch.zeros(1), src, at.tag()))
+        at.same(await at.end(kept), at.numbers(2, torch.int64, src), "message of another lane than that which ended")
+    elif at.rank == src:
+        await at.end(at.comm.recv(torch.zeros(1), dst, at.tag()))
+        await at.end(other.send(at.numbers(2, torch.int64, src), dst, 1))
+
+
 async def split(at: Place) -> None:
     """A part of the ranks, or two, or all in another order, form a communicator, and use it."""
     ranks = list(range(at.size))
@@ -267,7 +294,8 @@ async def split(at: Place) -> None:
     groups = [ranks[:cut], ranks[cut:] if at.draw.random() < 0.5 else []]
     mine = next((group for group in groups if at.rank in group), [])
     steps = [at.draw.choice(IN_LANES) for _ in range(at.draw.randint(0, 2))]
-    child = await at.end(at.comm.split(mine, timeout=at.patience), 2 * at.patience)
+    name = f"{at.comm.name}/{at.number}.{mine[0]}" if mine else None
+    child = await at.end(at.comm.split(mine, name, timeout=at.patience), 2 * at.patience)
     at.same(child is None, not mine, "communicator of a split that has not this rank")
     if child is None:
         return
@@ -313,7 +341,8 @@ STEPS = (
     stream,
     lanes,
     lanes,
+    lane_ends,
     many,
     split,
 )
-IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages)
+IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages, many)
