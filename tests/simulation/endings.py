@@ -54,7 +54,13 @@ async def late(at: Place) -> bool:
             raise await at.comm.lost()
     if at.size == 1:
         at.comm.abort("there is nobody to wait for")
-    await _lost(at, CommTimeoutError if at.size > 1 else CommAbortedError, who)
+    try:
+        await _lost(at, CommTimeoutError if at.size > 1 else CommAbortedError, who)
+    except CommError:
+        lost = await at.comm.lost()
+        if at.calm and at.size > 1 and getattr(lost, "late", None) != (who,):
+            raise BrokenPromiseError(f"rank {who} was late, and {lost!r} names others") from lost
+        raise
     return False
 
 
@@ -69,4 +75,19 @@ async def disagree(at: Place) -> bool:
     return False
 
 
-ENDINGS = (abort, leave, late, disagree)
+async def misfit(at: Place) -> bool:
+    """A message has another dtype than the buffer that it is received into."""
+    dst = at.someone()
+    src = (dst + 1) % at.size
+    works = [at.comm.send(torch.ones(2), dst, at.tag())] if at.rank == src else []
+    works += [at.comm.recv(torch.ones(2, dtype=torch.int32), src, at.tag())] if at.rank == dst else []
+    try:
+        await at.all_end(works)
+    except CommError:
+        if not at.calm or not at.comm.aborted:
+            raise
+    await _lost(at, MismatchError, src, dst)
+    return False
+
+
+ENDINGS = (abort, leave, late, disagree, misfit)

@@ -26,7 +26,7 @@ from aiocomms.ops import reductions
 from aiocomms.transport import OP_RESULT, conclude
 
 SAME = (
-    *("half_precision_throughout", "float8_is_summed", "unsigned_integers_are_in_the_order_of_signed_ones"),
+    *("float8_is_summed", "unsigned_integers_are_in_the_order_of_signed_ones"),
     *("lanes_among_the_communicators_messages", "no_turns", "lost_collective_of_a_lane"),
     *("closing_a_lane_closes_all", "untyped_keys", "a_lane_for_all_tasks"),
 )
@@ -72,6 +72,14 @@ def on_ops(change: Any) -> None:
 
 def altered(**how: Any) -> Any:
     return lambda op: msgspec.structs.replace(op, **{name: value(op) for name, value in how.items()})
+
+
+@anew
+def half_precision_throughout() -> None:
+    def lift(original: Any, op: Any, tensor: Any) -> Any:
+        return tensor.clone() if tensor.dtype == torch.float16 else original(op, tensor)
+
+    wrap(reductions, "lift", lift)
 
 
 @anew

@@ -50,6 +50,8 @@ class Place:
     """This process's rank on each communicator."""
     seed: str = ""
     key: Any = None
+    tags: int = 0
+    """The number whose tags a part uses: in lanes, those of the step, for they mix nowhere."""
     calm: bool = True
     """Whether no fault strikes this history."""
 
@@ -75,7 +77,7 @@ class Place:
 
     def tag(self, index: int = 0) -> int:
         """Return a tag of the step's own."""
-        return self.number * 64 + (index << 24)
+        return (self.tags or self.number) * 64 + (index << 24)
 
     async def end(self, work: Awaitable[T], seconds: float | None = None) -> T:
         """Await something, which has to end by its deadline. If it fails, its tensors are the program's to spoil."""
@@ -136,7 +138,9 @@ class Place:
         """
         draw = Random(f"{self.seed} {index}")
         number = self.number * 8 + index + 1
-        return replace(self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key)
+        return replace(
+            self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key, tags=self.number
+        )
 
 
 def spoil(work: Any) -> None:

@@ -20,33 +20,34 @@ SILENCE = 6.0
 async def messages(at: Place) -> None:
     """Several messages between any ranks, of several tags, that are received in another order than they were sent."""
     plan = []
+    least = at.draw.randrange(12)  # Among the tags of collectives, which are not messages of the program's.
     for index in range(at.draw.randint(1, 6)):
-        src, dst, lane = at.someone(), at.someone(), at.draw.randrange(3)
+        src, dst, lane = at.someone(), at.someone(), (at.draw.randrange(3) << 24) + least
         plan.append((index, src, dst, lane, at.count(), at.dtype(), at.draw.random() < 0.3))
     posted: list[Any] = []
     mixed = sorted(plan, key=lambda it: (it[3] * 7 + at.number) % 5)  # By tags: within one the order is kept.
     receives = [it for it in mixed if it[2] == at.rank]
     first = at.draw.random() < 0.5
     if first:
-        posted += [_receive(at, it) for it in receives]
+        posted += [_receive(at.comm, it) for it in receives]
     for index, src, dst, lane, count, dtype, late in plan:
         if src == at.rank:
             if late and src != dst:
                 await asyncio.sleep(0.001)
-            work = at.comm.send(at.numbers(count, dtype, src, dst, index), dst, at.tag(lane))
+            work = at.comm.send(at.numbers(count, dtype, src, dst, index), dst, lane)
             work.add_done_callback(spoil)  # From then on the program may write into it.
             posted.append(work)
     if not first:
-        posted += [_receive(at, it) for it in receives]
+        posted += [_receive(at.comm, it) for it in receives]
     await at.all_end(posted)
     got = posted[: len(receives)] if first else posted[len(posted) - len(receives) :]
     for work, (index, src, dst, _, count, dtype, _late) in zip(got, receives, strict=True):
         at.same(work.result(), at.numbers(count, dtype, src, dst, index), f"message {index} of {plan}")
 
 
-def _receive(at: Place, message: Any) -> Any:
+def _receive(comm: Any, message: Any) -> Any:
     _, src, _, lane, count, dtype, _ = message
-    return at.comm.recv(torch.full((count,), 7, dtype=dtype), src, at.tag(lane))
+    return comm.recv(torch.full((count,), 7, dtype=dtype), src, lane)
 
 
 async def exchange(at: Place) -> None:
@@ -86,7 +87,7 @@ async def from_anybody(at: Place) -> None:
 async def object_messages(at: Place) -> None:
     """Objects with tensors around a ring, and one to another tag."""
     dst, src = (at.rank + 1) % at.size, (at.rank - 1) % at.size
-    count, dtype = at.count(), at.dtype()
+    count, dtype = at.draw.choice((0, 3, 5, 9000)), at.dtype()
     sent = {"t": at.numbers(count, dtype, at.rank), "it": collectives.thing(at, at.rank)[0]}
     works = [
         at.comm.recv_object(src, at.tag()),
@@ -155,6 +156,27 @@ async def _given_up(at: Place, buffer: Tensor, src: int, seconds: float, how: st
     return True
 
 
+async def second_given_up(at: Place) -> None:
+    """Of two receives of the same messages the second is withdrawn: the first gets the first message."""
+    if at.size == 1:
+        return
+    dst = at.someone()
+    src, sent = (dst + 1) % at.size, [at.numbers(2, torch.int64, index) for index in range(2)]
+    if at.rank == src:
+        await at.end(at.comm.recv(torch.zeros(1), dst, at.tag(1)))
+        await at.all_end([at.comm.send(tensor, dst, at.tag()) for tensor in sent])
+    elif at.rank == dst:
+        first, second = (torch.full((2,), -1) for _ in sent)
+        works = [at.comm.recv(first, src, at.tag()), at.comm.recv(second, src, at.tag())]
+        at.same(await at.end(works[1].cancel()), True, "withdrawal of a receive that nothing has matched")
+        await at.end(at.comm.send(torch.zeros(1), src, at.tag(1)))
+        await at.end(works[0])
+        at.same(first, sent[0], "message of the receive that was not withdrawn")
+        at.same(second, torch.full((2,), -1), "buffer of the receive that was withdrawn")
+        await at.end(at.comm.recv(second, src, at.tag()))
+        at.same(second, sent[1], "message after a receive that was withdrawn")
+
+
 async def window(at: Place) -> None:
     """Puts, gets, signals and atomic additions on a window."""
     room = 8
@@ -174,7 +196,9 @@ async def window(at: Place) -> None:
     at.same(memory[src * room : (src + 1) * room], at.numbers(room, torch.int64, src), "window after a signal")
     olds = await at.all_end(adds)
     at.same([old // 10**at.rank % 10 for old in olds], list(range(len(adds))), f"own additions in {olds}")
+    await at.all_end([window.signal(dst), window.signal(dst)])
     await at.end(at.comm.barrier())
+    await at.all_end([window.wait_signal(src), window.wait_signal(src)])
     got = torch.full((room,), -1)
     await at.end(window.get(got, dst, at.rank * room))
     at.same(got, mine, "get of what was put")
@@ -265,7 +289,7 @@ async def lane_ends(at: Place) -> None:
         return
     dst = at.someone()
     src, abort = (dst + 1) % at.size, at.draw.random() < 0.5
-    other, ending = at.comm.lane(f"{at.number} other"), at.comm.lane(f"{at.number} ending")
+    other, ending = at.comm.lane(f"{at.number} other"), at.comm.lane(f"{at.number} ending" if abort else "closing")
     await at.end(at.comm.barrier())
     if at.rank == dst:
         kept = other.recv(torch.zeros(2, dtype=torch.int64), src, 1)
@@ -337,6 +361,7 @@ STEPS = (
     from_anybody,
     object_messages,
     given_up,
+    second_given_up,
     window,
     stream,
     lanes,
@@ -345,4 +370,4 @@ STEPS = (
     many,
     split,
 )
-IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages, many)
+IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages, messages, messages, many, many, many)
