@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch  # noqa: F401
-from concurrency import LOOPS, Main, run_on
+from concurrency import LOOPS, VIRTUAL, Main, run_on
 from inside import Entry
 from processes import HANGS, PATIENCE, Run, runner
 from simulated import simulated_runner
@@ -67,7 +67,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     The loops differ in how a task parks and wakes; what else a test shows it shows on one of them. ``make search`` runs
     all tests on all loops.
+
+    A test that is marked ``simulated`` waits for the clock: it runs in virtual time first, where it is deterministic.
     """
+    if metafunc.definition.get_closest_marker("simulated"):
+        loops = [VIRTUAL, *(pytest.param(name, marks=pytest.mark.real) for name in LOOPS)]
+        metafunc.parametrize("loop", loops, scope="function")
+        return
     own = any("loop" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "loop" in metafunc.fixturenames and not own:
         everywhere = SEARCH or any(mark.name == "loops" for mark in metafunc.definition.iter_markers())

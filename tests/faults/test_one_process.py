@@ -86,7 +86,6 @@ def descriptors() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
-@pytest.mark.real
 @pytest.mark.fault(59, transport="local")
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_local_world_without_descriptors_fails_and_leaks_nothing(room: int) -> None:

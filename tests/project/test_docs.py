@@ -40,6 +40,8 @@ PAGES = sorted(
     ]
 )
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+# Pages whose code waits for no clock, and starts no process.
+BY_THEMSELVES = {"arrays.md", "cancellation.md", "index.md", "metrics.md", "recovery.md", "reference.md", "serving.md"}
 FOR_HOSTS = ["ray.md"]  # their code is run by tests/hosts, where the hosts are
 BOUND = 240.0  # seconds after which a command hangs
 
@@ -132,11 +134,17 @@ class Session:
         (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-@pytest.mark.real
+def kind_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Return the marks of the test of a page."""
+    return [pytest.mark.deterministic, pytest.mark.slow] if page.name in BY_THEMSELVES else [pytest.mark.real]
+
+
 @pytest.mark.every_case
 @pytest.mark.timeout(4 * BOUND)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in FOR_HOSTS and blocks_of(page)], ids=name_of
+    "page",
+    [pytest.param(page, marks=kind_of(page)) for page in PAGES if page.name not in FOR_HOSTS and blocks_of(page)],
+    ids=name_of,
 )
 def test_every_code_block_of_a_page_runs(page, tmp_path):
     """Run all blocks of a page, one after another."""

@@ -7,7 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio.lowlevel
+import pytest
 from processes import HANGS
+from torch.distributed import HashStore
+
+from aiocomms.lowlevel import clock
+from aiocomms.testing.simulation import here, simulate
 
 LOOPS = {
     "asyncio": {"backend": "asyncio"},
@@ -15,17 +20,27 @@ LOOPS = {
     "trio": {"backend": "trio"},
 }
 
+VIRTUAL = pytest.param("simulated", marks=pytest.mark.deterministic)
+"""The parameter by which a test runs in virtual time."""
+
 Main = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def run_on(loop: str, main: Main, *args: Any) -> Any:
-    """Run an async function in a new loop; a test that hangs fails."""
+    """Run an async function in a new loop; a test that hangs fails. On ``simulated`` it waits in virtual time."""
+    if loop == "simulated":
+        return simulate(lambda: main(*args), 1, longest=HANGS).results[0]
 
     async def bounded() -> Any:
         with anyio.fail_after(HANGS):
             return await main(*args)
 
     return anyio.run(bounded, **LOOPS[loop])
+
+
+def new_store() -> Any:
+    """Return a store at which ranks of this process meet; in virtual time, its world's."""
+    return HashStore() if clock.simulation is None else here().world.store
 
 
 async def together(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:

@@ -50,7 +50,7 @@ GARBAGE = {
 }
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=[pytest.param("unix", marks=pytest.mark.deterministic), "tcp"])
 def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     if request.param == "tcp":
         made = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -147,6 +147,7 @@ def test_connection_with_garbage_is_dropped(listener: socket.socket, what: str) 
     talk(end, inside[1])
 
 
+@pytest.mark.real
 @pytest.mark.fault(64, transport="ucx")
 def test_silent_connection_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "PATIENCE", 0.3)
@@ -364,6 +365,7 @@ def test_flood_from_another_address_does_not_evict_a_silent_rank() -> None:
         talk(end, inside[1])
 
 
+@pytest.mark.real
 @pytest.mark.fault(103, transport="ucx")
 def test_timeout_error_counts_dropped_connections(listener: socket.socket) -> None:
     with connect(listener) as stranger:
@@ -372,6 +374,7 @@ def test_timeout_error_counts_dropped_connections(listener: socket.socket) -> No
             open_up(listener, seconds=1)
 
 
+@pytest.mark.real
 @pytest.mark.fault(33, transport="ucx")
 def test_timeout_error_names_ranks_that_did_not_connect(listener: socket.socket) -> None:
     before = held()

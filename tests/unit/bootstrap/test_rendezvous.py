@@ -18,7 +18,7 @@ import anyio
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from concurrency import ranks, together
+from concurrency import new_store, ranks, together
 from processes import HANGS, PATIENCE, all_let_go, free_port, held
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
@@ -232,12 +232,12 @@ def test_closed_communicator_refuses_operations(run):
 # ----------------------------------------------------------------------------------------------- somebody is missing
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 @pytest.mark.fault(33, transport="local")
 @pytest.mark.parametrize("timeout", [1, timedelta(seconds=1)], ids=["seconds", "timedelta"])
-def test_timeout_of_new_comm_names_the_missing_ranks(timeout):
+def test_timeout_of_new_comm_names_the_missing_ranks(run, timeout):
     async def main():
-        store, messages = HashStore(), []
+        store, messages = new_store(), []
 
         async def come(r):
             with pytest.raises(CommTimeoutError) as caught:
@@ -251,7 +251,7 @@ def test_timeout_of_new_comm_names_the_missing_ranks(timeout):
             assert "Was every rank started, with the same size and name?" in message
             assert "on 'world' (rank " in message
 
-    anyio.run(main)
+    run(main)
 
 
 def leaves_nothing_behind(run, main):
@@ -336,10 +336,10 @@ def test_communicators_form_concurrently_in_any_order():
     anyio.run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 def test_ranks_that_disagree_on_the_size_do_not_meet(run):
     async def main():
-        store, failures = HashStore(), []
+        store, failures = new_store(), []
 
         async def come(r, size):
             try:
@@ -609,11 +609,11 @@ def test_records_of_a_crashed_run_in_the_store_are_ignored(kind, before, tmp_pat
     anyio.run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 @pytest.mark.fault(34)
-def test_later_of_two_processes_with_one_rank_replaces_the_first():
+def test_later_of_two_processes_with_one_rank_replaces_the_first(run):
     async def main():
-        store, comms = HashStore(), []
+        store, comms = new_store(), []
 
         async def come(rank):
             comms.append(await opened(store=store, rank=rank, size=2))
@@ -634,7 +634,7 @@ def test_later_of_two_processes_with_one_rank_replaces_the_first():
             tasks.start_soon(come, 0)
         await part(comms)
 
-    anyio.run(main)
+    run(main)
 
 
 def test_new_comm_cancelled_just_after_forming_closes_its_transport(monkeypatch):

@@ -15,12 +15,13 @@ import forged
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
-from concurrency import run_on, together, turns
+from concurrency import VIRTUAL, run_on, together, turns
 
 from aiocomms import ops
 from aiocomms.communicator.parcels import Parcel
 from aiocomms.core import core
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError
+from aiocomms.lowlevel import clock
 from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 from aiocomms.testing import local_world
@@ -160,7 +161,7 @@ def test_pending_sends_to_a_closed_end_return(run):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 @pytest.mark.fault(104)
 def test_cancelled_stream_receives_and_sends_lose_no_item(run):
     async def main():
@@ -210,7 +211,7 @@ def test_cancelled_stream_send_keeps_its_tensor_until_delivery(run):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 def test_cancelled_open_stream_breaks_the_other_end(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -333,9 +334,9 @@ def test_stream_close_wakes_pending_sends_and_receives(run, closes):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.parametrize("loop", [VIRTUAL, pytest.param("asyncio", marks=pytest.mark.real)])
 @pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
-def test_unsent_stream_messages_at_close_report_no_failure(left, monkeypatch):
+def test_unsent_stream_messages_at_close_report_no_failure(loop, left, monkeypatch):
     """Nor is it waited for: a close whose grace never ends would hang."""
     monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
 
@@ -357,7 +358,7 @@ def test_unsent_stream_messages_at_close_report_no_failure(left, monkeypatch):
         gc.collect()
         assert said == []
 
-    run_on("asyncio", main)
+    run_on(loop, main)
 
 
 def test_wrong_arguments_of_open_stream_send_nothing():
@@ -454,13 +455,17 @@ def test_stream_carries_dataclasses_and_mappings(run):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 @pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
 def test_stream_send_waits_for_room_in_bytes(run, items):
     """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""
 
     def item(count):
         return torch.zeros(count, dtype=torch.uint8) if items is torch.Tensor else {"bytes": bytes(count)}
+
+    async def quiet():
+        """Wait until all messages have come, which takes time in a simulation, and a few turns here."""
+        await (turns(60) if clock.simulation is None else anyio.sleep(1))
 
     async def main():
         async with local_world(2) as (one, two):
@@ -474,13 +479,13 @@ def test_stream_send_waits_for_room_in_bytes(run, items):
             async with anyio.create_task_group() as tasks:
                 for count in (400, 450, 5000, 10):
                     tasks.start_soon(send, count)
-                    await turns(60)
+                    await quiet()
                 assert sent == [400, 450]  # 10 bytes had room, and are behind 5000
                 await here.receive()
-                await turns(60)
+                await quiet()
                 assert sent == [400, 450]
                 await here.receive()
-                await turns(60)
+                await quiet()
                 assert sent == [400, 450, 5000]
                 await here.receive()
                 await here.receive()

@@ -14,7 +14,7 @@ import time
 import anyio
 import pytest
 import torch
-from concurrency import ranks, together, turns
+from concurrency import new_store, ranks, together, turns
 from processes import no_threads
 from torch.distributed import HashStore
 
@@ -245,14 +245,14 @@ def test_invalid_timeout_error_mentions_none_for_no_deadline(run):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 def test_new_comm_without_a_timeout_still_ends(run, monkeypatch):
     async def main():
         monkeypatch.setattr(rendezvous, "FORMING", 0.2)
         with pytest.raises(CommTimeoutError, match=r"after 0\.2 s these ranks had not come: 1"):
-            await aiocomms.new_comm("local", store=HashStore(), rank=0, size=2, timeout=None)
+            await aiocomms.new_comm("local", store=new_store(), rank=0, size=2, timeout=None)
         with pytest.raises(CommTimeoutError, match=r"within 0\.2 s nobody took this process in"):
-            await aiocomms.new_comm("local", store=HashStore(), rank=0, size=2, timeout=None, join=True)
+            await aiocomms.new_comm("local", store=new_store(), rank=0, size=2, timeout=None, join=True)
 
     run(main)
 

@@ -10,7 +10,7 @@ import weakref
 import anyio.to_thread
 import pytest
 import torch
-from concurrency import LOOPS, in_threads, ranks, run_on, together, turns
+from concurrency import LOOPS, VIRTUAL, in_threads, ranks, run_on, together, turns
 from torch.distributed import HashStore
 
 import aiocomms
@@ -139,8 +139,8 @@ def test_traceback_of_a_failure_does_not_grow_with_each_await(run):
     run(main)
 
 
-@pytest.mark.real
-def test_work_is_an_awaitable_for_asyncio():
+@pytest.mark.parametrize("loop", [VIRTUAL, pytest.param("asyncio", marks=pytest.mark.real)])
+def test_work_is_an_awaitable_for_asyncio(run):
     async def main():
         async with local_world(2) as world:
             work = world[1].recv(torch.zeros(1), 0)
@@ -154,7 +154,7 @@ def test_work_is_an_awaitable_for_asyncio():
             results = await asyncio.gather(work, *waits)
             assert results == [work.op.tensor] * 3
 
-    asyncio.run(main())
+    run(main)
 
 
 # ------------------------------------------------------------------------------------- as asyncio.Future
@@ -398,7 +398,7 @@ def test_cancel_of_a_failed_work_returns_false(run):
     run(main)
 
 
-@pytest.mark.real
+@pytest.mark.simulated
 def test_cancelled_cancel_leaves_the_work_pending(run):
     async def main():
         async with local_world(2) as world:
