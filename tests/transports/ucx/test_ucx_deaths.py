@@ -15,6 +15,7 @@ from aiocomms_ucx.status import BROKEN
 from aiocomms_ucx.transport import PLAIN
 from inside import transport_of
 from processes import KILLED, LARGE, Rank, Run, death, numbers
+from simulated import NET
 
 import aiocomms
 from aiocomms.communicator.communicator import Communicator
@@ -157,7 +158,8 @@ async def leave_after_a_death(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_close_after_a_death_delivers_all_data(ranks: Run) -> None:
+@pytest.mark.parametrize("transport", [NET, "ucx"])
+def test_close_after_a_death_delivers_all_data(ranks: Run, transport: str) -> None:
     for _ in range(3):
         assert ranks(3, leave_after_a_death) == [None, None, KILLED]
 
@@ -170,7 +172,11 @@ async def lose_two(place: Rank) -> set[int | None]:
         await place.all_told("posted", 1, 2)
         await place.die()
     peers = set()
-    works = [comm.recv(torch.zeros(3), 0), comm.recv(torch.zeros(3), 3), comm.all_reduce(torch.zeros(HUGE))]
+    works = [
+        comm.recv(torch.zeros(3), 0),
+        comm.recv(torch.zeros(3), 3),
+        comm.all_reduce(torch.zeros(LARGE if place.simulated else HUGE)),
+    ]
     place.tell(f"posted {place.rank}")
     for work in works:
         with pytest.raises(PeerDiedError) as caught:
@@ -181,7 +187,8 @@ async def lose_two(place: Rank) -> set[int | None]:
 
 
 @pytest.mark.fault(6, transport="ucx")
-def test_simultaneous_deaths_name_one_dead_rank_each(ranks: Run) -> None:
+@pytest.mark.parametrize("transport", [NET, "ucx"])
+def test_simultaneous_deaths_name_one_dead_rank_each(ranks: Run, transport: str) -> None:
     for peers in ranks(4, lose_two)[1:3]:
         assert len(peers) == 1
         assert peers < {0, 3}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from inside import transport_of
 from processes import KILLED, Rank, Run, death
+from simulated import NET
 
 from aiocomms import Work
 from aiocomms.communicator.communicator import Communicator
@@ -153,8 +154,9 @@ async def leave(place: Rank, count: int) -> None:
         assert comm.aborted
 
 
+@pytest.mark.parametrize("transport", [NET, "ucx"])
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_close_before_calling_a_lane_fails_it_on_the_peer(ranks: Run, count: int) -> None:
+def test_close_before_calling_a_lane_fails_it_on_the_peer(ranks: Run, transport: str, count: int) -> None:
     ranks(2, leave, count)
 
 
@@ -172,8 +174,9 @@ async def wait_in_vain(place: Rank, count: int) -> None:
             assert "waiting for rank 1" in str(caught.value) or key, caught.value
 
 
+@pytest.mark.parametrize("transport", [NET, "ucx"])
 @pytest.mark.parametrize("count", [SMALL, LARGE])
-def test_timeout_error_names_the_lane_and_the_missing_rank(ranks: Run, count: int) -> None:
+def test_timeout_error_names_the_lane_and_the_missing_rank(ranks: Run, transport: str, count: int) -> None:
     ranks(2, wait_in_vain, count)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from processes import LARGE, Rank, Run, numbers
+from simulated import NET
 
 import aiocomms
 from aiocomms.errors import UnsupportedOperation
@@ -119,13 +120,14 @@ async def wait_in_vain(place: Rank) -> None:
             await window.wait_signal(peer)
             assert window.tensor.tolist() == [1, 1, 1, 1]
         else:
-            await asyncio.to_thread(place.told, "withdrawn")
+            await place.heard("withdrawn")
             await window.put(torch.ones(4), peer)
             await window.signal(peer)
         await window.aclose()
 
 
-def test_withdrawn_wait_signal_leaves_the_signal_for_the_next(ranks: Run) -> None:
+@pytest.mark.parametrize("transport", [NET, "ucx"])
+def test_withdrawn_wait_signal_leaves_the_signal_for_the_next(ranks: Run, transport: str) -> None:
     ranks(2, wait_in_vain)
 
 
