@@ -394,7 +394,7 @@ def test_what_cannot_be_simulated_is_refused_with_its_line(program):
 def test_blocking_wait_on_the_loop_is_refused():
     with pytest.raises(Exception, match=r"loop") as caught:
         simulate(waits_on_the_loop)
-    assert isinstance(caught.value, (SimulationError, CommError))
+    assert isinstance(caught.value, (RuntimeError, CommError))
 
 
 def test_real_threads_run_after_a_simulation():

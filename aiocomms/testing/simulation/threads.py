@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import os
 import sys
 import threading
 import traceback
@@ -78,6 +79,7 @@ class _Runner:
 _idle: Final[list[_Runner]] = []
 _alive: Final[dict[SimulatedThread, None]] = {}
 """The threads that have not ended, in the order of their starts."""
+os.register_at_fork(after_in_child=_idle.clear)  # A forked child has none of these threads.
 
 
 class SimulatedThread:
