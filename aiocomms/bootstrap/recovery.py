@@ -4,7 +4,8 @@ They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says
 proposes: the first proposal is the decision, for the store takes no second one. A rank that is not in it is excluded.
 
 A decision that could not be carried out is spent, which the ranks that have tried it say beside it: then all meet at
-the next board, also those that come later, or once more.
+the next board, also those that come later, or once more. What is said first counts: once a rank has carried it out, one
+that could not is out. Else it would form another communicator without those that have this one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
-from aiocomms.bootstrap.registry import Selection, open_transports
+from aiocomms.bootstrap.registry import Selection, close_transports, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
     ArgumentError,
@@ -54,6 +55,8 @@ _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if no rank below it has."""
 _HERE: Final = b"1"
 _GONE: Final = b"0"
+_CARRIED_OUT: Final = b"carried out"
+_SPENT: Final = b"spent"
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -142,7 +145,7 @@ class Recovery:
                 continue
             try:
                 async with admitting(root):  # The store may be a new one.
-                    return await self._form(decision, root)
+                    parts = await self._form(decision, root)
             except BaseException as error:
                 self._before.notes.tried.add(decision.key)
                 if isinstance(error, CommError):
@@ -152,6 +155,9 @@ class Recovery:
                     or self._meeting.left() < _TURN
                 ):
                     raise
+            else:
+                if await self._kept(board, parts):
+                    return parts
         raise AssertionError
 
     async def _form(self, decision: Decision, root: Store) -> Formed:
@@ -225,15 +231,41 @@ class Recovery:
         return not gone
 
     def _spent(self, board: Board, decision: Decision) -> bool:
-        """Return whether a decision has failed: on another rank, or on this one, which says so."""
-        if decision.key in self._before.notes.tried:
-            board.decide("spent", b"1")
-            return True
-        return board.decided("spent") is not None
+        """Return whether a decision has failed: on another rank, or on this one, which says so.
+
+        :raises CommAbortedError: it has failed on this rank, and another one has carried it out before.
+        """
+        tried = decision.key in self._before.notes.tried
+        end = board.decide("end", _SPENT) if tried else board.decided("end")
+        if tried and end == _CARRIED_OUT:
+            raise CommAbortedError(
+                "this rank is excluded: the others have formed the new communicator, and this failed"
+            )
+        return end == _SPENT
+
+    async def _kept(self, board: Board, parts: Formed) -> bool:
+        """Return whether what was formed counts, and close it if not."""
+        kept = False
+        try:
+            kept = await self._carried_out(board)
+        finally:
+            if not kept:
+                with anyio.CancelScope(shield=True):
+                    await close_transports({*parts[2].values()})
+        return kept
+
+    async def _carried_out(self, board: Board) -> bool:
+        """Say that a decision is carried out; False: another rank has said before that it is spent."""
+        with anyio.move_on_after(PROBE), contextlib.suppress(StoreLostError):
+            return await run_in_thread(functools.partial(board.decide, "end", _CARRIED_OUT)) == _CARRIED_OUT
+        return True  # Nobody else hears of the end, either.
 
     async def _give_up(self, board: Board, decision: Decision) -> None:
-        """Say that a decision is spent, if the store answers at once; this rank's next call does it else."""
-        with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
+        """Say that a decision is spent, if the store answers at once; this rank's next call does it else.
+
+        :raises CommAbortedError: another rank has carried it out.
+        """
+        with anyio.move_on_after(PROBE), contextlib.suppress(StoreLostError):
             await run_in_thread(functools.partial(self._spent, board, decision))
 
     def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:

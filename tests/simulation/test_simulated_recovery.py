@@ -61,6 +61,32 @@ def test_cuts_pauses_and_partitions_leave_one_group_of_ranks(seed):
     assert any(result != "excluded" for result in history.results)
 
 
+async def say_with_whom() -> Any:
+    """Go on with whoever is left; return the ranks that this one was last with."""
+    comm, last = await aiocomms.new_comm(timeout=5), []
+    try:
+        for _ in range(40):
+            try:
+                last = await comm.all_gather_object(here().rank)
+                await asyncio.sleep(0.1)
+            except CommError:
+                comm = await comm.reconfigure(timeout=PATIENCE)
+        return last
+    except CommAbortedError:
+        return []
+    finally:
+        await comm.aclose()
+
+
+@pytest.mark.parametrize("seed", [51, 7, 8, 9])
+def test_no_two_parts_of_the_ranks_go_on_without_each_other(seed):
+    """By the first seed rank 2 could not form what the others had formed, and then went on alone."""
+    faults = Faults(pauses=1, partitions=1, cuts=2, slow=1, within=1.5)
+    parts = [set(part) for part in repeated(say_with_whom, RANKS, seed=seed, faults=faults).results if part]
+    assert parts
+    assert all(one & other for one in parts for other in parts)
+
+
 async def take_in() -> Any:
     """Go on until a process was taken in that was started anew."""
     comm = await aiocomms.new_comm(timeout=5, join=here().restarts > 0)
