@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from asyncio.events import _set_running_loop
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -172,9 +173,12 @@ class World(Clockwork):
 
     def end(self) -> None:
         """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
+        before = logging.root.manager.disable
+        logging.disable()  # What the ends of coroutines break is nobody's fault.
         for process in self.processes:
             self.enter(process)
             process.dispose()
+        logging.disable(before)
         self.clear()
         self.enter(None)
         self.network.clear()
