@@ -108,7 +108,7 @@ def _names(program: Program, reports: list[Report], report: Report, error: Any, 
     if comm not in report.members:
         raise BrokenPromiseError(f"the error names no communicator of this rank: {text}")
     mine = report.members[comm]
-    if error.rank not in (mine, None if error.comm is None else mine):
+    if error.rank not in (mine, None) or (error.rank is None and error.op is not None):
         raise BrokenPromiseError(f"the error names another rank than that on which it is: {text}")
     if isinstance(error, CommTimeoutError) and (mine if error.teller is None else error.teller) in error.late:
         raise BrokenPromiseError(f"the rank whose deadline has passed is late itself: {text}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+
+from anyio._backends._asyncio import _task_states
 
 from aiocomms.errors import ArgumentTypeError, SimulationError
 from aiocomms.progress import deadlines
@@ -15,6 +16,8 @@ from aiocomms.testing.simulation.places import in_program, waits_at
 from aiocomms.testing.simulation.threads import kill_all, started
 
 _T = TypeVar("_T")
+_MOST_WAITS = 20
+"""Waits in ``finally`` blocks of one task that the end of a history breaks off."""
 
 
 class SimulatedWatchdog(deadlines.Watchdog):
@@ -155,8 +158,17 @@ class Process(Timeline):
                 comm._disown()
         for task in self.loop.tasks():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            with contextlib.suppress(BaseException):
-                task.get_coro().close()
+            # Its ``finally`` blocks run in the task: anyio's scopes keep what they are not left in.
+            asyncio.tasks._enter_task(self.loop, task)
+            for _ in range(_MOST_WAITS):
+                try:
+                    task.get_coro().close()
+                    break
+                except BaseException:  # It waits in a ``finally`` block, or that has raised.
+                    continue
+            asyncio.tasks._leave_task(self.loop, task)
+            _task_states.pop(task, None)  # A scope that was not left keeps its task, and that all of this process.
+        kill_all(self)  # Those that ``finally`` blocks have started.
 
 
 async def _awaited(program: Callable[[], Awaitable[_T]]) -> _T:
