@@ -13,7 +13,7 @@ from aiocomms.progress import deadlines
 from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 from aiocomms.testing.simulation.loop import SimulatedLoop, SimulatedTask
 from aiocomms.testing.simulation.places import in_program, waits_at
-from aiocomms.testing.simulation.threads import kill_all, started
+from aiocomms.testing.simulation.threads import Killed, kill_all, started
 
 _T = TypeVar("_T")
 _MOST_WAITS = 20
@@ -160,15 +160,22 @@ class Process(Timeline):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             # Its ``finally`` blocks run in the task: anyio's scopes keep what they are not left in.
             asyncio.tasks._enter_task(self.loop, task)
-            for _ in range(_MOST_WAITS):
-                try:
-                    task.get_coro().close()
-                    break
-                except BaseException:  # It waits in a ``finally`` block, or that has raised.
-                    continue
+            _end(task.get_coro())
             asyncio.tasks._leave_task(self.loop, task)
             _task_states.pop(task, None)  # A scope that was not left keeps its task, and that all of this process.
         kill_all(self)  # Those that ``finally`` blocks have started.
+
+
+def _end(coroutine: Any) -> None:
+    """End a coroutine where it waits, and where its ``finally`` blocks wait.
+
+    ``close`` would leave those as they are, which the collector of garbage complains of.
+    """
+    for _ in range(_MOST_WAITS):
+        try:
+            coroutine.throw(Killed())
+        except BaseException:
+            return
 
 
 async def _awaited(program: Callable[[], Awaitable[_T]]) -> _T:
