@@ -31,6 +31,7 @@ from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from inside import transport_of
 from processes import HANGS, LARGE, Rank, Run, empty, exchange, free_port, held, let_go, listening, numbers
+from simulated import NET
 from torch.distributed import PrefixStore
 
 import aiocomms
@@ -39,7 +40,9 @@ from aiocomms.bootstrap.generations import Arrival
 from aiocomms.bootstrap.records import framed
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, CommTimeoutError, ProtocolError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.auth import Seal
+from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
@@ -49,6 +52,7 @@ TOKEN = "a token of these tests, of some length"
 NOBODY = 65534
 
 on_c10d = pytest.mark.parametrize("transport", ["c10d"])
+AND_SIMULATED = pytest.mark.parametrize("transport", [NET, "c10d", "ucx"])
 on_ucx = pytest.mark.parametrize("transport", ["ucx"])
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 
@@ -260,9 +264,10 @@ async def impersonated(place: Rank) -> str:
         with pytest.raises(ProtocolError) as caught:
             await place.open()
         return str(caught.value.peer)
-    key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
+    key = place.transport
     here = PrefixStore("aiocomms/world", store)
-    meeting = Arrival(here, 1, 2, Seal(TOKEN.encode(), "world")).meet(threading.Event())
+    arrival = Arrival(here, 1, 2, Seal(TOKEN.encode(), "world"))
+    meeting = await run_in_thread(lambda: arrival.meet(clock.event()))
     record = b"\x02" + bytes(32) + b"\x96whatever"
     here.append(f"{meeting}/{key}", framed(1, record))
     here.add(f"{meeting}/{key}/count", 1)
@@ -275,15 +280,17 @@ async def forged_arrival(place: Rank, what: str) -> str:
         with pytest.raises(AuthError if what == "an arrival" else CommTimeoutError) as caught:
             await place.open(timeout=HANGS if what == "an arrival" else 3)
         return caught.value.message
-    here, given_up = PrefixStore("aiocomms/world", place.store()), threading.Event()
+    here, given_up = PrefixStore("aiocomms/world", place.store()), clock.event()
     if what == "an arrival":
+        arrival = Arrival(here, 1, 2, Seal(None, "world"))
         with pytest.raises(AuthError):
-            Arrival(here, 1, 2, Seal(None, "world")).meet(given_up)
+            await run_in_thread(lambda: arrival.meet(given_up))
     else:
         here.set("came/1", {"a counter": "1", "a name": "0" * 16, "a long name": "x" * 2**20}[what])
     return ""
 
 
+@AND_SIMULATED
 @pytest.mark.fault(94)
 @pytest.mark.parametrize("what", ["a counter", "a name", "a long name", "an arrival"])
 def test_forged_arrival_is_refused_or_ignored(ranks: Run, transport: str, what: str) -> None:
@@ -292,6 +299,7 @@ def test_forged_arrival_is_refused_or_ignored(ranks: Run, transport: str, what: 
     assert re.search(wanted, ranks(2, forged_arrival, what, before=in_job)[0])
 
 
+@AND_SIMULATED
 @pytest.mark.fault(36)
 def test_forged_store_entry_raises_protocol_error_with_its_rank(ranks: Run, transport: str) -> None:
     assert ranks(2, impersonated, before=in_job)[0] == "1"
@@ -484,6 +492,7 @@ async def sing(place: Rank) -> None:
     assert not Path(song).exists()
 
 
+@AND_SIMULATED
 @pytest.mark.fault(66)
 def test_unrequested_pickle_is_never_loaded_on_any_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
     """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""

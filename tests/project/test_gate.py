@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -203,14 +204,15 @@ def test_has_no_kind():
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
-    """Run one planted test in a tier, with a ledger of its own; return pytest's exit status and output."""
+def planted(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Run planted tests in a tier, with a ledger of its own; return pytest's exit status and output."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_planted.py").write_text(PLANTED)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = search: not here\n")
 
-    def run(test: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "--tier=test", f"test_planted.py::{test}", "-pno:cacheprovider"]
+    def run(*tests: str) -> tuple[int, str]:
+        chosen = [f"test_planted.py::{test}" for test in tests]
+        command = [sys.executable, "-m", "pytest", "--tier=test", *chosen, "-pno:cacheprovider", "-rfE"]
         support = str(Path(__file__).parents[1] / "support")
         env = {**os.environ, "PYTHONPATH": support, "PYTEST_ADDOPTS": ""}
         done = subprocess.run(
@@ -223,7 +225,7 @@ def planted(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
 
 @pytest.mark.real
 def test_chance_failure_is_recorded_and_passes_the_gate(
-    planted: Callable[[str], tuple[int, str]], tmp_path: Path
+    planted: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     code, output = planted("test_fails_three_times_of_ten")
     assert code == 0, output
@@ -234,21 +236,28 @@ def test_chance_failure_is_recorded_and_passes_the_gate(
     assert len(list(tmp_path.glob("run*"))) == 1 + retry.TIMES
 
 
+DEFECTS = {
+    "test_gives_a_wrong_byte_three_times_of_ten": "this is wrong data, which is never a matter of chance",
+    "test_leaks_a_descriptor": "this is a leak, which is never a matter of chance",
+    "test_fails_again": "FAILED AGAIN test_planted.py::test_fails_again",
+    "test_sleeps": "a deterministic test sleeps",
+    "test_hides_that_it_starts_a_process": "a deterministic test starts a process",
+}
+"""What the gate says of each planted test that has a defect."""
+
+
 @pytest.mark.real
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("test", "said"),
-    [
-        ("test_gives_a_wrong_byte_three_times_of_ten", "this is wrong data, which is never a matter of chance"),
-        ("test_leaks_a_descriptor", "this is a leak, which is never a matter of chance"),
-        ("test_fails_again", "FAILED AGAIN test_planted.py::test_fails_again"),
-        ("test_sleeps", "a deterministic test sleeps"),
-        ("test_hides_that_it_starts_a_process", "a deterministic test starts a process"),
-        ("test_has_no_kind", "1 tests have neither the mark 'deterministic' nor 'real'"),
-    ],
-)
-def test_defect_fails_the_gate(planted: Callable[[str], tuple[int, str]], tmp_path: Path, test: str, said: str) -> None:
-    code, output = planted(test)
+def test_every_defect_fails_in_the_gate(planted: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, output = planted(*DEFECTS)
     assert code != 0, output
-    assert said in output
+    for test, said in DEFECTS.items():
+        assert said in output
+        assert re.search(rf"^(FAILED|ERROR) test_planted\.py::{test}\b", output, re.MULTILINE), output
     assert not (tmp_path / "flaky.jsonl").exists()
+
+
+@pytest.mark.real
+def test_test_without_a_kind_fails_the_gate(planted: Callable[..., tuple[int, str]]) -> None:
+    code, output = planted("test_has_no_kind")
+    assert code != 0, output
+    assert "1 tests have neither the mark 'deterministic' nor 'real'" in output

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 from processes import KILLED, PATIENCE, Before, Body, Rank, Run, hear
@@ -111,7 +112,7 @@ class SimulatedRank(Rank):
 def simulated_runner(folder: Path) -> Iterator[Run]:
     """Gives what :func:`processes.runner` does, for bodies that run in some histories of a simulation.
 
-    What it returns is of the last one.
+    What it returns is of the last one. The ranks share one environment: ``before`` is called once, and may change that.
     """
     made = 0
 
@@ -123,14 +124,15 @@ def simulated_runner(folder: Path) -> Iterator[Run]:
         codes: Mapping[int, int] = MappingProxyType({}),
     ) -> list[Any]:
         nonlocal made
-        assert before is None, "the ranks of a simulation share one process: nothing can be changed in one of them"
         results: list[Any] = []
         for seed in range(SEEDS):
             made += 1
             own = folder / f"{body.__name__}{made}"
             own.mkdir()
 
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+                if before is not None:
+                    before(0)
 
                 async def program(own: Path = own, patch: pytest.MonkeyPatch = patch) -> tuple[Any]:
                     return (await body(SimulatedRank(here().rank, size, str(own), patch), *args),)
