@@ -571,6 +571,7 @@ def test_objects_beyond_each_limit_are_refused_on_local() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.search
 @pytest.mark.fault(67)
 def test_objects_beyond_each_limit_are_refused(ranks: Run, transport: str) -> None:
     ranks(2, too_much)

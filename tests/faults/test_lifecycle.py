@@ -266,6 +266,7 @@ def failed(call: Callable[[], None]) -> list[BaseException]:
     return []
 
 
+@pytest.mark.search
 @PROCESSES
 @pytest.mark.fault(54)
 @pytest.mark.filterwarnings("ignore")
@@ -371,6 +372,7 @@ async def exec_a_child(place: Rank, close: bool) -> None:
         await comm.barrier()
 
 
+@pytest.mark.search
 @PROCESSES
 @pytest.mark.fault(58)
 def test_exec_of_a_child_inherits_no_descriptor(ranks: Run) -> None:

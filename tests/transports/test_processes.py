@@ -482,6 +482,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.search
 @pytest.mark.fault(56)
 @PROCESSES
 def test_interpreter_exit_without_close_ends_normally(tmp_path: Path, transport: str) -> None:

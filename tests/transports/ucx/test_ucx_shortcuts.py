@@ -113,7 +113,6 @@ def plain(comm: Any) -> list[aiocomms.Work[Any]]:
     ]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("where", WHERE)
 def test_plain_ops_take_the_shortcut(run: Any, which: str, where: str) -> None:
     async def main() -> None:

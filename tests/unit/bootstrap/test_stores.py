@@ -140,8 +140,9 @@ def test_store_resolves_a_host_name(port):
     assert store.get("key") == b"value"
 
 
-def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypatch, port):
-    addresses = [("127.0.1.1", port), ("192.0.2.77", port)]
+@pytest.mark.deterministic
+def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypatch):
+    addresses = [("127.0.1.1", PORT), ("192.0.2.77", PORT)]
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
     monkeypatch.setattr(stores.socket, "getaddrinfo", lambda *_, **__: found)
     tried = []
@@ -152,7 +153,7 @@ def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypa
 
     monkeypatch.setattr(stores.socket, "create_server", create_server)
     with pytest.raises(ArgumentError, match="no address of this machine"):
-        rank0(port, "node01")
+        rank0(PORT, "node01")
     assert tried == ["192.0.2.77", "127.0.1.1"]
 
 

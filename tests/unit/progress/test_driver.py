@@ -400,6 +400,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
+@pytest.mark.search
 @pytest.mark.real
 @pytest.mark.fault(57, transport="local")
 def test_forked_child_is_refused_and_leaves_its_parent_usable():

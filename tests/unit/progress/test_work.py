@@ -452,12 +452,15 @@ def duo(loop, main, **options):
     return in_threads(*(lambda r=r: run_on(loop, rank, r) for r in range(2)))
 
 
-@pytest.mark.real
 def test_wait_blocking_on_the_loops_thread_returns_the_result(loop):
+    waits = threading.Event()
+
     async def main(comm):
         if comm.rank == 0:
-            return comm.recv(torch.zeros(1), 1).wait_blocking(10).item()
-        await anyio.sleep(0.05)
+            work = comm.recv(torch.zeros(1), 1)
+            waits.set()
+            return work.wait_blocking(10).item()
+        await anyio.to_thread.run_sync(waits.wait, 10)
         return (await comm.send(torch.ones(1), 0)).item()
 
     assert duo(loop, main) == [1, 1]
