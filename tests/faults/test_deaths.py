@@ -128,7 +128,7 @@ async def lose_a_sender(place: Rank) -> float:
         comm = await place.open()
         if place.rank == 1:
             sending = comm.send(numbers(20, 1), 0)
-            if not place.simulated:  # whose messages are not kept anywhere: it ends with the receive
+            if not place.simulated:  # the network of a simulation keeps no message: the send ends with the receive
                 await sending
             await hear(place, "ready", 0)
             await place.die()
@@ -173,7 +173,7 @@ async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> 
         took = place.since_death()
         await lost_at_once(comm, 1)
         error.__traceback__ = None
-        if not place.simulated:  # where the dead has the tensor itself, and not its bytes
+        if not place.simulated:  # in a simulation the dead has the tensor itself, and not its bytes
             await forgotten(kept[0])
         return took
 
