@@ -258,7 +258,7 @@ class Recovery:
         """Say that a decision is carried out; False: another rank has said before that it is spent."""
         with anyio.move_on_after(PROBE), contextlib.suppress(StoreLostError):
             return await run_in_thread(functools.partial(board.decide, "end", _CARRIED_OUT)) == _CARRIED_OUT
-        return True  # Nobody else hears of the end, either.
+        return True  # No other rank hears of the end, either.
 
     async def _give_up(self, board: Board, decision: Decision) -> None:
         """Say that a decision is spent, if the store answers at once; this rank's next call does it else.

@@ -15,7 +15,7 @@ import aiocomms_net.transport as net
 import msgspec
 import mutants
 import torch
-from aiocomms_net.transport import NetTransport, Peer
+from aiocomms_net.transport import NetPeer, NetTransport
 from mutants import LANES, replace, wrap
 
 import aiocomms.lowering.schedules as schedules
@@ -403,7 +403,7 @@ def notes_are_lost() -> None:
 
 @anew
 def notes_come_from_another_rank() -> None:
-    def hear(original: Any, transport: Any, peer: Peer, frame: Any) -> None:
+    def hear(original: Any, transport: Any, peer: NetPeer, frame: Any) -> None:
         if isinstance(frame, net.Note):
             transport.on_note((peer.rank + 1) % transport._size, frame.what)
         else:

@@ -1,4 +1,4 @@
-"""What a simulation replaces of anyio's backend: its threads, and an order that differs from run to run.
+"""The parts of anyio's backend that a simulation replaces: its threads, and an order that differs from run to run.
 
 anyio cancels the scopes within a scope in the order of a set, and so of addresses in memory. Those of simulated
 programs keep them in the order in which they were entered.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiocomms.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from aiocomms.testing.simulation.world import World
+    from aiocomms.testing.simulation.world import SimulatedWorld
 
 _SHORT, _LONG = 1e-3, 20.0
 """Seconds that a pause or a partition takes at least and at most; a rank counts as dead after 5."""
@@ -81,7 +81,7 @@ class SimulatedFault(NamedTuple):
     kind: str
     arguments: tuple[Any, ...]
 
-    def happen(self, world: World) -> None:
+    def happen(self, world: SimulatedWorld) -> None:
         """Have it happen."""
         _KINDS[self.kind](world, *self.arguments)
 
@@ -121,7 +121,7 @@ _DURATIONS = {"pauses": 1, "slow": 1, "partitions": 2}
 """The places of durations among the arguments of faults."""
 
 
-def _both(world: World, one: int, other: int, seconds: float, both: bool) -> None:
+def _both(world: SimulatedWorld, one: int, other: int, seconds: float, both: bool) -> None:
     world.part(one, other, seconds)
     if both:
         world.part(other, one, seconds)

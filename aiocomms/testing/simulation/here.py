@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from aiocomms.errors import SimulationError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation.world import JOB, World
+from aiocomms.testing.simulation.world import JOB, SimulatedWorld
 
 
 class SimulatedRank(NamedTuple):
@@ -22,7 +22,7 @@ class SimulatedRank(NamedTuple):
     rank: int
     ranks: int
     restarts: int
-    world: World
+    world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
         """Belong to one job of several: ``new_comm()`` finds its ranks, as by the environment of a launcher.
@@ -40,6 +40,6 @@ def here() -> SimulatedRank:
     :raises SimulationError: no simulation runs.
     """
     world = clock.simulation
-    if not isinstance(world, World):
+    if not isinstance(world, SimulatedWorld):
         raise SimulationError("no simulation runs: call it in a program that simulate() runs")
     return SimulatedRank(world.process.rank, world.ranks, world.process.restarts, world)

@@ -36,13 +36,13 @@ def _ignore(_: Any) -> None:
     """Drop what comes before anybody listens."""
 
 
-class Conduit:
+class SimulatedConduit:
     """See :class:`aiocomms.lowlevel.clock.Conduit`."""
 
-    def __init__(self, network: Network, process: Timeline) -> None:
+    def __init__(self, network: SimulatedNetwork, process: Timeline) -> None:
         self._network = network
         self.process = process
-        self.other: Conduit = self
+        self.other: SimulatedConduit = self
         self._on_frame: Callable[[Any], object] | None = None
         self._on_end: Callable[[bool], object] = _ignore
         self._answered: Callable[[bool], object] | None = None
@@ -142,7 +142,7 @@ class Conduit:
                 self._on_end(closed)
 
 
-class Network:
+class SimulatedNetwork:
     """See :class:`aiocomms.lowlevel.clock.Network`."""
 
     def __init__(self, clockwork: Clockwork, running: Callable[[], Timeline], latency: tuple[float, float]) -> None:
@@ -155,7 +155,7 @@ class Network:
         self._least, self._range = latency[0], latency[1] / latency[0]
         self._listeners: dict[bytes, tuple[Timeline, Callable[[clock.Conduit, Any], object]]] = {}
         self._addresses = 0
-        self._conduits: dict[Conduit, None] = {}
+        self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
         """The time until which nothing gets from one rank to another."""
 
@@ -172,16 +172,16 @@ class Network:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
         self._listeners.pop(address, None)
 
-    def connect(self, address: bytes, hello: Any, answered: Callable[[bool], object]) -> Conduit:
+    def connect(self, address: bytes, hello: Any, answered: Callable[[bool], object]) -> SimulatedConduit:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
-        mine = Conduit(self, self._running())
+        mine = SimulatedConduit(self, self._running())
         mine.call(answered)
         found = self._listeners.get(address)
         if found is None or found[0].over:
             mine.process.later(self._latency(), mine.end, False)
             return mine
         process, arrived = found
-        theirs = Conduit(self, process)
+        theirs = SimulatedConduit(self, process)
         mine.other, theirs.other = theirs, mine
         self._conduits[mine] = self._conduits[theirs] = None
 
@@ -199,7 +199,7 @@ class Network:
 
     # ------------------------------------------------------------------------------------- what happens in it
 
-    def carry(self, to: Conduit, frame: Any) -> None:
+    def carry(self, to: SimulatedConduit, frame: Any) -> None:
         """Have a frame arrive after a while, and behind all that were sent before."""
         world = self._clockwork
         if to.process.over:
@@ -214,14 +214,14 @@ class Network:
         to.last = max(to.last, world.time + held + self._latency())
         world.at(to.last, to.process, to.arrive)
 
-    def undisturbed(self, end: Conduit) -> bool:
+    def undisturbed(self, end: SimulatedConduit) -> bool:
         """Return whether the other process of a connection lives and runs, and nothing is between the two."""
         other, now = end.other.process, self._clockwork.time
         parted = {(end.process.rank, other.rank), (other.rank, end.process.rank)} & self._parted.keys()
         standing = other.over or other.paused_until > now or end.over
         return not standing and all(self._parted[pair] <= now for pair in parted)
 
-    def arrived(self, end: Conduit, frame: Any) -> None:
+    def arrived(self, end: SimulatedConduit, frame: Any) -> None:
         """Note in the trace that a frame has arrived."""
         if frame is not _PING and frame is not _PONG:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
@@ -235,7 +235,7 @@ class Network:
         latency: float = self._least * self._range ** self._clockwork.random.random()
         return latency
 
-    def cut(self, one: Conduit) -> None:
+    def cut(self, one: SimulatedConduit) -> None:
         """End a connection: both ends lose what is on its way, and notice a moment later."""
         for end in (one, one.other):
             end.coming.clear()
@@ -259,7 +259,7 @@ class Network:
             mine.close()
         self._forget(process)
 
-    def _told(self, end: Conduit, closed: bool) -> None:
+    def _told(self, end: SimulatedConduit, closed: bool) -> None:
         if not end.process.over:
             when = max(end.last, self._clockwork.time + self._latency())
             self._clockwork.at(when, end.process, end.end, closed)

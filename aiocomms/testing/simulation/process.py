@@ -163,7 +163,7 @@ class Process(Timeline):
             _end(task.get_coro())
             asyncio.tasks._leave_task(self.loop, task)
             _task_states.pop(task, None)  # A scope that was not left keeps its task, and that all of this process.
-        kill_all(self)  # Those that ``finally`` blocks have started.
+        kill_all(self)  # The ``finally`` blocks may have started some.
 
 
 def _end(coroutine: Any) -> None:

@@ -12,7 +12,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.storeserver import perform
 from aiocomms.testing.simulation.clockwork import Timeline
-from aiocomms.testing.simulation.network import KEEPALIVE, Network
+from aiocomms.testing.simulation.network import KEEPALIVE, SimulatedNetwork
 
 
 class StoreService:
@@ -40,7 +40,7 @@ class StoreService:
 class SimulatedStore(JobStore):
     """A store as the processes of a world use it. A partition between one and the store's delays its answers."""
 
-    def __init__(self, service: StoreService, network: Network, running: Callable[[], Timeline]) -> None:
+    def __init__(self, service: StoreService, network: SimulatedNetwork, running: Callable[[], Timeline]) -> None:
         """Use a service.
 
         :param running: returns the process that runs.

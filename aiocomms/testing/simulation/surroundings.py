@@ -1,4 +1,4 @@
-"""What a program finds around it beside its loop: the module ``time``, and the end of asynchronous generators."""
+"""The surroundings of a simulated program beside its loop: the module ``time``, the end of its generators."""
 
 from __future__ import annotations
 

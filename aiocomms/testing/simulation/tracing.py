@@ -15,10 +15,10 @@ from aiocomms.diagnosis.recorder import Snapshot
 
 if TYPE_CHECKING:
     from aiocomms.testing.simulation.process import Process
-    from aiocomms.testing.simulation.world import World
+    from aiocomms.testing.simulation.world import SimulatedWorld
 
 
-def write_trace(world: World, folder: Path, seed: str, error: BaseException) -> None:
+def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseException) -> None:
     """Write the files, for ``aiocomms trace``. Nothing is replaced: it is an error if they are there already.
 
     :raises OSError: they cannot be written.
@@ -38,7 +38,7 @@ def write_trace(world: World, folder: Path, seed: str, error: BaseException) -> 
         file.write(b"\n".join((*map(encoder.encode, lines), b"")))
 
 
-def _snapshots(world: World, process: Process, reason: str) -> Iterator[Snapshot]:
+def _snapshots(world: SimulatedWorld, process: Process, reason: str) -> Iterator[Snapshot]:
     """Describe the communicators of a process: one that was lost as it was then, any other as it is at the end."""
     records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
     if process.over:
@@ -54,7 +54,7 @@ def _snapshots(world: World, process: Process, reason: str) -> Iterator[Snapshot
         yield shot
 
 
-def _happenings(world: World) -> Iterator[happenings.Happening]:
+def _happenings(world: SimulatedWorld) -> Iterator[happenings.Happening]:
     for time, who, what in world.trace:
         found = re.match(r"rank (\d+)", who)
         rank = None if found is None else int(found[1])

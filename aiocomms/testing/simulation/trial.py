@@ -21,7 +21,7 @@ from aiocomms.testing.simulation.faults import Faults, SimulatedFault
 from aiocomms.testing.simulation.refusing import calls_audited, watch
 from aiocomms.testing.simulation.surroundings import simulated_surroundings
 from aiocomms.testing.simulation.tracing import write_trace
-from aiocomms.testing.simulation.world import World
+from aiocomms.testing.simulation.world import SimulatedWorld
 
 Program = Callable[[], Awaitable[Any]]
 """An async function that each rank runs, as a process of its own would."""
@@ -97,7 +97,7 @@ class SimulatedTrial:
         for name in ("aiocomms.communicator.formation", "aiocomms.endpoints.endpoint"):
             loading.load_now(name)
         with _repeatable(seed):
-            world = World(seed, self.ranks, self.latency)
+            world = SimulatedWorld(seed, self.ranks, self.latency)
             around = simulated_surroundings(lambda: world.current, world.now, world.wall)
             with clock.simulated_by(world), calls_audited(), around:
                 before = watch(True)
@@ -144,7 +144,7 @@ def _repeatable(seed: int) -> Iterator[None]:
             gc.enable()
 
 
-def _history(world: World, plan: list[SimulatedFault], seed: str) -> History:
+def _history(world: SimulatedWorld, plan: list[SimulatedFault], seed: str) -> History:
     """Return what has happened, or raise what a rank has."""
     if world.failed is not None:
         error = world.failed.error
@@ -155,7 +155,7 @@ def _history(world: World, plan: list[SimulatedFault], seed: str) -> History:
     return History(seed, world.time, results, [str(fault) for fault in plan], world.lines())
 
 
-def _notes(world: World, plan: list[SimulatedFault], seed: str, error: BaseException) -> Iterator[str]:
+def _notes(world: SimulatedWorld, plan: list[SimulatedFault], seed: str, error: BaseException) -> Iterator[str]:
     failed = world.failed
     if failed is not None:
         if uncaught := failed.note(error):

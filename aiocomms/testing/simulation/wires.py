@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from aiocomms.errors import ArgumentError, AuthError, CommTimeoutError, PeerDiedError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.lines import ENDPOINT, EndpointLine, ReceptionDriver
-from aiocomms.testing.simulation.network import Conduit, Network, address_of, number_of
+from aiocomms.testing.simulation.network import SimulatedConduit, SimulatedNetwork, address_of, number_of
 
 
 class Proof(NamedTuple):
@@ -37,7 +37,7 @@ class Said(NamedTuple):
 class SimulatedLine:
     """See :class:`aiocomms.lowlevel.lines.EndpointLine`."""
 
-    def __init__(self, conduit: Conduit, host: str, seconds: float = 0) -> None:
+    def __init__(self, conduit: SimulatedConduit, host: str, seconds: float = 0) -> None:
         """Take a connection, and close it in the end.
 
         :param host: the other end's.
@@ -97,14 +97,14 @@ class SimulatedLine:
 class SimulatedCall:
     """See :class:`aiocomms.lowlevel.lines.LineCall`."""
 
-    def __init__(self, network: Network, host: str, port: int, key: bytes, seconds: float, name: str) -> None:
+    def __init__(self, network: SimulatedNetwork, host: str, port: int, key: bytes, seconds: float, name: str) -> None:
         """See :meth:`aiocomms.lowlevel.lines.Wires.call`."""
         self._network, self._host, self._port, self._key, self._seconds = network, host, port, key, seconds
         self._where = f"the endpoint {name} at {host}:{port}"
         self._answers: list[bool] = []
         self._answered = clock.event()
         self._hung_up = False
-        self._conduit: Conduit | None = None
+        self._conduit: SimulatedConduit | None = None
         self._line: SimulatedLine | None = None
 
     def run(self) -> EndpointLine:
@@ -145,7 +145,7 @@ class SimulatedCall:
 class SimulatedReception:
     """See :class:`aiocomms.lowlevel.lines.Reception`."""
 
-    def __init__(self, network: Network, host: str, driver: ReceptionDriver) -> None:
+    def __init__(self, network: SimulatedNetwork, host: str, driver: ReceptionDriver) -> None:
         """Listen.
 
         :param host: an address of this host.
@@ -166,7 +166,7 @@ class SimulatedReception:
         self._network.unlisten(self._address)
 
     def _arrived(self, conduit: clock.Conduit, proof: Proof) -> None:
-        assert isinstance(conduit, Conduit)
+        assert isinstance(conduit, SimulatedConduit)
         line = SimulatedLine(conduit, f"host{conduit.other.process.rank}")
         if proof.key == self._key:
             self._driver.call_threadsafe(self._enter, line)
@@ -185,7 +185,7 @@ class SimulatedReception:
 class SimulatedWires:
     """See :class:`aiocomms.lowlevel.lines.Wires`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: SimulatedNetwork) -> None:
         self._network = network
 
     def find(self, host: str) -> Callable[[ReceptionDriver], SimulatedReception]:

@@ -14,7 +14,7 @@ from aiocomms.errors import SimulationError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
-from aiocomms.testing.simulation.network import Network
+from aiocomms.testing.simulation.network import SimulatedNetwork
 from aiocomms.testing.simulation.process import Process
 from aiocomms.testing.simulation.store import SimulatedStore, StoreService
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
@@ -28,7 +28,7 @@ _START: Final = 1e-3
 """Seconds within which all processes start."""
 
 
-class World(Clockwork):
+class SimulatedWorld(Clockwork):
     """All that a history needs; see :class:`aiocomms.lowlevel.clock.Simulation`."""
 
     def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
@@ -38,7 +38,7 @@ class World(Clockwork):
         """
         super().__init__(seed)
         self.ranks = ranks
-        self.network = Network(self, lambda: self.process, latency)
+        self.network = SimulatedNetwork(self, lambda: self.process, latency)
         self._services = [StoreService()]
         """The services of stores, by their ports. The first is the launcher's."""
         self.store = self._store(0)
@@ -174,7 +174,7 @@ class World(Clockwork):
     def end(self) -> None:
         """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
         before = logging.root.manager.disable
-        logging.disable()  # What the ends of coroutines break is nobody's fault.
+        logging.disable()  # Coroutines that are ended so may break anything.
         for process in self.processes:
             self.enter(process)
             process.dispose()

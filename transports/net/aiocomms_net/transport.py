@@ -41,7 +41,7 @@ class Taken(NamedTuple):
     number: int
 
 
-class Note(NamedTuple):
+class NetNote(NamedTuple):
     """A note to the other rank's core."""
 
     what: bytes
@@ -57,7 +57,7 @@ class Closed(NamedTuple):
     """The rank has closed the communicator."""
 
 
-class Peer:
+class NetPeer:
     """The connection with one rank."""
 
     def __init__(self, rank: int, conduit: clock.Conduit) -> None:
@@ -80,7 +80,7 @@ class NetTransport(Transport):
         self._posted: dict[Key, deque[tuple[ops.Recv, Completion]]] = {}
         self._probes: dict[Key, list[tuple[ops.Probe, Completion]]] = {}
         self._ended = False
-        self._peers = {peer: Peer(peer, conduit) for peer, conduit in conduits.items()}
+        self._peers = {peer: NetPeer(peer, conduit) for peer, conduit in conduits.items()}
         for peer in self._peers.values():
             peer.conduit.hear(functools.partial(self._hear, peer), functools.partial(self._gone, peer))
 
@@ -158,15 +158,15 @@ class NetTransport(Transport):
 
     # --------------------------------------------------------------------------------------- what others have sent
 
-    def _hear(self, peer: Peer, frame: object) -> None:
-        if self._ended and not isinstance(frame, Note):
+    def _hear(self, peer: NetPeer, frame: object) -> None:
+        if self._ended and not isinstance(frame, NetNote):
             return
         match frame:
             case Sent():
                 self._match((peer.rank, frame.channel, frame.tag), frame)
             case Taken(number):
                 conclude(peer.sent.pop(number)[1])
-            case Note(what):
+            case NetNote(what):
                 self.on_note(peer.rank, what)
             case Aborted(reason):
                 self._end()
@@ -175,7 +175,7 @@ class NetTransport(Transport):
                 self._leave(peer)
 
     def _end(self) -> None:
-        """Note that the communicator is lost: the works end, and others may read the messages later."""
+        """NetNote that the communicator is lost: the works end, and others may read the messages later."""
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
@@ -191,7 +191,7 @@ class NetTransport(Transport):
         for probe, work in self._probes.pop(key, ()):
             conclude(work, probe.message(message.tensor.nbytes, message.tensor.dtype))
 
-    def _leave(self, peer: Peer) -> None:
+    def _leave(self, peer: NetPeer) -> None:
         """Fail what still needs a rank that has closed, and nothing else."""
         peer.over = True
         peer.conduit.close()
@@ -202,7 +202,7 @@ class NetTransport(Transport):
         for work in [*(work for _, work in sent.values()), *(work for entries in late for _, work in entries)]:
             conclude(work, error)
 
-    def _gone(self, peer: Peer, _: bool) -> None:
+    def _gone(self, peer: NetPeer, _: bool) -> None:
         """Lose the communicator by a connection that has ended without a goodbye."""
         if not peer.over:
             peer.over = True
@@ -222,7 +222,7 @@ class NetTransport(Transport):
         """See :meth:`Transport.say`."""
         peer = self._peers.get(rank)
         if peer is not None:
-            peer.conduit.send(Note(note))
+            peer.conduit.send(NetNote(note))
         return True
 
     def last_heard(self) -> Sequence[float] | None:
@@ -258,7 +258,7 @@ class NetTransport(Transport):
 class _SideChannel:
     """See :class:`aiocomms.transport.SideChannel`."""
 
-    def __init__(self, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, peers: Mapping[int, NetPeer]) -> None:
         self._peers = peers
 
     def gone(self, rank: int) -> bool:
