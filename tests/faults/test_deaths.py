@@ -402,7 +402,10 @@ def one_arena(rank: int) -> None:
 async def lose_before_the_first_op(place: Rank) -> float:
     async with oracle(place, 1):
         comm = await place.open()
+        place.tell(f"open {place.rank}")
         if place.rank == 1:
+            if place.simulated:  # a connection may take all words of the dead along, also that it has formed
+                await hear(place, "open", 0, 2)
             await place.die()
         await end(reduced(comm), comm, [1])
         took = place.since_death()
