@@ -414,10 +414,12 @@ async def be_replaced_again(place: Rank) -> Any:
         comm = await come_as_rank_1(place, 2)
     await works(comm)
     if place.rank in (1, 2):
+        await place.heard(f"worked {place.rank}")
         place.tell(f"dead {place.rank}")
         await place.die()
     if place.rank == 0:
-        for _ in range(2):
+        for process in (1, 2):
+            place.tell(f"worked {process}")
             await lost(comm)
             comm = await comm.reconfigure(size=2)
             await works(comm)

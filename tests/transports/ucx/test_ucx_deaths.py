@@ -14,7 +14,7 @@ import torch.distributed as dist
 from aiocomms_ucx.status import BROKEN
 from aiocomms_ucx.transport import PLAIN
 from inside import transport_of
-from processes import KILLED, LARGE, Rank, Run, death, numbers
+from processes import KILLED, LARGE, Rank, Run, death, numbers, together
 from simulated import NET
 
 import aiocomms
@@ -167,7 +167,7 @@ def test_close_after_a_death_delivers_all_data(ranks: Run, transport: str) -> No
 async def lose_two(place: Rank) -> set[int | None]:
     """Two at the same time, one of them the first."""
     comm = await place.open()
-    await comm.barrier()
+    await together(place, comm)
     if place.rank in (0, 3):
         await place.all_told("posted", 1, 2)
         await place.die()
