@@ -26,7 +26,7 @@ NET = pytest.param("net", marks=pytest.mark.deterministic)
 PROCESSES = pytest.mark.parametrize("transport", ["c10d", "ucx"])
 """Marks a test of what the operating system does, in a module whose other tests run in a simulation, too."""
 SEEDS = 30 if os.environ.get("AIOCOMMS_SEARCH") == "1" else 3
-"""How many histories a test has."""
+"""The number of histories of a test."""
 
 
 class SimulatedRank(Rank):

@@ -5,7 +5,9 @@ What blocks in them blocks a simulated thread, by the events of its process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import ipaddress
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -182,6 +184,12 @@ class SimulatedReception:
             self._let_in(line)
 
 
+def _everywhere(host: str) -> bool:
+    with contextlib.suppress(ValueError):  # It is a name.
+        return ipaddress.ip_address(host).is_unspecified
+    return False
+
+
 class SimulatedWires:
     """See :class:`aiocomms.lowlevel.lines.Wires`."""
 
@@ -190,7 +198,7 @@ class SimulatedWires:
 
     def find(self, host: str) -> Callable[[ReceptionDriver], SimulatedReception]:
         """See :meth:`Wires.find`. Any name is taken for this host's, so that a program runs unchanged."""
-        if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused
+        if not host or _everywhere(host):
             raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
         return functools.partial(SimulatedReception, self._network, host)
 
