@@ -47,7 +47,7 @@ class _SimulatedAs(NamedTuple):
     seeds: int | Iterable[int] = 100
     faults: Any = None
     latency: tuple[float, float] = (2e-5, 2e-3)
-    longest: float = 3600.0
+    longest: float = 86_400.0
 
 
 _failed = pytest.StashKey[bool]()
@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        f"simulated(ranks={DEFAULT_RANKS}, seeds=100, faults=None, latency=(2e-5, 2e-3), longest=3600): run the test "
+        f"simulated(ranks={DEFAULT_RANKS}, seeds=100, faults=None, latency=(2e-5, 2e-3), longest=86400): run the test "
         "as simulated ranks, by so many seeds; one that takes 'comm' gets each rank's communicator",
     )
     if config.pluginmanager.has_plugin("asyncio") or config.pluginmanager.has_plugin("pytest_asyncio"):

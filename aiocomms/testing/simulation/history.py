@@ -10,7 +10,7 @@ from aiocomms.testing.simulation.trial import History, Program, SimulatedTrial
 
 LATENCY = (2e-5, 2e-3)
 """Seconds that a message takes at least and at most."""
-LONGEST = 3600.0
+LONGEST = 86_400.0
 """Seconds of its time that a history may take."""
 
 
