@@ -34,6 +34,8 @@ async def form(
     name: str, timeout: float, hints: Mapping[str, Any], join: bool,
 ) -> Communicator:  # fmt: skip
     """Form a communicator, as :class:`aiocomms.new_comm` is asked to."""
+    if clock.simulation is not None and store is not None:
+        clock.simulation.check_store(store)
     where = await settled(device)
     if join and store is None:
         raise ArgumentError("join is True, and no store and no launcher says where the others are", rank=rank)

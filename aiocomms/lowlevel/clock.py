@@ -115,6 +115,12 @@ class Simulation(Protocol):
     def network(self) -> Network:
         """Return the network between the processes."""
 
+    def check_store(self, store: Store) -> None:
+        """Check that a store of the program is in memory, or the simulation's.
+
+        :raises SimulationError: it is another one, which uses sockets or files.
+        """
+
     def launched(self) -> tuple[Store, int, int]:
         """Return the launcher's store, this rank, and the number of ranks."""
 

@@ -379,12 +379,19 @@ async def serves():
     await asyncio.start_server(print, "127.0.0.1", 0)  # serves
 
 
+async def meets_in_a_file():
+    store = torch.distributed.FileStore("/dev/null", 2)
+    await aiocomms.new_comm(store=store, rank=here().rank, size=2)  # meets_in_a_file
+
+
 async def waits_on_the_loop():
     comm = await aiocomms.new_comm()
     comm.portal().barrier().wait()  # waits_on_the_loop
 
 
-@pytest.mark.parametrize("program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, serves])
+@pytest.mark.parametrize(
+    "program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, serves, meets_in_a_file]
+)
 def test_what_cannot_be_simulated_is_refused_with_its_line(program):
     with pytest.raises(SimulationError, match="cannot be simulated") as caught:
         simulate(program)

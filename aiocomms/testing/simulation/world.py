@@ -8,14 +8,16 @@ from asyncio.events import _set_running_loop
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
+from aiocomms.bootstrap.casualties import at_the_bottom
 from aiocomms.errors import SimulationError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.lines import Wires
 from aiocomms.testing.simulation.clockwork import Clockwork
 from aiocomms.testing.simulation.network import SimulatedNetwork
 from aiocomms.testing.simulation.process import Process
+from aiocomms.testing.simulation.refusing import refuse
 from aiocomms.testing.simulation.store import SimulatedStore, StoreService
 from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, started
 from aiocomms.testing.simulation.wires import SimulatedWires
@@ -238,6 +240,12 @@ class SimulatedWorld(Clockwork):
     def wires(self) -> Wires:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
         return SimulatedWires(self.network)
+
+    def check_store(self, store: Store) -> None:
+        """See :class:`aiocomms.lowlevel.clock.Simulation`."""
+        bottom = at_the_bottom(store)
+        if not isinstance(bottom, SimulatedStore | HashStore):
+            raise refuse(f"a {type(bottom).__name__}")
 
     def launched(self) -> tuple[Store, int, int]:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
