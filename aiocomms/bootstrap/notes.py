@@ -63,7 +63,11 @@ class Passed(msgspec.Struct, tag=3, array_like=True):
     what: bytes
 
 
-Note = Question | Answer | MeetingPlace | Passed
+class Leaving(msgspec.Struct, tag=4, array_like=True):
+    """The sender closes the communicator, and takes nothing any more that was sent to it."""
+
+
+Note = Question | Answer | MeetingPlace | Passed | Leaving
 NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
@@ -84,6 +88,10 @@ class Notes:
         """The call for a question or an answer of another rank. It waits for nothing."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
         """The call for what a rank has passed on; it waits for nothing, either."""
+        self.leaving: set[int] = set()
+        """The ranks that take nothing any more."""
+        self.on_leaving: Callable[[], object] = lambda: None
+        """The call when there is another one; it waits for nothing, either."""
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:
@@ -99,6 +107,9 @@ class Notes:
             return
         if isinstance(found, MeetingPlace):
             self.places[rank] = found.where
+        elif isinstance(found, Leaving):
+            self.leaving.add(rank)
+            self.on_leaving()
         elif isinstance(found, Passed):
             self.on_passed(rank, found.what)
         else:

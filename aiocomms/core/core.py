@@ -21,7 +21,7 @@ import anyio.lowlevel
 import torch
 
 from aiocomms import ops
-from aiocomms.bootstrap.notes import Notes
+from aiocomms.bootstrap.notes import Leaving, Notes
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import lifecycle
@@ -38,6 +38,7 @@ from aiocomms.errors import (
     CommError,
     CommTimeoutError,
     LaneAbortedError,
+    closed_by,
     wrong_thread,
 )
 from aiocomms.lowering.routing import Router
@@ -330,7 +331,27 @@ class Core(Posting):
                 work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
         self.router.loopback.close()
         with anyio.move_on_after(CLOSE_GRACE):
+            await self.in_flight.drained(but=ops.Send)
+            await self._part()
+
+    async def _part(self) -> None:
+        """Let sends end, and tell the other ranks that this one takes nothing any more.
+
+        Else two ranks that have sent each other what neither receives any more would wait for each other's end.
+        """
+        if self.in_flight:
+            self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)
+            for rank in range(self.size):
+                if rank != self.rank:
+                    self.notes.say(rank, Leaving())
+            self._end_lost_sends()
             await self.in_flight.drained()
+
+    def _end_lost_sends(self) -> None:
+        """End the sends to ranks that take nothing any more."""
+        for work in self.in_flight:
+            if isinstance(work.op, ops.Send) and work.op.dst in self.notes.leaving:
+                work.abandon(closed_by(work.op.dst))
 
     async def _release(self) -> None:
         with self._lock:

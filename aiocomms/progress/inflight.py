@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, UntypedStorage
 
+from aiocomms import ops
 from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import clock, memory
 from aiocomms.lowlevel.threads import copied, run_in_thread
@@ -247,6 +248,7 @@ class InFlight:
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # The lock for changes of the queues' set; to add a work takes no lock.
         self._drained: Promise | None = None
+        self._may_be: type[ops.Op] | None = None
         self.stands: WeakSet[Stands] = WeakSet()
         self._watchdog = deadlines.current()
         self._watchdog.register(self)
@@ -316,7 +318,7 @@ class InFlight:
         queue: Queue = work.queue
         added = queue.pop(work)
         work.queue = None
-        if self._drained is not None and not self:
+        if self._drained is not None and self._is_drained():
             self._drained.set()
         return added
 
@@ -325,11 +327,20 @@ class InFlight:
         ops = [flying.work.op for flying in self.look()]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
-    async def drained(self) -> None:
-        """Wait until nothing is pending."""
-        if self:
+    async def drained(self, but: type[ops.Op] | None = None) -> None:
+        """Wait until nothing is pending.
+
+        :param but: the type of the ops that may be.
+        """
+        self._may_be = but
+        if not self._is_drained():
             self._drained = Promise(self._owner.driver)
             await self._drained
+
+    def _is_drained(self) -> bool:
+        if (may_be := self._may_be) is None:
+            return not self
+        return all(isinstance(work.op, may_be) for queue in list(self._queues.values()) for work in list(queue))
 
     def unwatch(self) -> None:
         """Stop watching deadlines. Idempotent."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import aiocomms
+from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.core.lifecycle import failure_of
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation import explore, here, simulate
 from aiocomms.testing.simulation.loop import SimulatedTask
 
@@ -80,3 +82,46 @@ def test_histories_leave_no_garbage() -> None:
 
     before = tasks()
     assert [tasks() for _ in range(3)] == [before] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", ["stream", "send"])
+def test_ranks_that_close_at_once_do_not_wait_for_each_other(ranks, what) -> None:
+    """None of them receives what they have sent around: the ends of streams, or messages."""
+
+    async def program() -> tuple[float, bool]:
+        comm = await aiocomms.new_comm()
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        work = comm.send(torch.ones(3), right) if what == "send" else None
+        if what == "stream":
+            ends = [comm.open_stream(right, name=str(comm.rank)), comm.open_stream(left, name=str(left))]
+            for stream in await asyncio.gather(*ends):
+                await stream.aclose()
+        await comm.barrier()
+        began, lost = clock.now(), comm.aborted
+        await comm.aclose()
+        if work is not None:
+            with pytest.raises(CommAbortedError, match=f"closed by rank {right}"):
+                await work
+        return clock.now() - began, lost or comm.aborted
+
+    for seed in range(8):
+        results = simulate(program, ranks, seed=seed).results
+        assert all(took < CLOSE_GRACE / 10 and not lost for took, lost in results), results
+
+
+def test_rank_that_closes_waits_for_what_another_one_receives_late() -> None:
+    async def program() -> None:
+        async with aiocomms.new_comm() as comm:
+            tensor = torch.full((3,), comm.rank)
+            if comm.rank == 0:
+                comm.send(tensor, 1)
+            elif comm.rank == 1:
+                comm.send(tensor, 2)
+                await asyncio.sleep(1)
+                assert (await comm.recv(tensor.clone(), 0)).tolist() == [0, 0, 0]
+            else:
+                await asyncio.sleep(2)
+                assert (await comm.recv(tensor, 1)).tolist() == [1, 1, 1]
+
+    explore(program, 3, seeds=8)
