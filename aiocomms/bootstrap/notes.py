@@ -63,11 +63,11 @@ class Passed(msgspec.Struct, tag=3, array_like=True):
     what: bytes
 
 
-class Leaving(msgspec.Struct, tag=4, array_like=True):
+class Parting(msgspec.Struct, tag=4, array_like=True):
     """The sender closes the communicator, and takes nothing any more that was sent to it."""
 
 
-Note = Question | Answer | MeetingPlace | Passed | Leaving
+Note = Question | Answer | MeetingPlace | Passed | Parting
 NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
@@ -107,7 +107,7 @@ class Notes:
             return
         if isinstance(found, MeetingPlace):
             self.places[rank] = found.where
-        elif isinstance(found, Leaving):
+        elif isinstance(found, Parting):
             self.leaving.add(rank)
             self.on_leaving()
         elif isinstance(found, Passed):

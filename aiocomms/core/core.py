@@ -21,7 +21,7 @@ import anyio.lowlevel
 import torch
 
 from aiocomms import ops
-from aiocomms.bootstrap.notes import Leaving, Notes
+from aiocomms.bootstrap.notes import Parting, Notes
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import lifecycle
@@ -343,7 +343,7 @@ class Core(Posting):
             self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)
             for rank in range(self.size):
                 if rank != self.rank:
-                    self.notes.say(rank, Leaving())
+                    self.notes.say(rank, Parting())
             self._end_lost_sends()
             await self.in_flight.drained()
 
