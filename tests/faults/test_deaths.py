@@ -19,7 +19,7 @@ import pytest
 import torch
 from oracle import FULL, end, forgotten, left_after_meeting, named, oracle
 from processes import KILLED, LARGE, Rank, Run, empty, free_port, hear, numbers, together
-from simulated import NET, PROCESSES
+from simulated import IN_BOTH, NET, PROCESSES
 
 import aiocomms
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
@@ -297,6 +297,7 @@ async def lose_politely(place: Rank) -> float:
         return took
 
 
+@IN_BOTH
 @pytest.mark.fault(7)
 def test_sigterm_with_a_close_is_noticed_in_time(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, lose_politely))

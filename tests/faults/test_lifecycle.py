@@ -27,7 +27,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
 from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, no_threads, numbers
-from simulated import NET, PROCESSES
+from simulated import IN_BOTH, NET, PROCESSES
 
 from aiocomms.core import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
@@ -149,6 +149,7 @@ async def abort_a_thousand(place: Rank, how: str) -> float:
         return took
 
 
+@IN_BOTH
 @pytest.mark.fault(48)
 @pytest.mark.parametrize("how", ["thread", "signal", "task"] if FULL else ["signal"])
 def test_abort_ends_a_thousand_pending_works_in_time(ranks: Run, notice: Notice, how: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, hear, numbers
-from simulated import NET, PROCESSES
+from simulated import IN_BOTH, NET, PROCESSES
 
 import aiocomms
 from aiocomms.communicator import formation
@@ -101,6 +101,7 @@ async def be_told(place: Rank, comm: Communicator) -> str:
     return str(caught.value)
 
 
+@IN_BOTH
 @pytest.mark.fault(12)
 def test_rank_stopped_past_a_deadline_is_excluded(ranks: Run, notice: Notice) -> None:
     *times, text = ranks(3, stop_past_a_deadline)

@@ -162,6 +162,22 @@ class Rank:
         return time.monotonic() - float((self.folder / "died").read_text())
 
 
+async def in_turn(place: Rank, *bodies: Body | tuple[Any, ...]) -> None:
+    """Run several bodies in the same processes, one after the other; a failure names the body.
+
+    Each has a folder of its own for its notes and its store. A body with arguments is a tuple.
+    """
+    for number, body in enumerate(bodies):
+        run, *args = body if isinstance(body, tuple) else (body,)
+        folder = place.folder / f"{number} {run.__name__}"
+        folder.mkdir(exist_ok=True)
+        try:
+            await run(Rank(place.transport, place.rank, place.size, str(folder)), *args)
+        except BaseException as error:
+            error.add_note(f"in {run.__name__}{tuple(args)}")
+            raise
+
+
 def _main(body: Body, place: Rank, before: Before | None, args: tuple[Any, ...], pipe: Connection) -> None:
     try:
         os.environ.setdefault("AIOCOMMS_HEARTBEAT", "0")  # only a connection tells of a death, unless a test wants it

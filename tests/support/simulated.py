@@ -23,6 +23,8 @@ from aiocomms.testing.simulation import here, simulate
 
 NET = pytest.param("net", marks=pytest.mark.deterministic)
 """The parameter by which a test runs in a simulation."""
+IN_BOTH = pytest.mark.parametrize("transport", [NET, pytest.param("c10d", marks=pytest.mark.every_case), "ucx"])
+"""Marks the test of a kind of event of the system: `make test` runs it in a simulation and with processes."""
 PROCESSES = pytest.mark.parametrize("transport", ["c10d", "ucx"])
 """Marks a test of what the operating system does, in a module whose other tests run in a simulation, too."""
 SEEDS = 30 if os.environ.get("AIOCOMMS_SEARCH") == "1" else 3
