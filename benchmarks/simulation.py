@@ -1,4 +1,4 @@
-"""How many histories a simulation runs in a minute, and how long a server's day takes.
+"""Measure how many histories a simulation runs in a minute, and how long a server's day takes.
 
 Run it with ``python -m benchmarks.simulation``. A history is that of 3 ranks which meet, call 10 ``all_reduce`` and
 close; as many processes as there are cores run them side by side, each by seeds of its own. A day is that of a service
@@ -37,7 +37,7 @@ async def ten_sums() -> None:
 
 def histories(first: int, count: int) -> tuple[float, float]:
     """Run histories, and return the seconds of one, and those of a processor."""
-    simulate(ten_sums, 3, seed=first)  # It imports what is missing.
+    simulate(ten_sums, 3, seed=first)  # The first one imports modules.
     begins, used = time.perf_counter(), time.process_time()
     for seed in range(first, first + count):
         simulate(ten_sums, 3, seed=seed)

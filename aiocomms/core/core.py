@@ -21,7 +21,7 @@ import anyio.lowlevel
 import torch
 
 from aiocomms import ops
-from aiocomms.bootstrap.notes import Parting, Notes
+from aiocomms.bootstrap.notes import Notes, Parting
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import lifecycle

@@ -243,7 +243,7 @@ DEFECTS = {
     "test_sleeps": "a deterministic test sleeps",
     "test_hides_that_it_starts_a_process": "a deterministic test starts a process",
 }
-"""What the gate says of each planted test that has a defect."""
+"""The words of the gate for each planted test that has a defect."""
 
 
 @pytest.mark.real

@@ -185,7 +185,7 @@ class SimulatedReception:
 
 
 def _everywhere(host: str) -> bool:
-    with contextlib.suppress(ValueError):  # It is a name.
+    with contextlib.suppress(ValueError):  # The host may be a name.
         return ipaddress.ip_address(host).is_unspecified
     return False
 
