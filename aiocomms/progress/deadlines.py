@@ -35,6 +35,9 @@ class Watched(Protocol):
         :returns: the earliest deadline that is left, or infinity if there is none.
         """
 
+    def due(self) -> float:
+        """Return the earliest deadline, or infinity if there is none."""
+
     def calm(self, now: float) -> bool:
         """Return whether no deadline has passed and no rank is silent: :meth:`expire` would ask for signs of life only.
 

@@ -351,11 +351,15 @@ class InFlight:
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
 
-    def calm(self, now: float) -> bool:
+    def due(self) -> float:
         """See :class:`Watched`."""
         earliest = (next(iter(queue.values()), math.inf) + queue.seconds for queue in list(self._queues.values()))
+        return min(earliest, default=math.inf)
+
+    def calm(self, now: float) -> bool:
+        """See :class:`Watched`."""
         silent = self.heartbeat.silence(now).values()
-        return min(earliest, default=math.inf) > now and max(silent, default=0.0) < self.heartbeat.period
+        return self.due() > now and max(silent, default=0.0) < self.heartbeat.period
 
     def expire(self, now: float) -> float:
         """See :class:`Watched`; copies before it looks, for the loop's thread goes on meanwhile."""

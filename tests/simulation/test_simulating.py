@@ -21,9 +21,11 @@ from aiocomms.errors import (
     ArgumentTypeError,
     CommAbortedError,
     CommError,
+    CommTimeoutError,
     PeerDiedError,
     SimulationError,
 )
+from aiocomms.lowlevel import clock
 from aiocomms.testing import Faults, explore, here, simulate
 
 pytestmark = pytest.mark.deterministic
@@ -123,6 +125,40 @@ def test_history_longer_than_asked_is_an_error_with_the_waiting_lines():
     with pytest.raises(SimulationError, match=r"the history takes longer than 60 s:") as caught:
         simulate(program, longest=60)
     assert f"rank 0: task 'main' waits at {line_of('the long sleep')}" in str(caught.value)
+
+
+def test_deadlock_without_a_deadline_is_told_although_ranks_look_for_signs_of_life():
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            asyncio.get_running_loop().call_later(3000, print).cancel()
+            await comm.recv(torch.zeros(1), 1 - comm.rank, timeout=None)  # the receive
+
+    with pytest.raises(SimulationError, match="nothing will happen any more") as caught:
+        simulate(program)
+    for rank in range(2):
+        assert f"rank {rank}: task 'main' waits at {line_of('the receive')}" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["timer", "thread", "deadline", "pause"])
+def test_ranks_that_wait_for_what_comes_in_an_hour_are_no_deadlock(what):
+    async def program():
+        async with aiocomms.new_comm(hints={"heartbeat": 0 if what == "pause" else 5}) as comm:
+            if comm.rank == 0:
+                return int(await comm.recv(torch.zeros(1), 1, timeout=None))
+            if what == "timer":
+                await asyncio.sleep(3600)
+            elif what == "thread":
+                await asyncio.to_thread(clock.sleep, 3600)
+            elif what == "deadline":
+                with pytest.raises(CommTimeoutError):
+                    await comm.recv(torch.zeros(1), 0, timeout=3600)
+            else:
+                here().world.pause(1, 3600)
+                await asyncio.sleep(0.1)
+            await comm.send(torch.ones(1), 0)
+            return 1
+
+    assert simulate(program, longest=4000).results == [1, 1]
 
 
 def test_deadlock_is_told_at_once_with_the_waiting_lines():

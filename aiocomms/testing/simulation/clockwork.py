@@ -30,6 +30,8 @@ class Clockwork:
         """Begin, with nothing to come."""
         self.random = Random(seed)  # noqa: S311 - A seed repeats it.
         self.time = 0.0
+        self.only_looks = False
+        """True if the call was a look whether other ranks live, and no deadline is to come in its process."""
         self.trace: list[tuple[float, str, str]] = []
         """All that has happened: the time, to which process, and what."""
         self._coming: list[Occurrence] = []
@@ -58,6 +60,11 @@ class Clockwork:
             return None
         self.time = coming.time
         return coming
+
+    @property
+    def to_come(self) -> list[Occurrence]:
+        """The calls that are to come, in no order."""
+        return list(self._coming)
 
     def a_moment(self) -> float:
         """Draw the seconds that a switch of threads takes."""

@@ -130,10 +130,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See :class:`asyncio.AbstractEventLoop`."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self._timeline.at(when, self._fire, timer)
+        self._timeline.at(when, self.fire, timer)
         return timer
 
-    def _fire(self, timer: asyncio.TimerHandle) -> None:
+    def fire(self, timer: asyncio.TimerHandle) -> None:
+        """Have a timer's callback run, if it was not cancelled."""
         if not timer.cancelled():
             self._ready.append(timer)
 

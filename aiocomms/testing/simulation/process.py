@@ -10,7 +10,7 @@ from anyio._backends._asyncio import _task_states
 
 from aiocomms.errors import ArgumentTypeError, SimulationError
 from aiocomms.progress import deadlines
-from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
+from aiocomms.testing.simulation.clockwork import Clockwork, Occurrence, Timeline
 from aiocomms.testing.simulation.loop import SimulatedLoop, SimulatedTask
 from aiocomms.testing.simulation.places import in_program, waits_at
 from aiocomms.testing.simulation.threads import Killed, kill_all, started
@@ -45,13 +45,15 @@ class SimulatedWatchdog(deadlines.Watchdog):
         """See :meth:`Watchdog.wake_by`."""
         if deadline < self.wakes_at and self._owners:
             self.wakes_at = deadline
-            self._timeline.at(deadline + deadlines.GRACE, self._wake, deadline)
+            self._timeline.at(deadline + deadlines.GRACE, self.wake, deadline)
 
-    def _wake(self, deadline: float) -> None:
+    def wake(self, deadline: float) -> None:
+        """Look which deadlines have passed, if this is the next one."""
         if deadline != self.wakes_at:  # An earlier deadline has come since.
             return
         now = self._timeline.now()
         if all(who.calm(now) for who in self._owners):
+            self._timeline.clockwork.only_looks = all(who.due() == float("inf") for who in self._owners)
             self._look()  # Nothing ends by this, so no thread is needed: most calls are of this kind.
         else:
             started(self._timeline, self._look)
@@ -121,6 +123,17 @@ class Process(Timeline):
         own = [task for task in tasks if in_program(task.get_coro())]
         words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
+
+    def idle(self, coming: Occurrence) -> bool:
+        """Return whether a call that is to come is none that anybody waits for."""
+        if self.over:
+            return True
+        if coming.call != self._punctually:
+            return False
+        _, call, args = coming.args
+        if call == self.loop.fire:
+            return bool(args[0].cancelled())
+        return bool(call == self.state[deadlines.SIMULATED].wake)
 
     @property
     def error(self) -> BaseException | None:

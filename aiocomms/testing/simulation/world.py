@@ -26,6 +26,8 @@ JOB: Final = "job"
 """The name of a process's job in its state: the job's store, and the rank and size there."""
 EPOCH: Final = 1_800_000_000.0
 """Seconds since 1970 at which a history begins."""
+_STILL: Final = 60.0
+"""Seconds after which ranks that only look whether the others live wait for ever: no silence lasts as long."""
 _START: Final = 1e-3
 """Seconds within which all processes start."""
 
@@ -52,6 +54,8 @@ class SimulatedWorld(Clockwork):
         self.failed: Process | None = None
         """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
+        self._happened = 0.0
+        """The time of the last call that was more than a look whether other ranks live."""
 
     # ----------------------------------------------------------------------------------------------- its course
 
@@ -73,7 +77,7 @@ class SimulatedWorld(Clockwork):
         for rank in range(self.ranks):
             self.start(rank, _START * self.random.random())
         while self.alive():
-            if self.next_time == float("inf"):
+            if self.next_time == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
                 raise SimulationError(f"nothing will happen any more, for all wait:\n{self._waiting()}")
             if self.next_time > longest:
                 raise SimulationError(f"the history takes longer than {longest:g} s:\n{self._waiting()}")
@@ -93,8 +97,17 @@ class SimulatedWorld(Clockwork):
         assert isinstance(process, Process)
         self.steps += 1
         self.enter(process)
+        self.only_looks = False
         coming.call(*coming.args)
         process.loop.turn()
+        if not self.only_looks:
+            self._happened = self.time
+
+    def _stands_still(self) -> bool:
+        """Return whether the ranks do nothing any more but look whether the others live."""
+        self._happened = self.time  # If not, this is asked again after as long a time.
+        paused = any(process.paused_until > self.time for process in self.alive())
+        return not paused and all(isinstance(it.timeline, Process) and it.timeline.idle(it) for it in self.to_come)
 
     def enter(self, process: Process | None) -> None:
         """Make a process the one that runs."""
