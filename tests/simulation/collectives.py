@@ -131,11 +131,9 @@ async def gather_single(at: Place) -> None:
 
 async def barrier(at: Place) -> None:
     """Nobody leaves a barrier before all have come."""
-    board = at.board
-    board.add((at.number, at.rank))
+    at.come()
     await at.end(at.comm.barrier())
-    missing = [r for r in range(at.size) if (at.number, r) not in board]
-    at.same(missing, [], "ranks that have not come to the barrier")
+    at.all_have_come()
 
 
 async def all_reduce(at: Place) -> None:
@@ -238,10 +236,9 @@ async def edges(at: Place) -> None:
         pass
     else:
         raise BrokenPromiseError("float8 is summed")
-    at.board.add((at.number, at.rank))
+    at.come()
     await at.end(at.comm.all_reduce(torch.empty(0)))
-    missing = [r for r in range(at.size) if (at.number, r) not in at.board]
-    at.same(missing, [], "ranks that have not come to an all_reduce of nothing")
+    at.all_have_come()
 
 
 async def guarded(at: Place) -> None:

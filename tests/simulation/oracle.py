@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import traffic
+from ledger import Ledger
 from place import BrokenPromiseError
 from programs import Program, Report, run
 
@@ -22,17 +23,20 @@ def check(seed: int, **options: Any) -> History:
     :raises BrokenPromiseError: it shows what must not happen.
     """
     program = Program.drawn(seed, **options)
-    board: set[Any] = set()
+    ledger = Ledger()
     try:
         history = simulate(
-            lambda: run(program, board),
+            lambda: run(program, ledger),
             program.ranks,
             seed=seed,
             faults=program.faults,
             latency=program.latency,
             longest=600,
         )
-        judge(program, [it for it in history.results if it is not None])
+        reports = [it for it in history.results if it is not None]
+        judge(program, reports)
+        if wrong := ledger.wrong({report.process for report in reports}):
+            raise BrokenPromiseError("; ".join(wrong[:5]))
     except BaseException as error:
         error.add_note(str(program))
         raise

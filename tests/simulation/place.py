@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, TypeVar
 
 import torch
+from ledger import Entry, Ledger, stamp
 from torch import Tensor
 
 from aiocomms.errors import CommError, WorkCancelledError
@@ -44,8 +45,7 @@ class Place:
     number: int
     patience: float
     slack: float
-    board: set[Any]
-    """What all ranks of the history see, at once and without a message."""
+    ledger: Ledger
     members: dict[str, int]
     """This process's rank on each communicator."""
     seed: str = ""
@@ -78,6 +78,55 @@ class Place:
     def tag(self, index: int = 0) -> int:
         """Return a tag of the step's own."""
         return (self.tags or self.number) * 64 + (index << 24)
+
+    def way(self, *what: Any) -> tuple[Any, ...]:
+        """Return the way of a message of this step."""
+        return (self.comm.name, self.key, self.number, *what)
+
+    def come(self) -> None:
+        """Note that this rank has come to this step."""
+        self.ledger.come.add((self.way(), self.rank))
+
+    def all_have_come(self) -> None:
+        """Look whether all ranks have come to this step."""
+        missing = [r for r in range(self.size) if (self.way(), r) not in self.ledger.come]
+        self.same(missing, [], "ranks that have not come to a barrier")
+
+    def sends(self, send: Any, tensor: Tensor, dst: int, *what: Any) -> Any:
+        """Send a message that carries its number in the ledger; return the work.
+
+        :param send: is given the tensor, and returns the work.
+        :param what: tells it from the step's other messages to that rank.
+        """
+        with self.giving(tensor, dst, *what) as entry:
+            work = send(tensor)
+            work.add_done_callback(entry.ended)
+            return work
+
+    @contextlib.contextmanager
+    def giving(self, tensor: Tensor, dst: int, *what: Any) -> Iterator[Entry]:
+        """Enter a message into the ledger, which is sent by the block."""
+        entry = self.ledger.enter(self.comm.name, dst, self.way(dst, *what))
+        stamp(tensor, entry.number)
+        try:
+            yield entry
+        except BaseException as error:
+            entry.end = type(error).__name__
+            raise
+
+    def takes(self, work: Any, buffer: Tensor, *what: Any) -> Any:
+        """Enter into the ledger what a receive gets, when it gets that; return the work."""
+        work.add_done_callback(lambda work: self.got(buffer, *what) if work.error is None else None)
+        return work
+
+    def got(self, tensor: Tensor, *what: Any) -> None:
+        """Enter a message into the ledger that this rank has received."""
+        self.ledger.receive(tensor, self.way(self.rank, *what))
+
+    def sent(self, tensor: Tensor, *what: Any) -> Tensor:
+        """Write into a tensor the number of the message that this rank should have received; return it."""
+        self.ledger.stamp_as(tensor, self.way(self.rank, *what))
+        return tensor
 
     async def end(self, work: Awaitable[T], seconds: float | None = None) -> T:
         """Await something, which has to end by its deadline. If it fails, its tensors are the program's to spoil."""

@@ -15,6 +15,7 @@ import collectives
 import endings
 import torch
 import traffic
+from ledger import Ledger, Process, me
 from place import BrokenPromiseError, Place
 
 import aiocomms
@@ -24,7 +25,7 @@ from aiocomms.testing.simulation import Faults, here
 from aiocomms.testing.simulation import threads as simulated_threads
 
 STEPS = (*collectives.STEPS, *traffic.STEPS)
-FORMING, PATIENCE, RECOVERING, CLOSING = 8.0, 2.0, 6.0, 5.0
+FORMING, PATIENCE, RECOVERING, CLOSING = traffic.FORMING, 2.0, 6.0, 5.0
 """Seconds that a communicator has to form, an operation to end, ranks to reconfigure, and a close to end."""
 PHASES = 3
 
@@ -99,6 +100,7 @@ class Report:
     """What has happened on a rank that lives."""
 
     rank: int
+    process: Process
     losses: list[Loss] = field(default_factory=list)
     members: dict[str, int] = field(default_factory=dict)
     """The rank on each communicator."""
@@ -112,9 +114,9 @@ class Report:
 class Rank:
     """One rank's run of a program."""
 
-    def __init__(self, program: Program, board: set[Any]) -> None:
-        self.program, self.board = program, board
-        self.report = Report(here().rank)
+    def __init__(self, program: Program, ledger: Ledger) -> None:
+        self.program, self.ledger = program, ledger
+        self.report = Report(here().rank, me())
         struck = [it for it in program.struck() if it.arguments and it.arguments[0] == here().rank]
         self.slack = sum(it.arguments[1] for it in struck if it.kind == "pauses")
         self.slack += sum(100 * it.arguments[1] for it in struck if it.kind == "slow")
@@ -157,6 +159,7 @@ class Rank:
             return False
         self.comm = new
         self.report.members[new.name], self.report.sizes[new.name] = new.rank, new.size
+        self.ledger.join(new)
         new.set_timeout(PATIENCE)
         return True
 
@@ -191,7 +194,7 @@ class Rank:
         draw = Random(seed)
         members, calm = self.report.members, self.program.faults is None
         number += phase * 64 + 1
-        return Place(comm, rank, size, draw, number, PATIENCE, self.slack, self.board, members, seed, calm=calm)
+        return Place(comm, rank, size, draw, number, PATIENCE, self.slack, self.ledger, members, seed, calm=calm)
 
     def _left(self) -> dict[str, list[Any]]:
         """Return what this process still has, when it has closed all."""
@@ -206,9 +209,9 @@ class Rank:
         return {what: those for what, those in left.items() if those}
 
 
-async def run(program: Program, board: set[Any]) -> Report:
+async def run(program: Program, ledger: Ledger) -> Report:
     """Run a program on one rank."""
-    return await Rank(program, board).run()
+    return await Rank(program, ledger).run()
 
 
 def _phase_of(name: str) -> int:

@@ -247,6 +247,20 @@ def test_partition_holds_messages_up():
     assert min(simulate(program, 2).results) > 1.5
 
 
+@pytest.mark.parametrize(("fault", "whom"), [("pause", (1,)), ("part", (0, 1))])
+def test_shorter_fault_does_not_end_a_longer_one_of_its_kind(fault, whom):
+    async def program():
+        async with aiocomms.new_comm() as comm:
+            begins = here().world.time
+            if comm.rank == 0:
+                for seconds in (2.0, 0.5):
+                    getattr(here().world, fault)(*whom, seconds)
+            await comm.barrier()
+            return here().world.time - begins
+
+    assert simulate(program, 2).results[0] > 1.5
+
+
 def test_cut_loses_the_communicator():
     async def program():
         try:

@@ -15,6 +15,8 @@ from aiocomms.errors import CommClosedError, CommTimeoutError, LaneAbortedError,
 
 SILENCE = 6.0
 """Seconds after which a silent rank counts as dead. What has no deadline ends by that."""
+FORMING = 8.0
+"""Seconds that ranks have to form a communicator."""
 
 
 async def messages(at: Place) -> None:
@@ -29,25 +31,28 @@ async def messages(at: Place) -> None:
     receives = [it for it in mixed if it[2] == at.rank]
     first = at.draw.random() < 0.5
     if first:
-        posted += [_receive(at.comm, it) for it in receives]
+        posted += [_receive(at, it) for it in receives]
     for index, src, dst, lane, count, dtype, late in plan:
         if src == at.rank:
             if late and src != dst:
                 await asyncio.sleep(0.001)
-            work = at.comm.send(at.numbers(count, dtype, src, dst, index), dst, lane)
+            mine = at.numbers(count, dtype, src, dst, index)
+            work = at.sends(lambda it, to=dst, tag=lane: at.comm.send(it, to, tag), mine, dst, index)
             work.add_done_callback(spoil)  # From then on the program may write into it.
             posted.append(work)
     if not first:
-        posted += [_receive(at.comm, it) for it in receives]
+        posted += [_receive(at, it) for it in receives]
     await at.all_end(posted)
     got = posted[: len(receives)] if first else posted[len(posted) - len(receives) :]
     for work, (index, src, dst, _, count, dtype, _late) in zip(got, receives, strict=True):
-        at.same(work.result(), at.numbers(count, dtype, src, dst, index), f"message {index} of {plan}")
+        wanted = at.sent(at.numbers(count, dtype, src, dst, index), index)
+        at.same(work.result(), wanted, f"message {index} of {plan}")
 
 
-def _receive(comm: Any, message: Any) -> Any:
-    _, src, _, lane, count, dtype, _ = message
-    return comm.recv(torch.full((count,), 7, dtype=dtype), src, lane)
+def _receive(at: Place, message: Any) -> Any:
+    index, src, _, lane, count, dtype, _ = message
+    buffer = torch.full((count,), 7, dtype=dtype)
+    return at.takes(at.comm.recv(buffer, src, lane), buffer, index)
 
 
 async def exchange(at: Place) -> None:
@@ -55,16 +60,20 @@ async def exchange(at: Place) -> None:
     count, dtype, far = at.count(), at.dtype(), at.draw.randint(1, at.size)
     dst, src = (at.rank + far) % at.size, (at.rank - far) % at.size
     buffer = torch.full((count,), -1, dtype=dtype)
-    batch = at.comm.batch().send(at.numbers(count, dtype, at.rank), dst, at.tag()).recv(buffer, src, at.tag())
-    await at.end(batch.issue())
-    at.same(buffer, at.numbers(count, dtype, src), "batch")
+
+    def issue(mine: Tensor) -> Any:
+        return at.comm.batch().send(mine, dst, at.tag()).recv(buffer, src, at.tag()).issue()
+
+    await at.end(at.takes(at.sends(issue, at.numbers(count, dtype, at.rank), dst), buffer))
+    at.same(buffer, at.sent(at.numbers(count, dtype, src)), "batch")
 
 
 async def from_anybody(at: Place) -> None:
     """One rank receives from all others in the order of arrival: each message once."""
     root, count, how = at.someone(), at.count(), at.draw.choice(("any", "message", "probe"))
     if at.rank != root:
-        await at.end(at.comm.send(at.numbers(count + at.rank, torch.int64, at.rank), root, at.tag()))
+        mine = at.numbers(count + at.rank, torch.int64, at.rank)
+        await at.end(at.sends(lambda it: at.comm.send(it, root, at.tag()), mine, root, at.rank))
         return
     heard = []
     for _ in range(at.size - 1):
@@ -79,7 +88,8 @@ async def from_anybody(at: Place) -> None:
             at.same(message.nbytes, (count + message.src) * 8, "size of a message that was probed")
             src, buffer = message.src, torch.empty(message.numel, dtype=message.dtype)
             await at.end(at.comm.recv(buffer, src, at.tag()))
-        at.same(buffer, at.numbers(count + src, torch.int64, src), f"message of rank {src}, by {how}")
+        at.got(buffer, src)
+        at.same(buffer, at.sent(at.numbers(count + src, torch.int64, src), src), f"message of rank {src}, by {how}")
         heard.append(src)
     at.same(sorted(heard), [r for r in range(at.size) if r != root], "sources of messages from anybody")
 
@@ -110,7 +120,7 @@ async def given_up(at: Place) -> None:
     sent = [at.numbers(4, torch.int64, index) for index in range(2)]
     if at.rank == src:
         await asyncio.sleep(at.draw.choice((0.0, 0.001)))
-        await at.all_end([at.comm.send(tensor, dst, at.tag()) for tensor in sent])
+        await _both_sent(at, sent, dst)
         return
     if at.rank != dst:
         return
@@ -118,16 +128,23 @@ async def given_up(at: Place) -> None:
     happened = await _given_up(at, buffer, src, seconds, how)
     if not happened:
         at.same(buffer, torch.full((4,), -1), "buffer of a withdrawn receive")
-        await at.end(at.comm.recv(buffer, src, at.tag()))
-    at.same(buffer, sent[0], "first message, of two, around a receive that was given up")
-    await at.end(at.comm.recv(buffer, src, at.tag()))
-    at.same(buffer, sent[1], "second message, after a receive that was given up")
+        await at.end(at.takes(at.comm.recv(buffer, src, at.tag()), buffer, 0))
+    at.same(buffer, at.sent(sent[0], 0), "first message, of two, around a receive that was given up")
+    other = torch.full((4,), -1)  # The ledger may not have read the first one yet.
+    await at.end(at.takes(at.comm.recv(other, src, at.tag()), other, 1))
+    at.same(other, at.sent(sent[1], 1), "second message, after a receive that was given up")
+
+
+async def _both_sent(at: Place, tensors: list[Tensor], dst: int) -> None:
+    """Send two messages of one tag."""
+    works = [at.sends(lambda it: at.comm.send(it, dst, at.tag()), it, dst, index) for index, it in enumerate(tensors)]
+    await at.all_end(works)
 
 
 async def _given_up(at: Place, buffer: Tensor, src: int, seconds: float, how: str) -> bool:
     """Return whether the receive has happened."""
     if how == "deadline":
-        work = at.comm.recv(buffer, src, at.tag(), timeout=max(seconds, 1e-6))
+        work = at.takes(at.comm.recv(buffer, src, at.tag(), timeout=max(seconds, 1e-6)), buffer, 0)
         try:
             with at.timely(seconds, "a receive with a deadline"):
                 await work
@@ -137,7 +154,7 @@ async def _given_up(at: Place, buffer: Tensor, src: int, seconds: float, how: st
             at.same(error.late in ((src,), ()), True, f"late ranks {error.late} of a receive from rank {src}")
             return False
         return True
-    work = at.comm.recv(buffer, src, at.tag())
+    work = at.takes(at.comm.recv(buffer, src, at.tag()), buffer, 0)
     if how == "cancel":
         await asyncio.sleep(seconds)
         if await at.end(work.cancel()):
@@ -164,17 +181,17 @@ async def second_given_up(at: Place) -> None:
     src, sent = (dst + 1) % at.size, [at.numbers(2, torch.int64, index) for index in range(2)]
     if at.rank == src:
         await at.end(at.comm.recv(torch.zeros(1), dst, at.tag(1)))
-        await at.all_end([at.comm.send(tensor, dst, at.tag()) for tensor in sent])
+        await _both_sent(at, sent, dst)
     elif at.rank == dst:
         first, second = (torch.full((2,), -1) for _ in sent)
-        works = [at.comm.recv(first, src, at.tag()), at.comm.recv(second, src, at.tag())]
+        works = [at.takes(at.comm.recv(it, src, at.tag()), it, index) for index, it in enumerate((first, second))]
         at.same(await at.end(works[1].cancel()), True, "withdrawal of a receive that nothing has matched")
         await at.end(at.comm.send(torch.zeros(1), src, at.tag(1)))
         await at.end(works[0])
-        at.same(first, sent[0], "message of the receive that was not withdrawn")
+        at.same(first, at.sent(sent[0], 0), "message of the receive that was not withdrawn")
         at.same(second, torch.full((2,), -1), "buffer of the receive that was withdrawn")
-        await at.end(at.comm.recv(second, src, at.tag()))
-        at.same(second, sent[1], "message after a receive that was withdrawn")
+        await at.end(at.takes(at.comm.recv(second, src, at.tag()), second, 1))
+        at.same(second, at.sent(sent[1], 1), "message after a receive that was withdrawn")
 
 
 async def window(at: Place) -> None:
@@ -220,17 +237,25 @@ async def stream(at: Place) -> None:
     if at.rank not in (one, other) or one == other:
         return
     peer, mine = (other, 0) if at.rank == one else (one, 1)
-    end = await at.end(at.comm.open_stream(peer, capacity, f"stream {at.number}"), SILENCE)
+    # A rank that has not formed the communicator yet may go on with that until its deadline.
+    longest = SILENCE if at.ledger.formed(at.comm) else FORMING + SILENCE
+    end = await at.end(at.comm.open_stream(peer, capacity, f"stream {at.number}"), longest)
 
     async def give() -> None:
         for index in range(counts[mine]):
-            await at.end(end.send(at.numbers(sizes[index], torch.int64, mine, index)), SILENCE)
+            item = at.numbers(sizes[index], torch.int64, mine, index)
+            with at.giving(item, peer, index) as entry:
+                await at.end(end.send(item), SILENCE)
+                # One without data is not waited for: it is lost if the communicator is, and nobody is told.
+                entry.end = "sent" if sizes[index] else "left"
         await end.send_eof()
 
     async def take() -> None:
         for index in range(counts[1 - mine]):
             got = await at.end(end.receive(), SILENCE)
-            at.same(got, at.numbers(sizes[index], torch.int64, 1 - mine, index), f"item {index} of a stream")
+            at.got(got, index)
+            wanted = at.sent(at.numbers(sizes[index], torch.int64, 1 - mine, index), index)
+            at.same(got, wanted, f"item {index} of a stream")
         try:
             raise BrokenPromiseError(f"a stream has an item more: {await at.end(end.receive(), SILENCE)}")
         except anyio.EndOfStream:
@@ -324,6 +349,7 @@ async def split(at: Place) -> None:
     if child is None:
         return
     at.members[child.name] = child.rank
+    at.ledger.join(child)
     try:
         at.same((child.rank, child.size), (mine.index(at.rank), len(mine)), "rank and size after a split")
         for index, step in enumerate(steps):

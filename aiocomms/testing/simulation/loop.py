@@ -82,8 +82,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def tasks(self) -> list[SimulatedTask]:
         """Return the tasks that have not ended, in the order in which they were made."""
-        found = [task for task in asyncio.all_tasks(self) if isinstance(task, SimulatedTask)]
-        return sorted(found, key=lambda task: task.number)
+        return [task for made in self._made if (task := made()) is not None and not task.done()]
 
     def report_unseen(self) -> None:
         """Report the errors of tasks that nobody has seen, as asyncio does when such a task is collected."""

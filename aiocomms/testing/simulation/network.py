@@ -272,7 +272,8 @@ class SimulatedNetwork:
 
     def part(self, source: int, target: int, seconds: float) -> None:
         """Let nothing get from one rank to another for some seconds."""
-        self._parted[source, target] = self._clockwork.time + seconds
+        ends = self._clockwork.time + seconds
+        self._parted[source, target] = max(ends, self._parted.get((source, target), 0.0))
 
     def cut_between(self, one: int, other: int) -> None:
         """End the connections of two ranks."""

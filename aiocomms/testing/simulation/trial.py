@@ -97,25 +97,28 @@ class SimulatedTrial:
         for name in ("aiocomms.communicator.formation", "aiocomms.endpoints.endpoint"):
             loading.load_now(name)
         with _repeatable(seed):
-            world = SimulatedWorld(seed, self.ranks, self.latency)
-            around = simulated_surroundings(lambda: world.current, world.now, world.wall)
-            with clock.simulated_by(world), calls_audited(), around:
-                before = watch(True)
-                try:
-                    for fault in plan:
-                        world.at(fault.time, None, fault.happen, world)
-                    world.run(self.program, self.longest)
-                    return _history(world, plan, text)
-                except BaseException as error:
-                    watch(False)
-                    for note in _notes(world, plan, text, error):
-                        error.add_note(note)
-                    if trace is not None:
-                        write_trace(world, trace, text, error)
-                    raise
-                finally:
-                    world.end()
-                    watch(before)
+            return self._run(SimulatedWorld(seed, self.ranks, self.latency), plan, text, trace)
+
+    def _run(self, world: SimulatedWorld, plan: list[SimulatedFault], text: str, trace: Path | None) -> History:
+        # Not one function with the above: its variables would be of an older generation, and keep all from collection.
+        around = simulated_surroundings(lambda: world.current, world.now, world.wall)
+        with clock.simulated_by(world), calls_audited(), around:
+            before = watch(True)
+            try:
+                for fault in plan:
+                    world.at(fault.time, None, fault.happen, world)
+                world.run(self.program, self.longest)
+                return _history(world, plan, text)
+            except BaseException as error:
+                watch(False)
+                for note in _notes(world, plan, text, error):
+                    error.add_note(note)
+                if trace is not None:
+                    write_trace(world, trace, text, error)
+                raise
+            finally:
+                world.end()
+                watch(before)
 
 
 def _is_seconds(value: object) -> bool:

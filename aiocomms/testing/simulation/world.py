@@ -156,7 +156,7 @@ class SimulatedWorld(Clockwork):
         """Have a rank stand still for some seconds, as by SIGSTOP."""
         if (process := self.living(rank)) is not None:
             self.note(process, "stands still")
-            process.paused_until = self.time + seconds
+            process.paused_until = max(process.paused_until, self.time + seconds)
 
     def slow(self, rank: int, seconds: float) -> None:
         """Have whatever a rank does from now on come up to so many seconds late."""
