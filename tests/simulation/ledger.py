@@ -34,7 +34,7 @@ class Entry:
     to: tuple[str, int]
     """The rank of a communicator to which it goes."""
     end: str = ""
-    """How the send has ended: ``"sent"``, or the class of its error; empty: not at all."""
+    """How the send has ended: ``"sent"``, or the class of its error; ``"left"``: that says nothing; empty: not yet."""
     got: list[Process] = field(default_factory=list)
 
     def __str__(self) -> str:
