@@ -173,12 +173,13 @@ _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
 
 
 def _learn(cls: type[Op]) -> None:
-    names = _arguments(cls)
-    if names:
-        PEERS[cls] = attrgetter(*names)
-    tensor = tensor_of(cls)
-    paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
-    _KEPT[cls] = attrgetter(*paths) if paths else _nothing
+    if cls not in _KEPT:
+        names = _arguments(cls)
+        if names:
+            PEERS[cls] = attrgetter(*names)
+        tensor = tensor_of(cls)
+        paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
+        _KEPT[cls] = attrgetter(*paths) if paths else _nothing
     for below in cls.__subclasses__():
         _learn(below)
 

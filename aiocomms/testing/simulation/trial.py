@@ -137,7 +137,7 @@ def _repeatable(seed: int) -> Iterator[None]:
     collecting, state, torchs = gc.isenabled(), random.getstate(), torch.get_rng_state()
     gc.disable()
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each other device, for good.
     try:
         yield
     finally:

@@ -189,11 +189,13 @@ class SimulatedWorld(Clockwork):
     def end(self) -> None:
         """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
         before = logging.root.manager.disable
-        logging.disable()  # Coroutines that are ended so may break anything.
+        if any(process.loop.tasks() for process in self.processes):
+            logging.disable()  # Coroutines that are ended so may break anything.
         for process in self.processes:
             self.enter(process)
             process.dispose()
-        logging.disable(before)
+        if logging.root.manager.disable != before:
+            logging.disable(before)
         self.clear()
         self.enter(None)
         self.network.clear()
