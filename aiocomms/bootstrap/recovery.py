@@ -124,6 +124,8 @@ class Recovery:
         self._seconds = seconds
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
+        self._free: list[int] = []
+        """The ranks that nobody has claimed, when this rank last looked."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
 
     async def run(self) -> Formed:
@@ -185,8 +187,10 @@ class Recovery:
         except CommTimeoutError:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
-            who = f": ranks {absent} had not come" if absent else ", or nobody came to take the free ranks"
-            raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}", late=absent) from None
+            who = [f"ranks {absent} had not come"] if absent else []
+            who += [f"nobody came to take the free ranks {self._free}"] if self._free else []
+            late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
+            raise CommTimeoutError(late, late=absent or self._free) from None
         finally:
             given_up.set()
 
@@ -284,7 +288,8 @@ class Recovery:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
         claims = Claims(self._old, root)
         joins = {new: claims.newest(new) for new in range(self._wanted) if new not in old}
-        return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if all(joins.values()) else None
+        self._free = [new for new, claim in joins.items() if not claim]
+        return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if not self._free else None
 
     def _check_quorum(self, old: Sequence[int]) -> None:
         """Check that a part of a divided network does not take itself for all: the old store allows one decision."""

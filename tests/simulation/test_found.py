@@ -11,9 +11,9 @@ import torch
 import aiocomms
 from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.core.lifecycle import failure_of
-from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation import explore, here, simulate
+from aiocomms.testing.simulation import Faults, explore, here, simulate
 from aiocomms.testing.simulation.loop import SimulatedTask
 
 pytestmark = pytest.mark.deterministic
@@ -125,3 +125,48 @@ def test_rank_that_closes_waits_for_what_another_one_receives_late() -> None:
                 assert (await comm.recv(tensor, 1)).tolist() == [1, 1, 1]
 
     explore(program, 3, seeds=8)
+
+
+def test_rank_that_cannot_form_what_others_have_hears_of_it_before_its_timeout() -> None:
+    """Rank 1 calls ranks that have formed it, and so listen no more; they lose it again, and go on."""
+
+    async def program() -> tuple[float, str]:
+        comm, longest, out = await aiocomms.new_comm(timeout=5), 0.0, ""
+        try:
+            for _ in range(40):
+                try:
+                    await comm.all_reduce(torch.ones(4))
+                    await asyncio.sleep(0.1)
+                except CommError:
+                    began = clock.now()
+                    try:
+                        comm = await comm.reconfigure(timeout=60)
+                    finally:
+                        longest = max(longest, clock.now() - began)
+        except CommAbortedError as error:
+            out = error.message
+        finally:
+            await comm.aclose()
+        return longest, out
+
+    faults = Faults(pauses=1, partitions=1, cuts=2, slow=1, within=1.5)
+    results = simulate(program, 3, seed=62, faults=faults).results
+    assert "the others have formed" in results[1][1]
+    assert max(longest for longest, _ in results) < 2
+
+
+def test_error_names_the_ranks_whose_place_nobody_takes() -> None:
+    async def program() -> str:
+        comm = await aiocomms.new_comm(timeout=5)
+        if comm.rank == 1:
+            here().world.kill(1)
+        with pytest.raises(CommError):
+            await comm.barrier()
+        with pytest.raises(CommTimeoutError) as caught:
+            await comm.reconfigure(size=3, timeout=5)
+        await comm.aclose()
+        assert caught.value.late == (1,)
+        return str(caught.value)
+
+    results = simulate(program, 3).results
+    assert all("within 5 s: nobody came to take the free ranks [1]" in results[rank] for rank in (0, 2)), results

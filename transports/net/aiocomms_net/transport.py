@@ -21,6 +21,8 @@ Key = tuple[int, int, int]
 """Source, channel and tag of a message, or of a receive that is posted for it."""
 _PAUSE: Final = 0.05
 """Seconds before another call of a rank that could not be reached."""
+_CALLS: Final = 10
+"""Calls of a rank until it is known to listen no more: a connection that is made may be cut, but not so often."""
 
 
 class Sent:
@@ -274,6 +276,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
     """Connect with every other rank: with the lower ones by a call, and the higher ones call.
 
     :raises CommTimeoutError: some rank did not come.
+    :raises PeerDiedError: some rank listens no more, and has no connection with this one.
     """
     assert clock.simulation is not None
     network = clock.simulation.network
@@ -303,6 +306,7 @@ class _Calling:
         self._network, self._rendezvous = network, rendezvous
         self.conduits: dict[int, clock.Conduit] = {}
         self.complete = anyio.Event()
+        self._deaf: int | None = None
 
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
         """Take a connection with a rank, in the place of an earlier one, which that rank knows to be over."""
@@ -311,8 +315,8 @@ class _Calling:
             self.complete.set()
 
     async def call(self, peer: int, address: bytes) -> None:
-        """Call a rank until it answers."""
-        while True:
+        """Call a rank until it answers, or has formed its part without this one: each listens before it is called."""
+        for _ in range(_CALLS):
             answered, answers = anyio.Event(), list[bool]()
 
             def hear(answer: bool, answered: anyio.Event = answered, answers: list[bool] = answers) -> None:
@@ -328,9 +332,18 @@ class _Calling:
             if answers[0]:
                 return self.arrived(conduit, peer)
             await anyio.sleep(_PAUSE)
+        self._deaf = peer
+        self.complete.set()
+        return None
 
     def check(self) -> None:
-        """Raise a :class:`CommTimeoutError` if a rank is missing."""
+        """Raise an error if a rank is missing.
+
+        :raises PeerDiedError: it listens no more.
+        :raises CommTimeoutError: it did not come.
+        """
+        if self._deaf is not None:
+            raise lowlevel.gone(self._deaf)
         size, seconds = self._rendezvous.size, self._rendezvous.timeout
         absent = [it for it in range(size) if it != self._rendezvous.rank and it not in self.conduits]
         if absent:
