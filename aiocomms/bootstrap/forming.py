@@ -76,14 +76,28 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
     :param members: the new communicator's ranks, as ranks of the one that is split.
     """
-    # An error without an op comes from forming, and names ranks of the new communicator.
-    if isinstance(error, CommTimeoutError) and error.op is None:
-        return CommTimeoutError(error.message, comm=error.comm, late=[members[rank] for rank in error.late])
     if isinstance(error, CommError):
-        return error
+        # An error without an op comes from forming, and names ranks of the new communicator.
+        return _renumbered(error, members) if error.op is None else error
     if isinstance(error, Exception):
         return CommError(f"split failed: {type(error).__name__}: {error}")
     return CommAbortedError("split was cancelled")
+
+
+def _renumbered(error: CommError, members: Sequence[int]) -> CommError:
+    """Return an error of a new communicator with the ranks of the one that is split."""
+    copy = error.about()
+    late = error.late if isinstance(error, CommTimeoutError) else ()
+    named = late or (() if error.peer is None else (error.peer,))
+    old = [members[rank] for rank in named]
+    if old != list(named):
+        copy.message += f"; these are ranks {old} of the communicator that is split"
+        copy.args = (copy.message,)
+    copy.comm, copy.rank, copy.peer = None, None, old[0] if len(old) == 1 else None
+    if isinstance(copy, CommTimeoutError):
+        copy.late = tuple(sorted(old)) if late else ()
+        copy.teller = None if copy.teller is None else members[copy.teller]
+    return copy
 
 
 async def _hear(

@@ -301,8 +301,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 raise  # Every rank that needs the store raises this; this communicator needs none.
             except BaseException as error:
                 hook.remove()
-                core.lose(broken_off(error, members).about(comm=self.name, op="split", rank=self.rank))
-                raise
+                reason = broken_off(error, members).about(comm=self.name, op="split", rank=self.rank)
+                core.lose(reason)
+                raise (reason.about() if isinstance(error, CommError) else error) from error.__cause__
             finally:
                 hook.remove()
         lost = core.life.refusal()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 
 import pytest
@@ -43,6 +44,28 @@ def test_rank_that_is_excluded_tells_the_others_of_its_death() -> None:
     told = failure.for_peers(rank=1)
     assert isinstance(told, PeerDiedError)
     assert (told.peer, told.message) == (1, "rank 1 is gone")
+
+
+def test_error_of_a_split_names_ranks_of_the_communicator_that_is_split() -> None:
+    async def program() -> CommError | None:
+        async with contextlib.AsyncExitStack() as stack:
+            comm = await stack.enter_async_context(aiocomms.new_comm(timeout=2))
+            await comm.barrier()
+            if comm.rank == 1:
+                for way in ((1, 2), (2, 1)):
+                    here().world.at(here().world.time + 0.006, None, here().world.part, *way, 3.0)
+            try:
+                child = await comm.split([2, 1] if comm.rank else [])
+            except CommError as error:
+                return error
+            if child is not None:
+                await stack.enter_async_context(child)
+        return None
+
+    found = [error for seed in range(10) for error in simulate(program, 3, seed=seed).results if error is not None]
+    assert {error.comm for error in found} == {"world"}
+    late = [error for error in found if isinstance(error, CommTimeoutError)]
+    assert {(error.rank, error.late) for error in late if error.late} == {(1, (2,)), (2, (1,))}
 
 
 def test_call_of_nobody_is_refused_and_what_is_sent_is_lost() -> None:

@@ -30,7 +30,14 @@ from aiocomms.core.postmortem import read_brief
 from aiocomms.diagnosis import dumps, recorder
 from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import Brief, Header, Item
-from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MessageTruncatedError, MismatchError
+from aiocomms.errors import (
+    CommAbortedError,
+    CommError,
+    CommTimeoutError,
+    MessageTruncatedError,
+    MismatchError,
+    PeerDiedError,
+)
 from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
@@ -575,6 +582,9 @@ def test_late_rank_of_a_split_is_named_by_its_rank_in_the_parent(run):
         async with local_world(4) as world:
             late = CommTimeoutError("nobody came", comm="half", late=[1])
             assert broken_off(late, [2, 3]).late == (3,)
+            assert "ranks [3] of the communicator that is split" in str(broken_off(late, [2, 3]))
+            gone = broken_off(PeerDiedError("rank 0 is gone", peer=0), [2, 3])
+            assert (type(gone), gone.peer) == (PeerDiedError, 2)
             world[0]._core.lose(broken_off(late, [2, 3]))
             errors = await ranks(world, lambda comm: comm.lost())
             assert [(error.late, error.peer) for error in errors] == [((3,), 3)] * 4
