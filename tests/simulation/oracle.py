@@ -58,7 +58,7 @@ def judge(program: Program, reports: list[Report]) -> None:
     for report in reports:
         _recovers(program, reports, report)
     for comm, lost in losses.items():
-        _agree(program, comm, lost)
+        _agree(program, reports, comm, lost)
 
 
 def _is_unharmed(program: Program, report: Report) -> None:
@@ -98,6 +98,11 @@ def _generation(name: str) -> int:
     return int(name.partition("@")[2] or 1)
 
 
+def _phase_on(program: Program, comm: str) -> tuple[Any, ...]:
+    """Return the steps that run on a communicator."""
+    return program.phases[_generation(comm) - 1]
+
+
 def _harmed(program: Program) -> dict[int, float]:
     """Return for each rank that a fault struck the seconds for which others did not hear of it."""
     silent: dict[int, float] = defaultdict(float)
@@ -128,18 +133,26 @@ def _names(program: Program, reports: list[Report], report: Report, error: Any, 
     mine = report.members[comm]
     if error.rank not in (mine, None) or (error.rank is None and error.op is not None):
         raise BrokenPromiseError(f"the error names another rank than that on which it is: {text}")
-    if isinstance(error, CommTimeoutError) and (mine if error.teller is None else error.teller) in error.late:
-        raise BrokenPromiseError(f"the rank whose deadline has passed is late itself: {text}")
+    known = {one.members[comm]: one.rank for one in reports if comm in one.members}
+    if isinstance(error, CommTimeoutError):
+        teller = mine if error.teller is None else error.teller
+        stood = {it.arguments[0] for it in program.struck() if it.kind in ("pauses", "slow")}
+        # A thread may tell of the loop of a rank that has stood still.
+        itself = "its event loop" in text and (report.rank if error.teller is None else known.get(teller)) in stood
+        if teller in error.late and not itself:
+            raise BrokenPromiseError(f"the rank whose deadline has passed is late itself: {text}")
     if isinstance(error, PeerDiedError) and error.peer is not None:
         silent = _harmed(program)
-        known = {one.members[comm]: one.rank for one in reports if comm in one.members}
         rank = known.get(error.peer)  # None: it has died, and says nothing.
         if rank is not None and silent[rank] < SILENCE:
             raise BrokenPromiseError(f"rank {rank} of the world is named, which nothing has struck: {text}")
 
 
-def _agree(program: Program, comm: str, lost: list[tuple[Report, Any]]) -> None:
-    """With one cause at most, all ranks that no fault struck tell the same failure."""
+def _agree(program: Program, reports: list[Report], comm: str, lost: list[tuple[Report, Any]]) -> None:
+    """With one cause at most, all ranks that no fault struck tell the same failure.
+
+    A part of it that is lost is a cause of its own, if a rank has aborted the whole for that.
+    """
     silent = _harmed(program)
     told = {
         (type(loss.lost).__name__, loss.lost.peer)
@@ -147,6 +160,6 @@ def _agree(program: Program, comm: str, lost: list[tuple[Report, Any]]) -> None:
         if loss.lost is not None and not silent[report.rank]
     }
     causes = len(program.struck()) + sum(one is not None for one in program.endings)
-    causes += any(traffic.split in phase for phase in program.phases)  # Parts that are lost are causes, too.
+    causes += any(comm in report.aborted for report in reports if traffic.split in _phase_on(program, comm))
     if causes == 1 and len({kind for kind, _ in told}) > 1:
         raise BrokenPromiseError(f"'{comm}' was lost by {sorted(map(str, told))}: not the same on all ranks")

@@ -7,6 +7,7 @@ Then, as after a fault, the ranks that are left reconfigure it, and the next pha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -105,6 +106,8 @@ class Report:
     members: dict[str, int] = field(default_factory=dict)
     """The rank on each communicator."""
     sizes: dict[str, int] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    """The communicators that it has aborted, for an operation of it had failed, or a part of it."""
     ended: str = ""
     """How it ended: ``"done"``, ``"left"``, or the error by which no communicator was formed."""
     error: CommError | None = None
@@ -132,7 +135,7 @@ class Rank:
             if self.comm is not None:
                 with self._place(0, 0).timely(CLOSING, "aclose"):
                     await self.comm.aclose()
-        for _ in range(3):
+        for _ in range(6):  # A partition may hold up a call, or a goodbye, for 20 s.
             await asyncio.sleep(5)
             if not self._left():
                 return self.report
@@ -173,20 +176,27 @@ class Rank:
                 self.report.steps += 1
             if ending is None:
                 return "done"
-            last = self._place(phase, 60)
-            if traffic.split in program.phases[phase]:
-                last.calm = False  # Some may still form a part, which its end breaks off: they give up, too.
-            if await ending(last):
+            if await ending(self._place(phase, 60)):
                 self.report.losses.append(Loss(comm.name, None, None))
                 return "left"
             raise BrokenPromiseError(f"{ending.__name__} has ended without an error on rank {comm.rank}")
         except CommError as error:
             if not comm.aborted:
-                comm.abort(error)
+                await self._give_up(error, parts=traffic.split in program.phases[phase])
             with self._place(0, 0).timely(1.0, "lost"):
                 lost = await comm.lost()
             self.report.losses.append(Loss(comm.name, error, lost))
         return None
+
+    async def _give_up(self, error: CommError, *, parts: bool) -> None:
+        """Have the communicator be lost. If a part of it is, this rank waits whether the same loses the whole."""
+        if parts:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(traffic.SILENCE):
+                    await self.comm.lost()
+        if not self.comm.aborted:
+            self.report.aborted.append(self.comm.name)
+            self.comm.abort(error)
 
     def _place(self, phase: int, number: int) -> Place:
         comm, seed = self.comm, f"step {self.program.seed} {phase} {number}"

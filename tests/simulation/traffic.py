@@ -396,5 +396,6 @@ STEPS = (
     lane_ends,
     many,
     split,
+    threads,
 )
 IN_LANES = (*collectives.STEPS, messages, exchange, from_anybody, object_messages, messages, messages, many, many, many)
