@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracle import oracle
-from processes import LARGE, Rank, Run, hear, numbers
+from processes import LARGE, Rank, Run, hear, in_turn, numbers
 from simulated import NET, PROCESSES
 
 import aiocomms
@@ -142,29 +144,35 @@ def test_split_without_a_store_ends_in_time_and_keeps_its_parent(
     notice(ranks(2, split_without_a_store, *((0, 0) if transport == "net" else server())))
 
 
-async def speak_another_version(place: Rank, what: str) -> str:
-    """Both are told, by the versions."""
-    if place.rank == 1 and what == "version":
-        wire = __import__(f"aiocomms_{place.transport}.wire").wire
-        wire.VERSION += 1
-    elif place.rank == 1:
-        sys.byteorder = "big"  # type: ignore[misc]
-    with pytest.raises((ProtocolError, CommAbortedError, CommTimeoutError)) as caught:
+async def differ(place: Rank, owner: Any, name: str, value: Any) -> str:
+    """Rank 1 has another value; both are told."""
+    other = mock.patch.object(owner, name, value) if place.rank == 1 else contextlib.nullcontext()
+    with other, pytest.raises((ProtocolError, CommAbortedError, CommTimeoutError)) as caught:
         await place.open()
     return caught.value.message
 
 
-@PROCESSES
-@pytest.mark.fault(30)
-def test_ranks_of_two_versions_name_both_versions(ranks: Run, transport: str) -> None:
-    versions = __import__(f"aiocomms_{transport}.wire").wire.VERSION
-    for message in ranks(2, speak_another_version, "version"):
-        assert "version" in message, message
-        assert {str(versions), str(versions + 1)} <= set(re.findall(r"\d+", message)), message
+async def speak_another_version(place: Rank) -> None:
+    """Both versions are named."""
+    wire = __import__(f"aiocomms_{place.transport}.wire").wire
+    versions = wire.VERSION, wire.VERSION + 1
+    message = await differ(place, wire, "VERSION", versions[1])
+    assert "version" in message, message
+    assert {str(version) for version in versions} <= set(re.findall(r"\d+", message)), message
 
 
-async def speak_in_another_shape(place: Rank) -> str:
-    """What rank 1 tells the others is of another version, and of another shape, but for its arrival."""
+async def have_another_byte_order(place: Rank) -> None:
+    """Both are named."""
+    message = await differ(place, sys, "byteorder", "big")
+    assert "little" in message, message
+    assert "big" in message, message
+
+
+async def speak_in_another_shape(place: Rank) -> None:
+    """What rank 1 tells the others is of another version, and of another shape, but for its arrival.
+
+    It is refused before it is decoded.
+    """
     if place.rank == 1:
         sign, dialect = Seal.sign, RENDEZVOUS._replace(version=4711)
 
@@ -176,23 +184,15 @@ async def speak_in_another_shape(place: Rank) -> str:
         auth.RENDEZVOUS = dialect
     with pytest.raises(ProtocolError) as caught:
         await place.open()
-    return caught.value.message
+    message = caught.value.message
+    assert {"4711", str(RENDEZVOUS.version)} <= set(re.findall(r"\d+", message)), message
+    assert "version" in message
 
 
 @PROCESSES
-@pytest.mark.fault(105)
-def test_record_of_another_version_is_refused_before_it_is_decoded(ranks: Run) -> None:
-    for message in ranks(2, speak_in_another_shape):
-        assert {"4711", str(RENDEZVOUS.version)} <= set(re.findall(r"\d+", message)), message
-        assert "version" in message
-
-
-@PROCESSES
-@pytest.mark.fault(30)
-def test_ranks_of_two_byte_orders_name_both(ranks: Run) -> None:
-    for message in ranks(2, speak_another_version, "byte order"):
-        assert "little" in message, message
-        assert "big" in message, message
+@pytest.mark.fault(30, 105)
+def test_ranks_of_two_versions_or_byte_orders_name_both(ranks: Run) -> None:
+    ranks(2, in_turn, speak_another_version, have_another_byte_order, speak_in_another_shape)
 
 
 # ------------------------------------------------------------------------------------- 33 and 34: late, and twice

@@ -30,7 +30,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from inside import transport_of
-from processes import HANGS, LARGE, Rank, Run, empty, exchange, free_port, held, let_go, listening, numbers
+from processes import HANGS, LARGE, Rank, Run, empty, exchange, free_port, held, in_turn, let_go, listening, numbers
 from simulated import NET
 from torch.distributed import PrefixStore
 
@@ -373,13 +373,6 @@ async def bombed(place: Rank) -> None:
             await exchange(healthy, 3)
 
 
-@pytest.mark.fault(65)
-@on_c10d
-def test_oversized_c10d_headers_raise_protocol_error(ranks: Run, transport: str) -> None:
-    """Of frames of c10d; of ucx's headers see engine_hostile.hpp, and of its control frames the next test."""
-    ranks(2, bombed)
-
-
 UCX_BOMBS = [
     b"",
     b"\x01",
@@ -408,12 +401,6 @@ async def bombed_frames(place: Rank) -> None:
             await comm.aclose()
             assert place.rank == 1 or isinstance(reasons[0], ProtocolError), (number, repr(caught.value))
             await exchange(healthy, 3)
-
-
-@pytest.mark.fault(65)
-@on_ucx
-def test_malformed_control_frames_are_refused(ranks: Run, transport: str) -> None:
-    ranks(2, bombed_frames)
 
 
 # ------------------------------------------------------------------------- 66 and 67: pickles, and objects too large
@@ -738,10 +725,11 @@ async def out_of_bounds(place: Rank) -> None:
         await exchange(comm, 3)
 
 
-@pytest.mark.fault(70)
+@pytest.mark.fault(65, 70)
 @on_ucx
-def test_engine_refuses_window_access_out_of_bounds(ranks: Run, transport: str) -> None:
-    ranks(2, out_of_bounds)
+def test_malformed_control_frames_and_window_access_out_of_bounds_are_refused(ranks: Run, transport: str) -> None:
+    """Of the headers see engine_hostile.hpp."""
+    ranks(2, in_turn, bombed_frames, out_of_bounds)
 
 
 async def out_of_bounds_requests(place: Rank) -> None:
@@ -774,10 +762,10 @@ def test_window_request_out_of_bounds_is_refused_by_span(offset: int, count: int
     assert (whole == 7).all()
 
 
-@pytest.mark.fault(70)
+@pytest.mark.fault(65, 70)
 @on_c10d
-def test_window_requests_out_of_bounds_are_refused(ranks: Run, transport: str) -> None:
-    ranks(2, out_of_bounds_requests)
+def test_oversized_headers_and_window_requests_out_of_bounds_are_refused(ranks: Run, transport: str) -> None:
+    ranks(2, in_turn, bombed, out_of_bounds_requests)
 
 
 @pytest.mark.deterministic

@@ -26,7 +26,7 @@ from aiocomms_c10d import control as c10d_control
 from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
-from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, no_threads, numbers
+from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, in_turn, no_threads, numbers
 from simulated import IN_BOTH, NET, PROCESSES
 
 from aiocomms.core import core
@@ -175,13 +175,6 @@ async def resize(place: Rank, count: int) -> None:
             with pytest.raises(CommError):
                 await work
         await comm.aclose()
-
-
-@pytest.mark.fault(49, 77)
-@pytest.mark.parametrize("transport", ["c10d"])  # of ucx's torch refuses that: tests/transports/ucx/test_ucx_kept.py
-@pytest.mark.parametrize("count", [20, 2**22] if FULL else [20])
-def test_storage_resized_during_an_op_is_an_error(ranks: Run, transport: str, count: int) -> None:
-    ranks(2, resize, count)
 
 
 async def swap_tensors(place: Rank) -> None:
@@ -380,12 +373,6 @@ def test_exec_of_a_child_inherits_no_descriptor(ranks: Run) -> None:
     ranks(2, exec_a_child, True)
 
 
-@PROCESSES
-@pytest.mark.fault(58)
-def test_no_descriptor_is_inheritable(ranks: Run) -> None:
-    ranks(2, exec_a_child, False)
-
-
 @contextlib.contextmanager
 def room_for(descriptors: int) -> Iterator[None]:
     """So many can be opened meanwhile, and no more; there may be free numbers below those that are in use."""
@@ -481,12 +468,6 @@ async def run_out_of_threads(place: Rank) -> None:
             await exchange(comm, LARGE)
 
 
-@PROCESSES
-@pytest.mark.fault(59)
-def test_new_comm_without_threads_fails_and_an_open_communicator_goes_on(ranks: Run) -> None:
-    ranks(2, run_out_of_threads)
-
-
 LAST_STEPS = {"c10d": (c10d_control.ControlConnection, "start"), "ucx": (ucx_bringup, "_cookies")}
 """What each calls last before its own first thread is there."""
 
@@ -519,9 +500,9 @@ async def run_out_at_last(place: Rank) -> None:
 
 
 @PROCESSES
-@pytest.mark.fault(59)
-def test_transport_without_its_own_thread_fails_to_open_and_leaks_nothing(ranks: Run) -> None:
-    ranks(2, run_out_at_last)
+@pytest.mark.fault(58, 59)
+def test_no_descriptor_is_inherited_and_ranks_without_threads_fail_to_open_and_leak_nothing(ranks: Run) -> None:
+    ranks(2, in_turn, (exec_a_child, False), run_out_of_threads, run_out_at_last)
 
 
 async def run_out_amid(place: Rank) -> None:
@@ -536,10 +517,15 @@ async def run_out_amid(place: Rank) -> None:
         del comm, caught
 
 
-@pytest.mark.fault(59)
-@pytest.mark.parametrize("transport", ["c10d"])  # the engine of ucx has its only thread from the beginning
-def test_large_collective_without_a_thread_raises_comm_error(ranks: Run) -> None:
-    ranks(2, run_out_amid)
+@pytest.mark.fault(49, 59, 77)
+@pytest.mark.parametrize("transport", ["c10d"])
+def test_op_on_a_resized_storage_or_without_a_thread_is_an_error(ranks: Run) -> None:
+    """The engine of ucx has its only thread from the beginning.
+
+    There torch refuses to resize a tensor that has an operation: tests/transports/ucx/test_ucx_kept.py.
+    """
+    counts = [(resize, count) for count in ([20, 2**22] if FULL else [20])]
+    ranks(2, in_turn, *counts, run_out_amid)
 
 
 # ------------------------------------------------------------------------------------- 61 to 63: clocks, GC, callbacks

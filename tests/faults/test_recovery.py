@@ -130,6 +130,7 @@ def test_survivors_of_two_deaths_reconfigure(ranks: Run, transport: str, explici
     assert [results[0], results[3]] == [("world@2", 0, 2), ("world@2", 1, 2)]
 
 
+@pytest.mark.search
 @pytest.mark.fault(31, transport="ucx")
 @pytest.mark.parametrize("transport", ["ucx"])
 @pytest.mark.parametrize("size", [2, 4])
@@ -155,6 +156,7 @@ async def outlive_again(place: Rank) -> list[str]:
     return names
 
 
+@pytest.mark.fault(31, transport="ucx")
 @pytest.mark.parametrize("transport", ["ucx"])
 def test_survivors_reconfigure_after_each_of_several_deaths(ranks: Run, transport: str) -> None:
     assert ranks(4, outlive_again)[3] == ["world@2", "world@3", "world@4"]

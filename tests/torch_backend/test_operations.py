@@ -17,7 +17,7 @@ import trio
 import uvloop
 from forms import outcomes
 from places import group
-from processes import HANGS, KILLED, Rank, Run
+from processes import HANGS, KILLED, Rank, Run, in_turn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aiocomms.integrations.torch_backend
@@ -220,6 +220,7 @@ def one_more(seen: threading.Event, future: torch.futures.Future[list[torch.Tens
 
 
 async def futures(place: Rank) -> None:
+    """Futures end by themselves."""
     with group(place):
         tensor = torch.ones(2)
         for late in (False, True):
@@ -241,11 +242,6 @@ async def futures(place: Rank) -> None:
             assert work.result()[0] is tensor
 
 
-@over_ucx
-def test_futures_end_by_themselves(ranks: Run) -> None:
-    ranks(2, futures)
-
-
 def reduces_once_more(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     """As the hooks of powerSGD do: it waits for a future within a callback of one."""
     tensor = future.value()[0].clone()
@@ -255,6 +251,7 @@ def reduces_once_more(future: torch.futures.Future[list[torch.Tensor]]) -> torch
 
 
 async def nested(place: Rank) -> None:
+    """A callback may wait for another future."""
     with group(place):
         if place.rank == 1:
             await asyncio.to_thread(place.told, "asked")
@@ -263,11 +260,6 @@ async def nested(place: Rank) -> None:
         chained = first.get_future().then(reduces_once_more)
         place.tell("asked")
         assert (await asyncio.to_thread(chained.wait)).tolist() == [4.0, 4.0]
-
-
-@over_ucx
-def test_a_callback_may_wait_for_another_future(ranks: Run) -> None:
-    ranks(2, nested)
 
 
 async def puts_back(place: Rank) -> None:
@@ -297,11 +289,6 @@ async def puts_back(place: Rank) -> None:
         assert bool((tensor == 7).all())  # what is written later stays
 
 
-@over_ucx
-def test_values_are_put_back_before_a_work_is_done(ranks: Run) -> None:
-    ranks(2, puts_back)
-
-
 async def dies(place: Rank) -> None:
     with group(place) as world:
         dist.barrier()
@@ -324,6 +311,7 @@ def test_a_death_is_an_error_that_names_the_rank(ranks: Run) -> None:
 
 
 async def waits_at_a_barrier(place: Rank) -> None:
+    """A barrier has a deadline of its own."""
     with group(place):
         dist.barrier()
         if place.rank == 1:
@@ -334,12 +322,8 @@ async def waits_at_a_barrier(place: Rank) -> None:
             place.tell("over")
 
 
-@over_ucx
-def test_a_barrier_has_a_deadline_of_its_own(ranks: Run) -> None:
-    ranks(2, waits_at_a_barrier)
-
-
 async def aborts(place: Rank) -> None:
+    """An abort reaches every rank."""
     with group(place) as world:
         dist.barrier()
         if place.rank == 0:
@@ -351,12 +335,8 @@ async def aborts(place: Rank) -> None:
                 dist.all_reduce(torch.ones(2))
 
 
-@over_ucx
-def test_an_abort_reaches_every_rank(ranks: Run) -> None:
-    ranks(2, aborts)
-
-
 async def wrong(place: Rank) -> None:
+    """Each mistake is an error that says so, and the group goes on."""
     with group(place):
         with pytest.raises(UnsupportedOperation, match="avg"):
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
@@ -385,5 +365,5 @@ async def wrong(place: Rank) -> None:
 
 
 @over_ucx
-def test_what_is_wrong_is_said_and_the_group_goes_on(ranks: Run) -> None:
-    ranks(2, wrong)
+def test_works_and_errors_are_those_of_torch(ranks: Run) -> None:
+    ranks(2, in_turn, futures, nested, puts_back, wrong, waits_at_a_barrier, aborts)

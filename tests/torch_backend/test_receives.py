@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from concurrency import in_threads
 from places import group
-from processes import HANGS, KILLED, Rank, Run
+from processes import HANGS, KILLED, Rank, Run, in_turn
 from torch.distributed import HashStore
 
 from aiocomms import blocking
@@ -231,13 +231,8 @@ async def interrupted_beside_another(place: Rank) -> None:
             dist.send(torch.full((4,), 7.0), 0)
 
 
-@pytest.mark.parametrize("body", [interrupted, interrupted_beside_another])
-@over_ucx
-def test_an_interrupted_receive_is_withdrawn(ranks: Run, body: Callable[[Rank], Any]) -> None:
-    ranks(2, body)
-
-
 async def dies(place: Rank) -> None:
+    """A death ends a receive from any source."""
     with group(place):
         dist.barrier()
         if place.rank == 1:
@@ -248,5 +243,5 @@ async def dies(place: Rank) -> None:
 
 @pytest.mark.fault(1, transport="ucx")
 @over_ucx
-def test_a_death_ends_a_receive_from_any_source(ranks: Run) -> None:
-    assert ranks(2, dies) == [None, KILLED]
+def test_a_receive_is_ended_by_an_interrupt_or_a_death(ranks: Run) -> None:
+    assert ranks(2, in_turn, interrupted, interrupted_beside_another, dies) == [None, KILLED]

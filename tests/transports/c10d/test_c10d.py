@@ -23,7 +23,7 @@ from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.collectives import PLANS
 from aiocomms_c10d.matching import PeerMatcher
 from aiocomms_c10d.transport import C10dTransport
-from processes import LARGE, PATIENCE, Rank, Run, held, let_go, listening, numbers
+from processes import LARGE, PATIENCE, Rank, Run, held, in_turn, let_go, listening, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
@@ -78,10 +78,6 @@ async def adopt(place: Rank) -> None:
                 await lost.aclose()
 
 
-def test_adopted_process_group_communicates(ranks: Run) -> None:
-    ranks(3, adopt)
-
-
 async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
     """The communicator over the group is closed when its child is split: the group has other ranks than the child."""
     group = await asyncio.to_thread(group_of, place)
@@ -97,8 +93,8 @@ async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
     await place.all_told("split", 0, 1)  # a rank that closes an adopted group's communicator still owns the group
 
 
-def test_child_of_a_closed_adopted_communicator_can_be_split(ranks: Run) -> None:
-    ranks(3, split_what_is_left_of_an_adopted_group)
+def test_process_group_is_adopted_and_split_or_left_as_it_was(ranks: Run) -> None:
+    ranks(3, in_turn, adopt_in_vain, adopt, split_what_is_left_of_an_adopted_group)
 
 
 async def adopt_in_vain(place: Rank) -> None:
@@ -117,17 +113,10 @@ async def adopt_in_vain(place: Rank) -> None:
         await comm.barrier()
 
 
-def test_process_group_that_cannot_be_adopted_is_unchanged(ranks: Run) -> None:
-    ranks(2, adopt_in_vain)
-
-
-async def listeners(place: Rank) -> list[str]:
+async def listen(place: Rank) -> None:
+    """Ranks of one host listen on the loopback interface only."""
     async with place.open():
-        return listening()[0]
-
-
-def test_ranks_of_one_host_listen_on_loopback_only(ranks: Run) -> None:
-    for addresses in ranks(2, listeners):
+        addresses = listening()[0]
         assert addresses
         assert all(address.startswith("0100007F:") for address in addresses), addresses
 
@@ -182,8 +171,9 @@ async def cancel_a_close(place: Rank) -> None:
     await let_go(before)
 
 
-def test_cancelled_close_leaks_nothing(ranks: Run) -> None:
-    ranks(2, cancel_a_close)
+def test_ranks_of_one_host_listen_on_loopback_only_and_let_go_of_all(ranks: Run) -> None:
+    """Let go of a large tensor after its op, and of all by a close that is cancelled."""
+    ranks(2, in_turn, listen, let_go_of, cancel_a_close)
 
 
 WHOLE = 8 * 2**20
@@ -287,5 +277,3 @@ async def let_go_of(place: Rank) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_large_tensor_is_freed_after_its_op(ranks: Run) -> None:
-    ranks(2, let_go_of)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from concurrency import in_threads
 from inside import transport_of
-from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, listening, numbers
+from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, in_turn, listening, numbers
 
 import aiocomms
 from aiocomms.communicator.communicator import Communicator
@@ -186,11 +186,6 @@ async def wait_for(work: Any) -> Any:
     return await work
 
 
-@pytest.mark.fault(39, transport="ucx")
-def test_cancelled_and_dropped_send_delivers_its_data(ranks: Run) -> None:
-    ranks(2, reuse_what_is_sent)
-
-
 async def reuse_what_is_received(place: Rank) -> None:
     """A receive that has its message is cancelled and forgotten; what takes its memory's place stays as it is."""
     count = 8 * MEGA  # 64 MiB: under way for a while
@@ -316,10 +311,6 @@ async def close_in_some_order(comms: list[Communicator]) -> None:
     assert not shared.transports
 
 
-def test_communicators_of_a_family_share_an_engine(ranks: Run) -> None:
-    ranks(3, mix_families)
-
-
 def in_a_loop(store: dist.Store, rank: int, size: int) -> None:
     """One rank, in a thread and loop of its own."""
 
@@ -344,26 +335,28 @@ def test_ranks_in_threads_of_one_process_communicate(size: int) -> None:
 # --------------------------------------------------------------------------------------------------- the machine
 
 
-async def listeners(place: Rank) -> tuple[list[str], list[str]]:
+async def listen(place: Rank) -> None:
+    """The ranks of one host do not listen once open: they have met by then."""
     async with place.open() as comm:
         await comm.all_reduce(torch.ones(LARGE))
-        return listening()
+        assert listening() == ([], [])
 
 
-def test_ranks_of_one_host_do_not_listen_once_open(ranks: Run) -> None:
-    """The ranks have met by then."""
-    assert ranks(3, listeners) == [([], [])] * 3
+def test_ranks_of_one_host_do_not_listen_once_open_and_families_share_an_engine(ranks: Run) -> None:
+    ranks(3, in_turn, listen, mix_families)
 
 
-async def best(place: Rank) -> dict[str, str]:
+async def best(place: Rank) -> None:
+    """By default CPUs have ucx."""
     place.transport = "auto"
     async with place.open() as comm:
         await comm.all_reduce(torch.ones(3))
-        return comm.transports
+        assert comm.transports == {"p2p": "ucx", "collectives": "ucx", "rma": "ucx"}
 
 
-def test_auto_chooses_ucx_on_cpus(ranks: Run) -> None:
-    assert ranks(2, best) == [{"p2p": "ucx", "collectives": "ucx", "rma": "ucx"}] * 2
+@pytest.mark.fault(39, transport="ucx")
+def test_auto_chooses_ucx_whose_cancelled_and_dropped_send_delivers_its_data(ranks: Run) -> None:
+    ranks(2, in_turn, best, reuse_what_is_sent)
 
 
 WITHOUT = """

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from aiocomms_ucx.circumstances import usable_cores
-from processes import Rank, Run, exchange, listening, runner
+from processes import Rank, Run, exchange, in_turn, listening, runner
 
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError
 
@@ -47,100 +50,84 @@ async def works(place: Rank) -> None:
         assert all(address.startswith("0100007F") for address in listening()[0]), "another host reaches it"
 
 
-class Setting:
-    """Sets variables on some ranks."""
-
-    def __init__(self, *ranks: int, **variables: str) -> None:
-        self.ranks, self.variables = ranks, variables
-
-    def __call__(self, rank: int) -> None:
-        if rank in self.ranks:
-            os.environ.update(self.variables)
+Change = contextlib.AbstractContextManager[Any]
 
 
-@pytest.mark.real
-@pytest.mark.fault(89, transport="ucx")
-@pytest.mark.parametrize("threshold", ["0", "1", "inf"])
-@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=str)
-def test_ops_are_right_for_any_ucx_rndv_thresh(ranks: Run, who: tuple[int, ...], threshold: str) -> None:
-    ranks(2, works, before=Setting(*who, UCX_RNDV_THRESH=threshold))
+def variables(place: Rank, *ranks: int, **more: str) -> Change:
+    """Set variables on some ranks."""
+    return mock.patch.dict(os.environ, more if place.rank in ranks else {})
+
+
+async def work_with(place: Rank, ranks: tuple[int, ...], more: dict[str, str]) -> None:
+    """With these variables of some ranks all is right."""
+    with variables(place, *ranks, **more):
+        await works(place)
+
+
+THRESHOLDS = [(who, {"UCX_RNDV_THRESH": value}) for who in ((0, 1), (1,)) for value in ("0", "1", "inf")]
 
 
 @pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
-def test_tcp_on_one_host_works_without_a_token(ranks: Run) -> None:
-    ranks(2, works, before=Setting(0, 1, UCX_TLS="tcp,self"))
+def test_ops_are_right_for_any_ucx_rndv_thresh_and_over_tcp_on_one_host(ranks: Run) -> None:
+    """TCP on the loopback interface needs no token."""
+    settings = [*THRESHOLDS, ((0, 1), {"UCX_TLS": "tcp,self"})]
+    ranks(2, in_turn, *((work_with, *setting) for setting in settings))
 
 
-@pytest.mark.real
-@pytest.mark.fault(89, transport="ucx")
-def test_tcp_on_one_host_by_a_public_interface_needs_a_token(ranks: Run) -> None:
-    messages = ranks(2, needs_a_token, before=Setting(0, 1, UCX_TLS="tcp", UCX_NET_DEVICES="eth0"))
-    assert all("this job has no token" in message for message in messages), messages
+async def refuse_with(place: Rank, ranks: tuple[int, ...], more: dict[str, str], *words: str) -> None:
+    """All ranks are told these words about the variables of some."""
+    with variables(place, *ranks, **more):
+        told(await refused(place), *words)
 
 
-async def needs_a_token(place: Rank) -> str:
-    with pytest.raises(CommError) as caught:
+def told(message: str, *words: str) -> None:
+    for word in words:
+        assert word in message, message
+
+
+async def refuse_a_public_interface(place: Rank) -> None:
+    """Other hosts reach it, and there is no token."""
+    with variables(place, 0, 1, UCX_TLS="tcp", UCX_NET_DEVICES="eth0"), pytest.raises(CommError) as caught:
         await place.open(timeout=30)
-    return caught.value.message
+    told(caught.value.message, "this job has no token")
+
+
+async def refuse_few_descriptors(place: Rank) -> None:
+    """Rank 1 may open 24."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if place.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))
+    told(await refused(place), "rank 1", "RLIMIT_NOFILE 24")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+INVALID = [("UCX_TLS", "nonsense"), ("UCX_RNDV_THRESH", "banana")]
+"""Values that UCX does not know."""
+NOT_COMMON = ("tcp,self", "self")
+"""Transports of one rank that the other one does not choose, or has not."""
 
 
 @pytest.mark.real
-@pytest.mark.fault(89, transport="ucx")
-@pytest.mark.parametrize(("name", "value"), [("UCX_TLS", "nonsense"), ("UCX_RNDV_THRESH", "banana")])
-def test_invalid_ucx_variable_of_one_rank_is_named_on_all(ranks: Run, name: str, value: str) -> None:
-    for message in ranks(2, refused, before=Setting(1, **{name: value})):
-        assert message.startswith("rank 1 cannot open UCX: "), message
-        assert f"{name}={value}" in message
+@pytest.mark.fault(88, 89, transport="ucx")
+def test_unusable_variables_and_descriptor_limit_of_one_rank_are_named_on_all(ranks: Run) -> None:
+    """Afterwards the same processes work."""
+    refusals: list[Any] = [refuse_a_public_interface, refuse_few_descriptors]
+    for name, value in INVALID:
+        refusals.append((refuse_with, (1,), {name: value}, "rank 1 cannot open UCX: ", f"{name}={value}"))
+    for theirs in NOT_COMMON:
+        words = ("could not send a message of 8 bytes to rank", f"rank 1 has UCX_TLS={theirs}")
+        refusals.append((refuse_with, (1,), {"UCX_TLS": theirs}, *words))
+    ranks(2, in_turn, *refusals, works)
 
 
-def few_descriptors(rank: int) -> None:
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
-
-
-@pytest.mark.real
-@pytest.mark.fault(89, transport="ucx")
-def test_descriptor_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
-    for message in ranks(2, refused, before=few_descriptors):
-        assert "rank 1" in message
-        assert "RLIMIT_NOFILE 24" in message
-
-
-@pytest.mark.real
-@pytest.mark.fault(88, transport="ucx")
-@pytest.mark.parametrize("theirs", ["tcp,self", "self"])
-def test_ucx_tls_without_a_common_transport_is_refused_on_all(ranks: Run, theirs: str) -> None:
-    for message in ranks(2, refused, before=Setting(1, UCX_TLS=theirs)):
-        assert "could not send a message of 8 bytes to rank" in message
-        assert f"rank 1 has UCX_TLS={theirs}" in message
-
-
-def without_capabilities(rank: int) -> None:
-    """Root may open everybody's memory, dumpable or not."""
-    libc = ctypes.CDLL(None)
+async def refuse_one_not_dumpable(place: Rank, who: int) -> None:
+    """Root may open everybody's memory, dumpable or not: so it goes without its capabilities from here on."""
+    set_dumpable, libc = 4, ctypes.CDLL(None)
     assert libc.capset(struct.pack("II", 0x20080522, 0), bytes(24)) == 0
-
-
-def first_not_dumpable(rank: int) -> None:
-    without_capabilities(rank)
-    if rank == 0:
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
-
-
-def second_not_dumpable(rank: int) -> None:
-    first_not_dumpable(1 - rank)
-
-
-@pytest.mark.real
-@ROOT
-@pytest.mark.fault(88, transport="ucx")
-@pytest.mark.parametrize("before", [first_not_dumpable, second_not_dumpable])
-def test_rank_that_is_not_dumpable_is_named_on_all(ranks: Run, before: object) -> None:
-    who = 0 if before is first_not_dumpable else 1
-    for message in ranks(2, refused, before=before):
-        assert f"rank {1 - who} may not open the shared memory of rank {who}" in message
-        assert f"rank {who} has PR_SET_DUMPABLE 0" in message
+    libc.prctl(set_dumpable, int(place.rank != who), 0, 0, 0)
+    words = (f"rank {1 - who} may not open the shared memory of rank {who}", f"rank {who} has PR_SET_DUMPABLE 0")
+    told(await refused(place), *words)
 
 
 def shared_memory(size: bytes) -> None:
@@ -152,7 +139,15 @@ def shared_memory(size: bytes) -> None:
     assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=" + size) == 0
 
 
+async def refuse_little_shared_memory(place: Rank) -> None:
+    """Rank 1 has 64 KiB."""
+    told(await refused(place), "rank 1 cannot open UCX", "65536 bytes left in /dev/shm")
+    if place.rank == 1:
+        assert ctypes.CDLL(None).umount2(b"/dev/shm", 0) == 0
+
+
 def little_shared_memory(rank: int) -> None:
+    """Before any thread is there: the others would keep their mounts."""
     if rank == 1:
         shared_memory(b"64k")
 
@@ -164,10 +159,9 @@ def enough_shared_memory(rank: int) -> None:
 @pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
-def test_too_little_shared_memory_on_one_rank_is_named_on_all(ranks: Run) -> None:
-    for message in ranks(2, refused, before=little_shared_memory):
-        assert "rank 1 cannot open UCX" in message
-        assert "65536 bytes left in /dev/shm" in message
+def test_too_little_or_unreadable_shared_memory_of_one_rank_is_named_on_all(ranks: Run) -> None:
+    undumpable = [(refuse_one_not_dumpable, who) for who in (0, 1)]
+    ranks(2, in_turn, refuse_little_shared_memory, works, *undumpable, before=little_shared_memory)
 
 
 @pytest.mark.search

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from processes import LARGE, Rank, Run, numbers
+from processes import LARGE, Rank, Run, in_turn, numbers
 from simulated import NET
 
 import aiocomms
@@ -49,10 +49,6 @@ async def share_memory(place: Rank) -> None:
         assert remote[0, 5] == 10 + peer  # the memory lives for as long as it is held
 
 
-def test_mapped_tensor_shares_the_windows_memory(ranks: Run) -> None:
-    ranks(2, share_memory)
-
-
 async def lend_foreign_memory(place: Rank) -> None:
     """Memory that torch did not make serves as well, but cannot be mapped."""
     rank, peer = place.rank, 1 - place.rank
@@ -74,10 +70,6 @@ async def lend_foreign_memory(place: Rank) -> None:
             with pytest.raises(UnsupportedOperation, match=r"rank 0 .* no memory of torch's own"):
                 await window.map_remote_tensor(peer)
         await window.aclose()
-
-
-def test_window_on_foreign_memory_works_and_refuses_mapping(ranks: Run) -> None:
-    ranks(2, lend_foreign_memory)
 
 
 async def contend(place: Rank, turns: int, foreign: bool) -> list[int]:
@@ -209,5 +201,5 @@ async def put_more_than_a_slice(place: Rank) -> None:
         await window.aclose()
 
 
-def test_burst_of_puts_keeps_its_order(ranks: Run) -> None:
-    ranks(2, put_more_than_a_slice)
+def test_windows_are_mapped_or_foreign_and_bursts_of_puts_keep_their_order(ranks: Run) -> None:
+    ranks(2, in_turn, share_memory, lend_foreign_memory, put_more_than_a_slice)

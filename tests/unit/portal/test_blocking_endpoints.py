@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import HANGS
 from test_blocking import loops, run
+from unix_lines import use_unix_sockets
 
 import aiocomms
 from aiocomms import blocking
@@ -40,9 +41,15 @@ class Pair(NamedTuple):
     two_sees: blocking.BlockingPeer
 
 
-@pytest.fixture(params=["local", "ucx"])
-def transport(request: pytest.FixtureRequest) -> str:
+LOCAL = pytest.param("local", marks=pytest.mark.deterministic)
+"""The transport of tests that need no other process: their endpoints meet over Unix sockets."""
+
+
+@pytest.fixture(params=[LOCAL, "ucx"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
+    if name == "local":
+        use_unix_sockets(monkeypatch)
     return name
 
 
@@ -296,6 +303,7 @@ def test_blocking_calls_on_the_loops_thread_are_refused(pair: Pair):
     assert ["was called on the loop's own thread" in str(error) for error in refused] == [True] * 3
 
 
+IN_A_PROCESS = pytest.mark.parametrize("transport", ["local", "ucx"])
 HEAD = """
 import os, signal, sys, threading, torch
 from aiocomms import blocking
@@ -307,6 +315,7 @@ region = two.register(torch.zeros(4))
 
 
 @pytest.mark.real
+@IN_A_PROCESS
 def test_program_exits_silently_with_open_endpoints_and_waiting_threads(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
@@ -318,6 +327,7 @@ for wait in (peer.recv(torch.zeros(1)).wait, one.accept, peer.lost):
 
 @pytest.mark.search
 @pytest.mark.real
+@IN_A_PROCESS
 def test_unclosed_blocking_endpoint_warns_with_its_origin(transport: str):
     program = "import warnings\nwarnings.simplefilter('always', ResourceWarning)\n"
     printed = run(f"{program}from aiocomms import blocking\nhere = blocking.open_endpoint({transport!r})\n")
@@ -326,6 +336,7 @@ def test_unclosed_blocking_endpoint_warns_with_its_origin(transport: str):
 
 
 @pytest.mark.real
+@IN_A_PROCESS
 def test_ctrl_c_interrupts_accept(transport: str):
     program = """
 from aiocomms.communicator.portal import pending
@@ -350,6 +361,7 @@ print(threading.enumerate() == [threading.main_thread()])
 
 
 @pytest.mark.real
+@IN_A_PROCESS
 def test_forked_child_of_a_blocking_endpoint_is_refused(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
