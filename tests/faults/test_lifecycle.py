@@ -26,7 +26,20 @@ from aiocomms_c10d import control as c10d_control
 from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
-from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, in_turn, no_threads, numbers
+from processes import (
+    HANGS,
+    INTERRUPTED,
+    LARGE,
+    PATIENCE,
+    Rank,
+    Run,
+    empty,
+    exchange,
+    hear,
+    in_turn,
+    no_threads,
+    numbers,
+)
 from simulated import IN_BOTH, NET, PROCESSES
 
 from aiocomms.core import core

@@ -275,5 +275,3 @@ async def let_go_of(place: Rank) -> None:
         while kept() is not None:  # the thread that carried it may be a moment behind
             assert time.monotonic() < ends, gc.get_referrers(kept())
             await asyncio.sleep(0.01)
-
-
