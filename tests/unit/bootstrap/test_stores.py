@@ -133,13 +133,6 @@ def test_rank_0_listens_on_the_given_address_only(port, host, addresses):
     assert listeners(port) == []
 
 
-def test_store_resolves_a_host_name(port):
-    store = rank0(port, "localhost")
-    assert set(listeners(port)) <= {"0100007F", "00000000000000000000000001000000"}
-    client(port, "localhost").set("key", "value")
-    assert store.get("key") == b"value"
-
-
 @pytest.mark.deterministic
 def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypatch):
     addresses = [("127.0.1.1", PORT), ("192.0.2.77", PORT)]
@@ -155,10 +148,6 @@ def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypa
     with pytest.raises(ArgumentError, match="no address of this machine"):
         rank0(PORT, "node01")
     assert tried == ["192.0.2.77", "127.0.1.1"]
-
-
-def test_the_store_keeps_the_given_timeout(port):
-    assert rank0(port, timeout=7.5).timeout == timedelta(seconds=7.5)
 
 
 def test_client_waits_for_a_late_master(monkeypatch, port):
@@ -179,7 +168,15 @@ def test_client_waits_for_a_late_master(monkeypatch, port):
     assert store.get("key") == b"value"
 
 
-def test_a_second_store_of_rank_0_shares_the_server_and_outlives_the_first(port):
+def test_agent_store_is_joined_and_not_hosted_again(port):
+    agent = TCPStore(HOST, port, 2, is_master=True, wait_for_workers=False)
+    worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=HANGS)
+    worker.set("key", "value")
+    assert agent.get("key") == b"value"
+
+
+def a_second_store_outlives_the_first(port):
+    """Share the server."""
     first, second = rank0(port), rank0(port)
     peer = client(port)
     assert listeners(port) == ["0100007F"]
@@ -193,27 +190,62 @@ def test_a_second_store_of_rank_0_shares_the_server_and_outlives_the_first(port)
     assert listeners(port) == []
 
 
-def test_stores_of_rank_0_that_are_opened_at_once_share_a_server(port):
+def stores_are_opened_at_once(port):
+    """Share the server."""
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(rank0, [port] * 4))
     together[0].set("key", "value")
     assert [store.get("key") for store in together] == [b"value"] * 4
 
 
-def test_port_is_free_for_torch_once_the_ranks_have_met(port, caplog):
+def clients_outlive_the_reference_of_rank_0(port):
+    """Keep the server."""
     store = rank0(port)
-    with store.admitting():
-        peer = client(port)
-    torchs = TCPStore(HOST, port, 2, is_master=True, multi_tenant=True, wait_for_workers=False)
-    torchs.set("key", "torch's")
-    with store.admitting():  # who is connected already meets without the port
-        peer.set("key", "value")
-        assert store.get("key") == b"value"
-    assert "lets in nobody else" in caplog.text
-    assert torchs.get("key") == b"torch's"
+    peer, another = client(port), client(port, rank=2, size=3)
+    del store
+    assert listeners(port) == []
+    peer.set("key", "value")
+    assert another.get("key") == b"value"
+    store = rank0(port)
+    assert store.get("key") == b"value"
+    del peer, another, store  # in this order: the thread ends with the last user, who waits for that
 
 
-def test_store_listens_only_while_a_communicator_forms(port):
+def a_second_address_is_refused(port):
+    """Refuse the same port there."""
+    store = rank0(port)
+    with pytest.raises(ArgumentError, match=rf"this process serves that port on {HOST} already"):
+        rank0(port, "127.0.0.2")
+    del store
+
+
+def test_stores_of_rank_0_share_a_server_as_long_as_anybody_uses_it(port):
+    a_second_store_outlives_the_first(port)
+    stores_are_opened_at_once(port)
+    clients_outlive_the_reference_of_rank_0(port)
+    a_second_address_is_refused(port)
+
+
+def a_name_is_resolved(port):
+    """Listen at its address only."""
+    store = rank0(port, "localhost")
+    assert set(listeners(port)) <= {"0100007F", "00000000000000000000000001000000"}
+    client(port, "localhost").set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def the_timeout_is_kept(port):
+    """Say the same."""
+    assert rank0(port, timeout=7.5).timeout == timedelta(seconds=7.5)
+
+
+def test_store_resolves_a_host_name_and_keeps_the_given_timeout(port):
+    a_name_is_resolved(port)
+    the_timeout_is_kept(port)
+
+
+def it_listens_while_ranks_meet(port):
+    """Listen again for each meeting."""
     store = rank0(port)
     with store.admitting():
         peer = client(port)
@@ -227,43 +259,27 @@ def test_store_listens_only_while_a_communicator_forms(port):
     assert listeners(port) == []
 
 
-def test_store_outlives_rank_0s_reference_while_clients_use_it(port):
+def the_port_is_free_for_torch(port, caplog):
+    """Go on without the port."""
     store = rank0(port)
-    peer, another = client(port), client(port, rank=2, size=3)
-    del store
-    assert listeners(port) == []
-    peer.set("key", "value")
-    assert another.get("key") == b"value"
-    store = rank0(port)
-    assert store.get("key") == b"value"
-    del peer, another, store  # in this order: the thread ends with the last user, who waits for that
+    with store.admitting():
+        peer = client(port)
+    torchs = TCPStore(HOST, port, 2, is_master=True, multi_tenant=True, wait_for_workers=False)
+    torchs.set("key", "torch's")
+    with store.admitting():  # who is connected already meets without the port
+        peer.set("key", "value")
+        assert store.get("key") == b"value"
+    assert "lets in nobody else" in caplog.text
+    assert torchs.get("key") == b"torch's"
 
 
-def test_same_port_on_a_second_address_is_refused(port):
-    store = rank0(port)
-    with pytest.raises(ArgumentError, match=rf"this process serves that port on {HOST} already"):
-        rank0(port, "127.0.0.2")
-    del store
+def test_store_listens_only_while_a_communicator_forms(port, caplog):
+    it_listens_while_ranks_meet(port)
+    the_port_is_free_for_torch(port, caplog)
 
 
-def test_agent_store_is_joined_and_not_hosted_again(port):
-    agent = TCPStore(HOST, port, 2, is_master=True, wait_for_workers=False)
-    worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=HANGS)
-    worker.set("key", "value")
-    assert agent.get("key") == b"value"
-
-
-@pytest.mark.deterministic
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
-def test_wildcard_address_is_refused(host, rank):
-    with pytest.raises(ArgumentError, match="every interface") as caught:
-        connect_store(host, PORT, rank, 2, agent_store=False, timeout=HANGS)
-    assert f"MASTER_ADDR={host!r}, MASTER_PORT={PORT}" in str(caught.value)
-
-
-@pytest.mark.fault(35)
-def test_port_in_use_is_refused_at_once(port):
+def the_port_is_in_use(port):
+    """Say so, and what to set."""
     with (
         socket.create_server((HOST, port)),
         pytest.raises(ArgumentError, match="the port is in use: set MASTER_PORT") as caught,
@@ -274,10 +290,26 @@ def test_port_in_use_is_refused_at_once(port):
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
+def it_is_the_wrong_machine(port):
+    """Say so, and what to set."""
     with pytest.raises(ArgumentError, match="no address of this machine: set MASTER_ADDR") as caught:
         rank0(port, "198.51.100.7")  # of a block that is reserved for documentation
     assert "198.51.100.7" in str(caught.value)
+
+
+@pytest.mark.fault(35)
+def test_rank_0_that_cannot_listen_is_refused_at_once(port):
+    the_port_is_in_use(port)
+    it_is_the_wrong_machine(port)
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
+def test_wildcard_address_is_refused(host, rank):
+    with pytest.raises(ArgumentError, match="every interface") as caught:
+        connect_store(host, PORT, rank, 2, agent_store=False, timeout=HANGS)
+    assert f"MASTER_ADDR={host!r}, MASTER_PORT={PORT}" in str(caught.value)
 
 
 @pytest.mark.deterministic
@@ -293,16 +325,16 @@ def fails_after(timeout, error, call, *args):
     return str(caught.value)
 
 
-@pytest.mark.fault(35)
-def test_client_without_a_listening_master_raises_store_lost_error(port):
+def nobody_listens(port):
+    """Say where, for how long, and why."""
     message = fails_after(0.3, StoreLostError, client, port)
     assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
     assert "within 0.3 s" in message
     assert "refused" in message
 
 
-@pytest.mark.fault(35)
-def test_client_of_a_silent_master_raises_store_lost_error(port):
+def it_is_silent(port):
+    """Say that time is up."""
     with socket.socket() as full, socket.socket() as taker:
         full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         full.bind((HOST, port))
@@ -310,6 +342,26 @@ def test_client_of_a_silent_master_raises_store_lost_error(port):
         taker.connect((HOST, port))  # the queue is full now, and the kernel drops whoever knocks
         message = fails_after(0.3, StoreLostError, client, port)
     assert "timed out" in message
+
+
+def it_meets_itself(monkeypatch, port):
+    """Take no connection with itself for one with the master."""
+
+    class Unlucky(socket.socket):
+        def connect(self, address):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(address)  # as the kernel may choose
+            super().connect(address)
+
+    monkeypatch.setattr(stores.socket, "socket", Unlucky)
+    assert "refused" in fails_after(0.2, StoreLostError, client, port)
+
+
+@pytest.mark.fault(35)
+def test_client_without_a_master_that_answers_raises_store_lost_error(monkeypatch, port):
+    nobody_listens(port)
+    it_is_silent(port)
+    it_meets_itself(monkeypatch, port)
 
 
 def test_client_of_a_foreign_server_raises_protocol_error(port, capfd):
@@ -332,15 +384,16 @@ def test_client_of_a_foreign_server_raises_protocol_error(port, capfd):
     capfd.readouterr()  # torch's stack traces
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(35)
 @pytest.mark.parametrize("call", [rank0, client])
-def test_host_name_that_does_not_resolve_is_refused_at_the_deadline(monkeypatch, caplog, port, call):
+def test_host_name_that_does_not_resolve_is_refused_at_the_deadline(monkeypatch, caplog, call):
     def getaddrinfo(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(stores.socket, "getaddrinfo", getaddrinfo)
-    message = fails_after(0.7, ArgumentError, call, port, "no.such.invalid")
-    assert f"MASTER_ADDR='no.such.invalid', MASTER_PORT={port}" in message
+    message = fails_after(0.7, ArgumentError, call, PORT, "no.such.invalid")
+    assert f"MASTER_ADDR='no.such.invalid', MASTER_PORT={PORT}" in message
     assert "does not resolve" in message
     assert len(caplog.records) == 1
 
@@ -349,17 +402,6 @@ def test_host_name_that_does_not_resolve_is_refused_at_the_deadline(monkeypatch,
 def test_invalid_host_name_is_refused_at_once():
     with pytest.raises(ArgumentError, match="no valid host name: set MASTER_ADDR"):
         client(PORT, "a" * 64)
-
-
-def test_connection_to_its_own_port_is_not_taken_for_the_master(monkeypatch, port):
-    class Unlucky(socket.socket):
-        def connect(self, address):
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.bind(address)  # as the kernel may choose
-            super().connect(address)
-
-    monkeypatch.setattr(stores.socket, "socket", Unlucky)
-    assert "refused" in fails_after(0.2, StoreLostError, client, port)
 
 
 def as_another_user(call):
