@@ -68,9 +68,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     The loops differ in how a task parks and wakes; what else a test shows it shows on one of them. ``make search`` runs
     all tests on all loops.
 
-    A test that is marked ``simulated`` waits for the clock: it runs in virtual time first, where it is deterministic.
+    A test marked ``virtual_time`` waits for the clock: it runs in virtual time first, where it is deterministic.
     """
-    if metafunc.definition.get_closest_marker("simulated"):
+    if metafunc.definition.get_closest_marker("virtual_time"):
         loops = [VIRTUAL, *(pytest.param(name, marks=pytest.mark.real) for name in LOOPS)]
         metafunc.parametrize("loop", loops, scope="function")
         return

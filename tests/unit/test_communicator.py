@@ -709,7 +709,7 @@ def test_close_withdraws_recvs_and_waits_for_other_ops(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_close_gives_up_ops_that_outlast_the_grace_period(run, monkeypatch):
     monkeypatch.setattr(core, "CLOSE_GRACE", 0.05)
 

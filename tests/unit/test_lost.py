@@ -28,7 +28,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("cause", CAUSES)
 def test_every_awaiter_of_lost_gets_the_failure_itself(run, cause):
     lose, kind = CAUSES[cause]

@@ -120,7 +120,8 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.node.stash[_kind] != DETERMINISTIC:
         yield
         return
-    if not request.node.nodeid.startswith(SIMULATIONS) and request.node.get_closest_marker("simulated") is None:
+    simulated = any(request.node.get_closest_marker(name) for name in ("simulated", "virtual_time"))
+    if not simulated and not request.node.nodeid.startswith(SIMULATIONS):
         _refuse_clocks_and_processes(monkeypatch)
         stop_clock(monkeypatch)
     GUARD.seen.clear()

@@ -232,7 +232,7 @@ def test_closed_communicator_refuses_operations(run):
 # ----------------------------------------------------------------------------------------------- somebody is missing
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.fault(33, transport="local")
 @pytest.mark.parametrize("timeout", [1, timedelta(seconds=1)], ids=["seconds", "timedelta"])
 def test_timeout_of_new_comm_names_the_missing_ranks(run, timeout):
@@ -343,7 +343,7 @@ def test_communicators_form_concurrently_in_any_order():
     anyio.run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_ranks_that_disagree_on_the_size_do_not_meet(run):
     async def main():
         store, failures = new_store(), []
@@ -615,7 +615,7 @@ def test_records_of_a_crashed_run_in_the_store_are_ignored(kind, before, tmp_pat
     anyio.run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.fault(34)
 def test_later_of_two_processes_with_one_rank_replaces_the_first(run):
     async def main():

@@ -299,7 +299,7 @@ def test_inquiry_ends_although_both_ranks_close_meanwhile(run, monkeypatch, who,
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_repeated_timeouts_inquire_once_per_period(run, monkeypatch):
     async def main():
         followed = []

@@ -436,7 +436,7 @@ def test_unwritable_recorder_file_is_logged_once_and_leaves_the_error(run, recor
     assert why == "full" or not records.is_dir()
 
 
-@pytest.mark.simulated
+@pytest.mark.real
 def test_lost_communicator_writes_a_recorder_file_on_every_rank(run, records):
     """By an abort too, on every rank, without holding up anybody."""
 

@@ -159,7 +159,7 @@ def test_cancelled_recv_object_leaves_its_message_for_the_next(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_recv_object_is_not_withdrawn_once_the_header_has_come(run):
     async def main():
         async with local_world(2) as (one, two):

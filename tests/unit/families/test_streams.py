@@ -161,7 +161,7 @@ def test_pending_sends_to_a_closed_end_return(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.fault(104)
 def test_cancelled_stream_receives_and_sends_lose_no_item(run):
     async def main():
@@ -211,7 +211,7 @@ def test_cancelled_stream_send_keeps_its_tensor_until_delivery(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_cancelled_open_stream_breaks_the_other_end(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -455,7 +455,7 @@ def test_stream_carries_dataclasses_and_mappings(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
 def test_stream_send_waits_for_room_in_bytes(run, items):
     """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""

@@ -38,7 +38,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_op_past_its_deadline_aborts_the_communicator_on_every_rank(run, call):
     async def main():
@@ -234,7 +234,7 @@ def test_deadline_of_a_completed_op_is_dropped(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_deadlines_expire_in_order_of_time(run):
     async def main():
         async with local_world(2) as world:

@@ -219,7 +219,7 @@ def test_calls_of_other_threads_run_on_the_loop_in_order(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_promise_wakes_every_waiter(run):
     async def main():
         promise, gone_on = Promise(LoopDriver.current()), []

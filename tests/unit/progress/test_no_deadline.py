@@ -245,7 +245,7 @@ def test_invalid_timeout_error_mentions_none_for_no_deadline(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_new_comm_without_a_timeout_still_ends(run, monkeypatch):
     async def main():
         monkeypatch.setattr(rendezvous, "FORMING", 0.2)

@@ -398,7 +398,7 @@ def test_cancel_of_a_failed_work_returns_false(run):
     run(main)
 
 
-@pytest.mark.simulated
+@pytest.mark.virtual_time
 def test_cancelled_cancel_leaves_the_work_pending(run):
     async def main():
         async with local_world(2) as world:
