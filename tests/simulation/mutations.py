@@ -29,20 +29,30 @@ SAME = (
     *("float8_is_summed", "unsigned_integers_are_in_the_order_of_signed_ones"),
     *("lanes_among_the_communicators_messages", "no_turns", "lost_collective_of_a_lane"),
     *("closing_a_lane_closes_all", "untyped_keys", "a_lane_for_all_tasks"),
+    *("threads_calls_start_in_any_order", "threads_calls_start_in_the_loops_context", "threads_do_not_wait"),
+    *("threads_lanes_are_the_communicators", "threads_that_wait_are_forgotten"),
 )
-ANEW: dict[str, Any] = {}
+IN_THE_LIBRARY: dict[str, Any] = {}
+IN_NET: dict[str, Any] = {}
 
 
-def anew(fault: Any) -> Any:
-    """Register a fault, which has the name of one of the project's mutants."""
+def in_the_library(fault: Any) -> Any:
+    """Register a fault of the library, which has the name of one of the project's mutants of the transport `local`."""
     assert fault.__name__ in mutants.MUTANTS, fault.__name__
-    ANEW[fault.__name__] = fault
+    IN_THE_LIBRARY[fault.__name__] = fault
+    return fault
+
+
+def in_net(fault: Any) -> Any:
+    """Register the like, of the transport `net`."""
+    assert fault.__name__ in mutants.MUTANTS, fault.__name__
+    IN_NET[fault.__name__] = fault
     return fault
 
 
 def apply(name: str) -> None:
     """Break this process."""
-    (mutants.MUTANTS[name] if name in SAME else ANEW[name])()
+    (mutants.MUTANTS if name in SAME else IN_THE_LIBRARY | IN_NET)[name]()
 
 
 def on_ops(change: Any) -> None:
@@ -74,7 +84,7 @@ def altered(**how: Any) -> Any:
     return lambda op: msgspec.structs.replace(op, **{name: value(op) for name, value in how.items()})
 
 
-@anew
+@in_the_library
 def half_precision_throughout() -> None:
     def lift(original: Any, op: Any, tensor: Any) -> Any:
         return tensor.clone() if tensor.dtype == torch.float16 else original(op, tensor)
@@ -82,17 +92,17 @@ def half_precision_throughout() -> None:
     wrap(reductions, "lift", lift)
 
 
-@anew
+@in_net
 def ignored_tag() -> None:
     on_ops(altered(tag=lambda op: 0 if op.channel == ops.USER else op.tag))
 
 
-@anew
+@in_net
 def tag_of_16_bits() -> None:
     on_ops(altered(tag=lambda op: op.tag & 0xFFFF))
 
 
-@anew
+@in_net
 def ignored_channel() -> None:
     on_ops(altered(channel=lambda op: 0))
 
@@ -101,7 +111,7 @@ class _Stack(deque[Any]):
     popleft = deque.pop
 
 
-@anew
+@in_net
 def last_message_first() -> None:
     def match(original: Any, transport: Any, key: Any, message: Any) -> None:
         transport._arrived.setdefault(key, _Stack())
@@ -110,7 +120,7 @@ def last_message_first() -> None:
     wrap(NetTransport, "_match", match)
 
 
-@anew
+@in_net
 def lost_message() -> None:
     count = iter(range(10**9))
 
@@ -120,7 +130,7 @@ def lost_message() -> None:
     wrap(NetTransport, "_send", send)
 
 
-@anew
+@in_net
 def uncopied_data() -> None:
     class Ignored:
         def done(self) -> bool:
@@ -138,7 +148,7 @@ def on_copies(change: Any) -> None:
     wrap(lowlevel, "copy_message", change)
 
 
-@anew
+@in_the_library
 def completion_before_data() -> None:
     def copy(original: Any, given: Any, wanted: Any, src: int) -> Any:
         kept = given.clone()
@@ -150,12 +160,12 @@ def completion_before_data() -> None:
     on_copies(copy)
 
 
-@anew
+@in_the_library
 def short_message_is_fine() -> None:
     on_copies(lambda original, *args: original(*args) and None)
 
 
-@anew
+@in_the_library
 def end_of_large_messages_is_lost() -> None:
     def copy(original: Any, given: Any, wanted: Any, src: int) -> Any:
         if given.nbytes <= 65536:
@@ -167,7 +177,7 @@ def end_of_large_messages_is_lost() -> None:
     on_copies(copy)
 
 
-@anew
+@in_net
 def end_of_an_objects_tensor_is_lost() -> None:
     def take(original: Any, transport: Any, key: Any, message: Any, op: Any, work: Any) -> None:
         if message.channel == ops.OBJECT_DATA and message.tensor.numel() > 4096:
@@ -178,7 +188,7 @@ def end_of_an_objects_tensor_is_lost() -> None:
     wrap(NetTransport, "_take", take)
 
 
-@anew
+@in_net
 def double_completion() -> None:
     def complete(original: Any, work: Any, *value: Any) -> None:
         original(work, *value)
@@ -194,7 +204,7 @@ def on_schedule(kind: type[ops.Op], change: Any) -> None:
     schedules.SCHEDULES[kind] = lambda g, op: change(original, g, op)
 
 
-@anew
+@in_the_library
 def wrong_rank_order() -> None:
     def gather(original: Any, g: Any, op: Any) -> Any:
         yield from original(g, op)
@@ -205,7 +215,7 @@ def wrong_rank_order() -> None:
     on_schedule(ops.AllGatherSingle, gather)
 
 
-@anew
+@in_the_library
 def wrong_reduction() -> None:
     wrap(
         reductions,
@@ -214,12 +224,12 @@ def wrong_reduction() -> None:
     )
 
 
-@anew
+@in_the_library
 def root_is_rank_0() -> None:
     on_schedule(ops.Broadcast, lambda original, g, op: original(g, msgspec.structs.replace(op, root=0)))
 
 
-@anew
+@in_the_library
 def reduce_changes_the_others() -> None:
     def reduce(original: Any, g: Any, op: Any) -> Any:
         yield from original(g, op)
@@ -229,7 +239,7 @@ def reduce_changes_the_others() -> None:
     on_schedule(ops.Reduce, reduce)
 
 
-@anew
+@in_the_library
 def one_byte_too_many() -> None:
     def copy(original: Any, given: Any, wanted: Any, src: int) -> Any:
         outcome = original(given, wanted, src)
@@ -241,32 +251,32 @@ def one_byte_too_many() -> None:
     on_copies(copy)
 
 
-@anew
+@in_the_library
 def barrier_waits_for_nobody() -> None:
     on_schedule(ops.Barrier, lambda original, g, op: iter(()))
 
 
-@anew
+@in_the_library
 def empty_tensors_do_not_synchronise() -> None:
     on_schedule(ops.AllReduce, lambda original, g, op: original(g, op) if op.tensor.numel() else iter(()))
 
 
-@anew
+@in_the_library
 def nothing_is_compared() -> None:
     replace(net.lowlevel, "copy_message", lambda given, wanted, src: None)
 
 
-@anew
+@in_net
 def lying_cancel() -> None:
     wrap(NetTransport, "try_cancel", lambda original, transport, work: True)
 
 
-@anew
+@in_net
 def cancel_that_never_withdraws() -> None:
     wrap(NetTransport, "try_cancel", lambda original, transport, work: False)
 
 
-@anew
+@in_net
 def cancel_withdraws_the_wrong_one() -> None:
     def cancel(original: Any, transport: Any, work: Any) -> Any:
         entries = (
@@ -284,22 +294,22 @@ def cancel_withdraws_the_wrong_one() -> None:
     wrap(NetTransport, "post", post)
 
 
-@anew
+@in_net
 def swallowed_close() -> None:
     wrap(NetTransport, "_leave", lambda original, transport, peer: setattr(peer, "over", True))
 
 
-@anew
+@in_net
 def abort_tells_nobody() -> None:
     wrap(NetTransport, "abort", lambda original, transport, error: transport._end())
 
 
-@anew
+@in_net
 def reason_is_forgotten() -> None:
     wrap(NetTransport, "abort", lambda original, transport, error: original(transport, CommAbortedError("aborted")))
 
 
-@anew
+@in_net
 def descriptor_stays_open() -> None:
     """A connection stays open that belongs to the communicator."""
 
@@ -309,12 +319,12 @@ def descriptor_stays_open() -> None:
     replace(NetTransport, "aclose", close)
 
 
-@anew
+@in_net
 def nobody_is_missing() -> None:
     wrap(NetTransport, "waiting_for", lambda original, transport, work: [])
 
 
-@anew
+@in_net
 def deadline_of_its_own() -> None:
     def post(original: Any, transport: Any, op: Any, work: Any) -> None:
         original(transport, op, work)
@@ -324,22 +334,22 @@ def deadline_of_its_own() -> None:
     wrap(NetTransport, "post", post)
 
 
-@anew
+@in_net
 def mixed_lanes() -> None:
     on_ops(altered(tag=lambda op: min(op.tag, LANES)))
 
 
-@anew
+@in_net
 def tags_of_32_bits() -> None:
     on_ops(altered(tag=lambda op: op.tag & 0xFFFFFFFF))
 
 
-@anew
+@in_net
 def tags_without_their_last_32_bits() -> None:
     on_ops(altered(tag=lambda op: op.tag >> 32 if op.tag >= LANES else op.tag))
 
 
-@anew
+@in_net
 def lost_lane() -> None:
     def send(original: Any, transport: Any, op: Any, work: Any) -> None:
         lost = op.tag >= LANES and op.tag % 100 == 0
@@ -348,7 +358,7 @@ def lost_lane() -> None:
     wrap(NetTransport, "_send", send)
 
 
-@anew
+@in_net
 def last_of_a_lane_first() -> None:
     def match(original: Any, transport: Any, key: Any, message: Any) -> None:
         original(transport, key, message)
@@ -359,7 +369,7 @@ def last_of_a_lane_first() -> None:
     wrap(NetTransport, "_match", match)
 
 
-@anew
+@in_the_library
 def put_is_off_by_one() -> None:
     def packed(op: Any) -> bytes:
         room = isinstance(op, ops.Put) and op.offset + op.tensor.numel() < op.window.sizes[op.dst]
@@ -369,7 +379,7 @@ def put_is_off_by_one() -> None:
     replace(windows.TwoSided, "_packed", staticmethod(packed))
 
 
-@anew
+@in_the_library
 def put_signal_does_not_signal() -> None:
     def packed(op: Any) -> bytes:
         return original(ops.Put(op.window, op.tensor, op.dst, op.offset) if isinstance(op, ops.PutSignal) else op)
@@ -378,7 +388,7 @@ def put_signal_does_not_signal() -> None:
     replace(windows.TwoSided, "_packed", staticmethod(packed))
 
 
-@anew
+@in_the_library
 def signals_are_not_counted() -> None:
     def signal(original: Any, window: Any, src: int) -> None:
         original(window, src)
@@ -387,7 +397,7 @@ def signals_are_not_counted() -> None:
     wrap(windows._Window, "signal", signal)
 
 
-@anew
+@in_the_library
 def counts_come_afterwards() -> None:
     def atomic(original: Any, window: Any, what: int, offset: int, first: int, second: int) -> int:
         before = original(window, what, offset, first, second)
@@ -396,15 +406,15 @@ def counts_come_afterwards() -> None:
     wrap(windows._Window, "atomic", atomic)
 
 
-@anew
+@in_net
 def notes_are_lost() -> None:
     wrap(NetTransport, "say", lambda original, transport, rank, note: True)
 
 
-@anew
+@in_net
 def notes_come_from_another_rank() -> None:
     def hear(original: Any, transport: Any, peer: NetPeer, frame: Any) -> None:
-        if isinstance(frame, net.Note):
+        if isinstance(frame, net.NetNote):
             transport.on_note((peer.rank + 1) % transport._size, frame.what)
         else:
             original(transport, peer, frame)
@@ -412,7 +422,7 @@ def notes_come_from_another_rank() -> None:
     wrap(NetTransport, "_hear", hear)
 
 
-@anew
+@in_the_library
 def dtype_is_not_compared() -> None:
     def misfit(original: Any, src: int, dtype: Any, nbytes: int, wanted: Any, *shape: Any) -> Any:
         return None if nbytes == wanted.nbytes else original(src, dtype, nbytes, wanted, *shape)
@@ -422,4 +432,4 @@ def dtype_is_not_compared() -> None:
     wrap(copying, "misfit", misfit)
 
 
-NAMES = (*SAME, *ANEW)
+KINDS = {"as it is": SAME, "anew, in the library": tuple(IN_THE_LIBRARY), "anew, in net": tuple(IN_NET)}
