@@ -102,6 +102,11 @@ class Rank:
         """Wait for a note."""
         await asyncio.to_thread(self.told, note)
 
+    async def heard_of(self, name: str) -> bytes:
+        """Return what another rank has left, once it has; the loop runs meanwhile."""
+        await self.heard(f"{name} is there")
+        return (self.folder / name).read_bytes()
+
     def lose_store(self, pid: int) -> None:
         """Have the server of the store die, which is a process of its own."""
         os.kill(pid, signal.SIGKILL)

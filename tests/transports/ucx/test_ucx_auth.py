@@ -366,17 +366,12 @@ def test_flood_from_another_address_does_not_evict_a_silent_rank() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.fault(103, transport="ucx")
-def test_timeout_error_counts_dropped_connections(listener: socket.socket) -> None:
+@pytest.mark.fault(33, 103, transport="ucx")
+def test_timeout_error_names_missing_ranks_and_counts_dropped_connections(listener: socket.socket) -> None:
     with connect(listener) as stranger:
         stranger.sendall(GARBAGE["zeros"])
         with pytest.raises(CommTimeoutError, match=r"\[1\]; 1 connections were dropped"):
             open_up(listener, seconds=1)
-
-
-@pytest.mark.real
-@pytest.mark.fault(33, transport="ucx")
-def test_timeout_error_names_ranks_that_did_not_connect(listener: socket.socket) -> None:
     before = held()
     with pytest.raises(CommTimeoutError, match=r"these ranks did not connect within 0.3 s: \[1, 2\]"):
         open_up(listener, size=3, seconds=0.3)

@@ -227,10 +227,6 @@ async def fail_first_contact(ended: int) -> None:
     await two.aclose()
 
 
-def test_rank_that_ends_before_the_first_contact_is_noticed(ended: int) -> None:
-    asyncio.run(fail_first_contact(ended))
-
-
 async def fail_to_map(ended: int) -> None:
     """The memory of a window's part is gone with its rank."""
     one, two = await two_of_them()
@@ -244,5 +240,6 @@ async def fail_to_map(ended: int) -> None:
     await two.aclose()
 
 
-def test_rank_that_ends_while_a_window_opens_is_noticed(ended: int) -> None:
+def test_rank_that_ends_before_the_first_contact_or_while_a_window_opens_is_noticed(ended: int) -> None:
+    asyncio.run(fail_first_contact(ended))
     asyncio.run(fail_to_map(ended))

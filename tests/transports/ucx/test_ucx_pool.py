@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from processes import KILLED, PATIENCE, Rank, Run, death
+from processes import KILLED, PATIENCE, Rank, Run, death, in_turn
 
 from aiocomms.communicator.communicator import Communicator
 from benchmarks.many import memory
@@ -65,7 +65,8 @@ async def together(comms: list[Communicator]) -> None:
     await asyncio.gather(*(add_up(comm) for comm in comms[place:] + comms[:place]))
 
 
-async def one_after_the_other(place: Rank) -> int:
+async def one_after_the_other(place: Rank) -> None:
+    """Successive communicators use the pool's memory again."""
     async with place.open() as comm:
         splits = await splits_of(comm, range(RANKS))
         for _ in range(2):
@@ -73,15 +74,11 @@ async def one_after_the_other(place: Rank) -> int:
                 await add_up(split)
         held = await memory_of_all(comm)
         await asyncio.gather(*(split.aclose() for split in splits))
-        return held
+    assert RANKS * KEPT / 4 < held < BOUND
 
 
-def test_successive_communicators_reuse_the_pool_memory(ranks: Run) -> None:
-    for held in ranks(RANKS, one_after_the_other):
-        assert RANKS * KEPT / 4 < held < BOUND
-
-
-async def all_at_once(place: Rank) -> int:
+async def all_at_once(place: Rank) -> None:
+    """Its pages are released after concurrent collectives."""
     async with place.open() as comm:
         splits = await splits_of(comm, range(RANKS))
         for _ in range(2):
@@ -94,12 +91,11 @@ async def all_at_once(place: Rank) -> int:
             await add_up(split)
             await split.aclose()
         await asyncio.gather(*(split.aclose() for split in splits))
-        return await memory_of_all(comm)
+        assert await memory_of_all(comm) < BOUND
 
 
-def test_pool_pages_are_released_after_concurrent_collectives(ranks: Run) -> None:
-    for held in ranks(RANKS, all_at_once):
-        assert held < BOUND
+def test_pool_memory_is_used_again_and_released(ranks: Run) -> None:
+    ranks(RANKS, in_turn, one_after_the_other, all_at_once)
 
 
 async def lose_while_pages_go_back(place: Rank, victim: int, delay: float) -> int:
