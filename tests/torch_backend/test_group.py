@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import group
-from processes import HANGS, Rank, Run
+from processes import HANGS, Rank, Run, in_turn
 from torch.autograd.profiler import profile as autograd_profile
 from torch.profiler import ProfilerActivity, profile
 
@@ -113,9 +113,24 @@ async def split(place: Rank) -> None:
         reversed_ranks.shutdown()
 
 
-@pytest.mark.parametrize("body", [monitored, split])
-def test_three_ranks(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
-    ranks(3, body)
+async def groups(place: Rank) -> None:
+    """Each of some ranks has a transport of its own choice."""
+    with group(place) as world:
+        assert dist.get_backend() == "aiocomms"
+        assert isinstance(world, aiocomms.integrations.torch_backend.Group)
+        pair, alone = dist.new_group([0, 2], pg_options=place.transport), dist.new_group([1])
+        tensor = torch.ones(1)
+        if place.rank == 1:
+            dist.all_reduce(tensor, group=alone)
+        else:
+            dist.all_reduce(tensor, group=pair)
+        assert tensor.item() == (1.0 if place.rank == 1 else 2.0)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 5.0
+
+
+def test_three_ranks(ranks: Run) -> None:
+    ranks(3, in_turn, monitored, split, groups)
 
 
 async def coalesced(place: Rank) -> None:

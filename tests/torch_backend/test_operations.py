@@ -140,29 +140,10 @@ async def messages(place: Rank) -> None:
             assert (late.item(), theirs.tolist()) == (9.0, [7.0, 8.0])
 
 
-async def groups(place: Rank) -> None:
-    with group(place) as world:
-        assert dist.get_backend() == "aiocomms"
-        assert isinstance(world, aiocomms.integrations.torch_backend.Group)
-        pair, alone = dist.new_group([0, 2], pg_options=place.transport), dist.new_group([1])
-        tensor = torch.ones(1)
-        if place.rank == 1:
-            dist.all_reduce(tensor, group=alone)
-        else:
-            dist.all_reduce(tensor, group=pair)
-        assert tensor.item() == (1.0 if place.rank == 1 else 2.0)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 5.0
-
-
 @pytest.mark.fault(114)
 @pytest.mark.parametrize("body", [reduces, moves, messages])
 def test_operations_are_those_of_torch(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
     ranks(2, body)
-
-
-def test_groups_of_some_ranks(ranks: Run) -> None:
-    ranks(3, groups)
 
 
 async def awaited(place: Rank, comes: str) -> None:

@@ -52,14 +52,16 @@ GARBAGE = {
 
 @pytest.fixture(params=[pytest.param("unix", marks=pytest.mark.deterministic), "tcp"])
 def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    if request.param == "tcp":
-        made = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    else:
-        made = socket.socket(socket.AF_UNIX)
-        made.bind(f"\0aiocomms-test-{secrets.token_hex(8)}")
-        made.listen(1024)
-    with made:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) if request.param == "tcp" else on_this_host() as made:
         yield made
+
+
+def on_this_host() -> socket.socket:
+    """Listen at a Unix socket."""
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0aiocomms-test-{secrets.token_hex(8)}")
+    made.listen(1024)
+    return made
 
 
 @pytest.fixture
@@ -110,11 +112,12 @@ def test_handshake_admits_all_ranks(listener: socket.socket) -> None:
         talk(end, inside[rank])
 
 
+@pytest.mark.deterministic
 def test_handshakes_of_all_ranks_with_all_succeed_concurrently() -> None:
     """Every rank connects and lets in at once."""
     size = 5
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
+        listeners = [stack.enter_context(on_this_host()) for _ in range(size)]
 
         def one(rank: int) -> dict[int, socket.socket]:
             ways = {peer: (lambda peer=peer: connect(listeners[peer])) for peer in range(rank)}
