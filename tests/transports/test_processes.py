@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import HANGS, KILLED, LARGE, Rank, Run, death, held, let_go, numbers, together
+from processes import HANGS, KILLED, LARGE, Rank, Run, death, held, in_turn, let_go, numbers, together
 from simulated import NET, PROCESSES
 from torch import Tensor
 
@@ -459,12 +459,6 @@ async def open_and_close(place: Rank) -> None:
     await let_go(before)
 
 
-@pytest.mark.fault(60)
-@PROCESSES
-def test_repeated_open_and_close_leaks_nothing(ranks: Run) -> None:
-    ranks(2, open_and_close)
-
-
 JUST_END = """
 import asyncio, contextlib, sys
 import torch
@@ -520,7 +514,8 @@ def end_of_interpreter() -> int:
     return 0
 
 
-@pytest.mark.fault(57)
+@pytest.mark.fault(57, 60)
 @PROCESSES
-def test_forked_child_is_refused_and_leaves_its_parent_usable(ranks: Run) -> None:
-    ranks(2, fork)
+def test_repeated_open_and_close_leaks_nothing_and_a_forked_child_is_refused(ranks: Run) -> None:
+    """The child leaves its parent usable."""
+    ranks(2, in_turn, open_and_close, fork)

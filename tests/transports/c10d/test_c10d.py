@@ -122,6 +122,9 @@ async def listen(place: Rank) -> None:
 
 
 async def knock_over_ipv6(place: Rank) -> None:
+    """Gloo accepts no foreign connection there; without IPv6 there is nothing to show."""
+    if not has_ipv6():
+        return
     with patch.object(bringup, "LOOPBACK", "::1"):
         async with place.open() as comm:
             mine = [address for address in listening()[0] if len(address) > 13]
@@ -138,11 +141,6 @@ def has_ipv6() -> bool:
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         return True
     return False
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="there is no IPv6")
-def test_gloo_accepts_no_foreign_connection_over_ipv6(ranks: Run) -> None:
-    ranks(2, knock_over_ipv6)
 
 
 async def cancel_a_close(place: Rank) -> None:
@@ -171,9 +169,9 @@ async def cancel_a_close(place: Rank) -> None:
     await let_go(before)
 
 
-def test_ranks_of_one_host_listen_on_loopback_only_and_let_go_of_all(ranks: Run) -> None:
+def test_ranks_of_one_host_are_reached_by_nobody_else_and_let_go_of_all(ranks: Run) -> None:
     """Let go of a large tensor after its op, and of all by a close that is cancelled."""
-    ranks(2, in_turn, listen, let_go_of, cancel_a_close)
+    ranks(2, in_turn, listen, knock_over_ipv6, let_go_of, cancel_a_close)
 
 
 WHOLE = 8 * 2**20

@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiocomms_ucx import shared_engine
 from aiocomms_ucx.shared_engine import SharedEngine
-from processes import KILLED, Rank, Run, held
+from processes import KILLED, Rank, Run, held, in_turn
 
 import aiocomms
 from aiocomms.errors import PeerDiedError
@@ -51,7 +51,7 @@ async def endpoints(count: int) -> AsyncIterator[list[aiocomms.Endpoint]]:
         yield [await stack.enter_async_context(aiocomms.open_endpoint("ucx")) for _ in range(count)]
 
 
-async def one_engine(place: Rank) -> bool:
+async def one_engine(place: Rank) -> None:
     """Whatever order they connect in, and whoever has which number with whom."""
     async with endpoints(4) as all_of_them:
         ends: dict[tuple[int, int], aiocomms.Peer] = {}
@@ -69,14 +69,9 @@ async def one_engine(place: Rank) -> bool:
         assert engine_of(again) is shared
         await talk(again, await all_of_them[1].accept(), 8)
     assert not shared.lasts
-    return True
 
 
-def test_endpoint_has_one_engine_for_all_peers(ranks: Run) -> None:
-    assert ranks(1, one_engine) == [True]
-
-
-async def come_and_go(place: Rank) -> list[bool]:
+async def come_and_go(place: Rank) -> None:
     """UCX keeps something of each peer with which it has exchanged more than a few bytes."""
     shared_engine._MOST_PARTED = 3
     async with endpoints(2) as (hub, other):
@@ -94,11 +89,12 @@ async def come_and_go(place: Rank) -> list[bool]:
         assert not first.lasts
         await constant.aclose()
         assert first._closed
-    return engines
+    assert engines == [True, True, True, False, False]
 
 
-def test_engine_that_has_lost_many_peers_is_replaced(ranks: Run) -> None:
-    assert ranks(1, come_and_go) == [[True, True, True, False, False]]
+def test_endpoint_has_one_engine_for_all_peers_until_it_has_lost_many(ranks: Run) -> None:
+    """It is replaced then."""
+    ranks(1, in_turn, one_engine, come_and_go)
 
 
 async def be_hub(place: Rank) -> Counter[str]:
