@@ -130,7 +130,7 @@ async def gather_single(at: Place) -> None:
 
 
 async def barrier(at: Place) -> None:
-    """Nobody leaves a barrier before all have come."""
+    """See that no rank leaves a barrier before all have come."""
     at.come()
     await at.end(at.comm.barrier())
     at.all_have_come()
@@ -222,7 +222,7 @@ async def objects(at: Place) -> None:
 
 
 async def edges(at: Place) -> None:
-    """What is summed in halves, compared without a sign, or refused; and a barrier by a tensor without elements."""
+    """Reduce what is summed in halves, compared without a sign, or refused; and wait by a tensor without elements."""
     halves = torch.tensor([2048.0 if at.rank == 0 else 1.0], dtype=torch.float16)
     wanted = torch.tensor([2048.0 + at.size - 1]).to(torch.float16)
     at.same(await at.end(at.comm.all_reduce(halves)), wanted, "sum of halves")

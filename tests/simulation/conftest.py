@@ -1,4 +1,4 @@
-"""What all tests of simulated programs share."""
+"""Set up what all tests of simulated programs share."""
 
 from __future__ import annotations
 

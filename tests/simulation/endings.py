@@ -1,4 +1,4 @@
-"""What ends a communicator on purpose: each loses it on all ranks, in a way that is known."""
+"""End a communicator on purpose: each way loses it on all ranks, with a known failure."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Entry:
     to: tuple[str, int]
     """The rank of a communicator to which it goes."""
     end: str = ""
-    """How the send has ended: ``"sent"``, or the class of its error; ``"left"``: that says nothing; empty: not yet."""
+    """The end of the send: ``"sent"``, or the class of its error; ``"left"``: that says nothing; empty: not yet."""
     got: list[Process] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Entry:
 
 
 class Ledger:
-    """What a history has sent and received, and where its processes have been."""
+    """The messages that a history has sent and received, and where its processes have been."""
 
     def __init__(self) -> None:
         self.come: set[Any] = set()

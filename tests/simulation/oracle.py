@@ -1,4 +1,4 @@
-"""What every history is held to: it is run from its seed, and judged by what it has shown on all ranks."""
+"""Hold every history to the promises: run it from its seed, and judge what it has shown on all ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def judge(program: Program, reports: list[Report]) -> None:
 
 
 def _is_unharmed(program: Program, report: Report) -> None:
-    """Without a fault every step succeeds, and the ranks that did not leave recover."""
+    """Check that without a fault every step succeeds, and the ranks that did not leave recover."""
     if report.ended not in ("done", "left"):
         raise BrokenPromiseError(f"rank {report.rank} ended by {report.error!r}, and nothing had gone wrong")
     if report.losses and all(one is None for one in program.endings):
@@ -70,7 +70,7 @@ def _is_unharmed(program: Program, report: Report) -> None:
 
 
 def _recovers(program: Program, reports: list[Report], report: Report) -> None:
-    """Where ranks die, and nothing else goes wrong, the others go on without them, or know who has not come."""
+    """Check that, where ranks only die, the others go on without them, or know who has not come."""
     if (
         any(fault.kind != "deaths" for fault in program.struck())
         or program.replacing
@@ -125,7 +125,7 @@ def _harmed(program: Program) -> dict[int, float]:
 def _names(program: Program, reports: list[Report], report: Report, error: Any, lost: str) -> None:
     """Look whether an error names who it should."""
     text = f"rank {report.rank} of the world: {error!r}: {error}"
-    comm = (error.comm or lost).split(", lane ")[0]  # That of ``lost()`` names none.
+    comm = (error.comm or lost).split(", lane ")[0]  # The error of ``lost()`` names none.
     if comm not in report.members and comm.startswith(f"{lost}/"):
         return  # A split that has not been formed.
     if comm not in report.members:
@@ -143,13 +143,13 @@ def _names(program: Program, reports: list[Report], report: Report, error: Any, 
             raise BrokenPromiseError(f"the rank whose deadline has passed is late itself: {text}")
     if isinstance(error, PeerDiedError) and error.peer is not None:
         silent = _harmed(program)
-        rank = known.get(error.peer)  # None: it has died, and says nothing.
+        rank = known.get(error.peer)  # A rank that has died says nothing.
         if rank is not None and silent[rank] < SILENCE:
             raise BrokenPromiseError(f"rank {rank} of the world is named, which nothing has struck: {text}")
 
 
 def _agree(program: Program, reports: list[Report], comm: str, lost: list[tuple[Report, Any]]) -> None:
-    """With one cause at most, all ranks that no fault struck tell the same failure.
+    """Check that, with one cause at most, all ranks that no fault struck tell the same failure.
 
     A part of it that is lost is a cause of its own, if a rank has aborted the whole for that.
     """

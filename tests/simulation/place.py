@@ -1,4 +1,4 @@
-"""Where a step of a program runs: one rank's communicator, what the step draws, and what it compares."""
+"""The place of a step of a program: one rank's communicator, what the step draws, and what it compares."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Place:
     tags: int = 0
     """The number whose tags a part uses: in lanes, those of the step, for they mix nowhere."""
     calm: bool = True
-    """Whether no fault strikes this history."""
+    """True if no fault strikes this history."""
 
     def numbers(self, count: int, dtype: torch.dtype, *whose: int) -> Tensor:
         """Return the values that a rank, or a message, has in this step."""

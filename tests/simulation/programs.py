@@ -33,20 +33,20 @@ PHASES = 3
 
 @dataclass(frozen=True)
 class Program:
-    """What a seed has drawn."""
+    """The program that a seed has drawn."""
 
     seed: int
     ranks: int
     phases: tuple[tuple[Any, ...], ...]
     """The steps of each phase."""
     endings: tuple[Any, ...]
-    """What loses the communicator at the end of each phase; None: nothing does."""
+    """The step that loses the communicator at the end of each phase; None: nothing does."""
     faults: Faults | None
     latency: tuple[float, float] = (2e-5, 2e-3)
 
     @property
     def replacing(self) -> bool:
-        """Whether ranks that die are started anew, and join those that are left."""
+        """True if ranks that die are started anew, and join those that are left."""
         return self.faults is not None and self.faults.restarts
 
     @classmethod
@@ -87,18 +87,18 @@ def _faults(draw: Random) -> Faults:
 
 @dataclass
 class Loss:
-    """How a communicator was lost on a rank."""
+    """The loss of a communicator on a rank."""
 
     comm: str
     error: CommError | None
-    """What the program has seen first; None: its own ending."""
+    """The error that the program has seen first; None: its own ending."""
     lost: CommError | None
-    """What ``comm.lost()`` has returned; None: the rank has left it."""
+    """The result of ``comm.lost()``; None: the rank has left it."""
 
 
 @dataclass
 class Report:
-    """What has happened on a rank that lives."""
+    """The report of a rank that lives."""
 
     rank: int
     process: Process
@@ -109,7 +109,7 @@ class Report:
     aborted: list[str] = field(default_factory=list)
     """The communicators that it has aborted, for an operation of it had failed, or a part of it."""
     ended: str = ""
-    """How it ended: ``"done"``, ``"left"``, or the error by which no communicator was formed."""
+    """The end: ``"done"``, ``"left"``, or the error by which no communicator was formed."""
     error: CommError | None = None
     steps: int = 0
 

@@ -1,4 +1,4 @@
-"""What simulated histories have found, each in the least program that shows it."""
+"""Defects that simulated histories have found, each in the least program that shows it."""
 
 from __future__ import annotations
 

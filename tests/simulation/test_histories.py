@@ -21,7 +21,7 @@ SEARCHED = os.environ.get("SIMULATION_SEEDS", "1000000-2000000")
 def check_all(seeds: Iterable[int], steps: int = 10) -> None:
     """Check the histories of some seeds."""
     gc.collect()
-    gc.freeze()  # What tests have loaded need not be looked through after each history.
+    gc.freeze()  # The collector need not look through what tests have loaded.
     try:
         for seed in seeds:
             oracle.check(seed, steps=steps)

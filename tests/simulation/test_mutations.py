@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
 SECONDS = 2.0
-"""How long a mutant has to be caught, of a processor's time."""
+"""Seconds of a processor within which a mutant is to be caught."""
 PROCESSORS = 2
 WANTED, WANTED_IN_THE_LIBRARY, WANTED_AS_THEY_ARE = 35, 22, 7
 """The mutants that are caught at least; of these, such as break the library; of these, such as are the project's own.

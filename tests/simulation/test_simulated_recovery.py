@@ -80,7 +80,7 @@ async def say_with_whom() -> Any:
 
 @pytest.mark.parametrize("seed", [51, 7, 8, 9])
 def test_no_two_parts_of_the_ranks_go_on_without_each_other(seed):
-    """By the first seed rank 2 could not form what the others had formed, and then went on alone."""
+    """The first seed shows a rank that could not form what the others had formed, and then went on alone."""
     faults = Faults(pauses=1, partitions=1, cuts=2, slow=1, within=1.5)
     parts = [set(part) for part in repeated(say_with_whom, RANKS, seed=seed, faults=faults).results if part]
     assert parts

@@ -42,7 +42,7 @@ def test_survivors_serve_a_store_which_dies_with_its_rank_and_then_another_one()
     for seed in range(6):
         history = repeated(lose_store_then_rank, 4, seed=seed)
         assert history.results == [None, None, [3, 2], [3, 2]]
-        # That of rank 1 is the second communicator's, and dies with it.
+        # The store of rank 1 is the second communicator's, and dies with it.
         assert sum("serves a store" in line for line in history.trace) == 2
 
 

@@ -175,7 +175,7 @@ async def _given_up(at: Place, buffer: Tensor, src: int, seconds: float, how: st
 
 
 async def second_given_up(at: Place) -> None:
-    """Of two receives of the same messages the second is withdrawn: the first gets the first message."""
+    """Withdraw the second of two receives of the same messages: the first gets the first message."""
     if at.size == 1:
         return
     dst = at.someone()
