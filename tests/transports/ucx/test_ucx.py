@@ -347,7 +347,7 @@ def test_ranks_of_one_host_do_not_listen_once_open_and_families_share_an_engine(
 
 
 async def best(place: Rank) -> None:
-    """By default CPUs have ucx."""
+    """Choose ucx by default on CPUs."""
     place.transport = "auto"
     async with place.open() as comm:
         await comm.all_reduce(torch.ones(3))

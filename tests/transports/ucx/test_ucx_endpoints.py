@@ -93,7 +93,7 @@ async def come_and_go(place: Rank) -> None:
 
 
 def test_endpoint_has_one_engine_for_all_peers_until_it_has_lost_many(ranks: Run) -> None:
-    """It is replaced then."""
+    """Replace it then."""
     ranks(1, in_turn, one_engine, come_and_go)
 
 

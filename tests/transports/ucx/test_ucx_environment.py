@@ -59,7 +59,7 @@ def variables(place: Rank, *ranks: int, **more: str) -> Change:
 
 
 async def work_with(place: Rank, ranks: tuple[int, ...], more: dict[str, str]) -> None:
-    """With these variables of some ranks all is right."""
+    """Run rightly with these variables on some ranks."""
     with variables(place, *ranks, **more):
         await works(place)
 
@@ -147,7 +147,7 @@ async def refuse_little_shared_memory(place: Rank) -> None:
 
 
 def little_shared_memory(rank: int) -> None:
-    """Before any thread is there: the others would keep their mounts."""
+    """Act before any thread is there: the others would keep their mounts."""
     if rank == 1:
         shared_memory(b"64k")
 
