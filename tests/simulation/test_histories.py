@@ -9,9 +9,9 @@ import gc
 import os
 from collections.abc import Iterable
 
-import oracle
+import promises
 import pytest
-from programs import Program
+from random_programs import Program
 
 SEEDS = 5000
 PARTS = 10
@@ -24,7 +24,7 @@ def check_all(seeds: Iterable[int], steps: int = 10) -> None:
     gc.freeze()  # The collector need not look through what tests have loaded.
     try:
         for seed in seeds:
-            oracle.check(seed, steps=steps)
+            promises.check(seed, steps=steps)
     finally:
         gc.unfreeze()
 
@@ -40,7 +40,7 @@ def test_histories_of_fixed_seeds_break_no_promise(part: int) -> None:
 @pytest.mark.deterministic
 def test_same_seed_has_the_same_history() -> None:
     for seed in range(8):
-        assert oracle.check(seed).trace == oracle.check(seed).trace
+        assert promises.check(seed).trace == promises.check(seed).trace
 
 
 @pytest.mark.deterministic

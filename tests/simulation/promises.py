@@ -8,7 +8,7 @@ from typing import Any
 import traffic
 from ledger import Ledger
 from place import BrokenPromiseError
-from programs import Program, Report, run
+from random_programs import Program, Report, run
 
 from aiocomms.errors import CommAbortedError, CommTimeoutError, PeerDiedError
 from aiocomms.testing.simulation import History, simulate

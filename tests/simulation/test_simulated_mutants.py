@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable
 
-import mutations
-import oracle
+import promises
 import pytest
+import simulated_mutants
 
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
@@ -26,11 +26,11 @@ The project has 57, most of which break the transport `local`, which no simulati
 def caught(mutant: str | None) -> str:
     """Run histories with a mutant; return the seed and the error of the one that fails, or nothing."""
     if mutant is not None:
-        mutations.apply(mutant)
+        simulated_mutants.apply(mutant)
     ends, seed = time.process_time() + SECONDS, 0
     while time.process_time() < ends:
         try:
-            oracle.check(seed)
+            promises.check(seed)
         except (AttributeError, NameError):
             raise  # The mutant itself is wrong.
         except Exception as error:
@@ -67,13 +67,13 @@ def catch(mutants: list[str]) -> str:
 def test_histories_catch_mutants() -> None:
     assert begin(lambda: caught(None))() == ""
     began = time.monotonic()
-    names = [name for kind in mutations.KINDS.values() for name in kind]
+    names = [name for kind in simulated_mutants.KINDS.values() for name in kind]
     parts = [begin(lambda n=n: catch(names[n::PROCESSORS])) for n in range(PROCESSORS)]
     found = {name: how for part in parts for name, how in json.loads(part()).items()}
-    counts = {kind: sum(bool(found[name]) for name in names) for kind, names in mutations.KINDS.items()}
+    counts = {kind: sum(bool(found[name]) for name in names) for kind, names in simulated_mutants.KINDS.items()}
     for name, how in found.items():
         print(f"{name}: {how or 'not caught'}")
-    for kind, names in mutations.KINDS.items():
+    for kind, names in simulated_mutants.KINDS.items():
         print(f"{kind}: {counts[kind]} of {len(names)}")
     print(f"in {time.monotonic() - began:.0f} s, by {PROCESSORS} processes")
     assert counts["as it is"] >= WANTED_AS_THEY_ARE
