@@ -19,7 +19,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowering.runs import AloneError, Poster, Run, Steps
 from aiocomms.ops import buffers, codec
-from aiocomms.ops.writing import write
+from aiocomms.ops.writing import write, writing
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
 _REQUEST = struct.Struct("<B7xqqq")  # kind, offset, count or first operand, second operand or whether to signal
@@ -72,10 +72,11 @@ class _Window:
         """Carry out an atomic operation, during which nothing else runs, and return the element's value before it."""
         element = self.span(offset, 1)
         before = int(element.item())
-        if what == _ADD:
-            element.add_(first)
-        elif before == first:
-            element.fill_(second)
+        with writing(element):
+            if what == _ADD:
+                element.add_(first)
+            elif before == first:
+                element.fill_(second)
         return before
 
 

@@ -199,3 +199,22 @@ def test_tensor_with_a_tangent_is_refused(transport: str) -> None:
                     assert (await work).tolist() == [2.0] * 4
 
     run_on("asyncio", main)
+
+
+def test_atomics_change_memory_that_was_made_in_inference_mode(transport, run):
+    async def main():
+        with torch.inference_mode():
+            memories = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+
+        async def rank(comm):
+            async with await comm.new_window(memories[comm.rank]) as window:
+                before = await window.fetch_add(1 - comm.rank, 0, 5)
+                await comm.barrier()
+                swapped = await window.compare_swap(comm.rank, 0, 5, 6)
+                await comm.barrier()
+                return before, swapped, int(memories[comm.rank].item())
+
+        async with local_world(2, transport) as world:
+            assert await ranks(world, rank) == [(0, 5, 6)] * 2
+
+    run(main)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.ops.writing import write
+from aiocomms.ops.writing import write, writing
 from aiocomms.transport import OP_RESULT, Completion
 
 
@@ -39,13 +39,15 @@ class LocalWindow:
             case ops.FetchAdd():
                 element = self.tensors[op.dst].view(-1)[op.offset]
                 before = int(element.item())
-                element.add_(op.value)
+                with writing(element):
+                    element.add_(op.value)
                 return [(rank, work, before)]
             case ops.CompareSwap():
                 element = self.tensors[op.dst].view(-1)[op.offset]
                 before = int(element.item())
                 if before == op.expected:
-                    element.fill_(op.value)
+                    with writing(element):
+                        element.fill_(op.value)
                 return [(rank, work, before)]
             case ops.MapRemoteTensor():
                 return [(rank, work, self.tensors[op.rank].detach())]
