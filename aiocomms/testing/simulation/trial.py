@@ -139,7 +139,8 @@ def _repeatable(seed: int) -> Iterator[None]:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each other device, for good.
     try:
-        yield
+        with torch.inference_mode(False):  # Processes begin without the caller's modes.
+            yield
     finally:
         random.setstate(state)
         torch.set_rng_state(torchs)

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+import torch
 
 from aiocomms.lowlevel import clock
 from gate.clock import stop_clock
@@ -132,6 +133,14 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         GUARD.active = False
     if GUARD.seen:
         pytest.fail(f"a deterministic test {', and '.join(dict.fromkeys(GUARD.seen))}: {request.node.nodeid}")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_modes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves inference mode on: the tests behind it, in the same process, would run in it."""
+    yield
+    if torch.is_inference_mode_enabled():
+        pytest.fail(f"a test has left torch's inference mode on: {request.node.nodeid}")
 
 
 def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
