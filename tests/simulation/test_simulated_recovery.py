@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -29,21 +30,36 @@ async def summed(comm: aiocomms.Communicator) -> None:
     assert x.tolist() == [sum(range(comm.size))] * 4
 
 
-async def go_on() -> Any:
-    """Sum up for some seconds, with whoever is left. Return with how many; or that the others go on without this."""
+async def recovering(times: int, use: Callable[[aiocomms.Communicator], Awaitable[None]]) -> Any:
+    """Use a communicator some times, and what takes its place when it is lost.
+
+    :returns: how many ranks are left; or that the others go on without this one.
+    """
     comm = await aiocomms.new_comm(timeout=5)
     try:
-        for _ in range(20):
+        for _ in range(times):
+            lost = False
             try:
-                await summed(comm)
-                await asyncio.sleep(0.1)
-            except CommError:
+                await use(comm)
+            except* (CommError, anyio.BrokenResourceError):
+                lost = True
+            if lost:
                 comm = await comm.reconfigure(timeout=PATIENCE)
         return comm.size
     except CommAbortedError:
         return "excluded"
     finally:
         await comm.aclose()
+
+
+async def go_on() -> Any:
+    """Sum up for some seconds, with whoever is left."""
+
+    async def sum_up(comm: aiocomms.Communicator) -> None:
+        await summed(comm)
+        await asyncio.sleep(0.1)
+
+    return await recovering(20, sum_up)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -161,23 +177,8 @@ async def say(out: Any) -> None:
 
 
 async def use_all() -> Any:
-    """Use a communicator in each way, and what takes its place when it is lost."""
-    comm = await aiocomms.new_comm(timeout=5)
-    try:
-        for _ in range(3):
-            try:
-                await everything(comm)
-            except* (CommError, anyio.BrokenResourceError):
-                lost = True
-            else:
-                lost = False
-            if lost:
-                comm = await comm.reconfigure(timeout=PATIENCE)
-        return comm.size
-    except CommAbortedError:
-        return "excluded"
-    finally:
-        await comm.aclose()
+    """Use a communicator in each way."""
+    return await recovering(3, everything)
 
 
 def test_each_way_to_use_a_communicator_runs_in_a_simulation():

@@ -1,7 +1,7 @@
 """The threads of simulated processes: threads of the system of which one runs at a time, when the world says so.
 
 Code that blocks keeps its stack while it waits, so it need not be written for a simulation. A thread goes on until it
-waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to each other, which takes some 10 µs.
+waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to each other.
 """
 
 from __future__ import annotations

@@ -50,7 +50,6 @@ class SimulatedWorld(Clockwork):
         """The incarnations of all ranks, in the order of their starts."""
         self.current: Process | None = None
         self._stores: dict[str, SimulatedStore] = {}
-        self.steps = 0
         self.failed: Process | None = None
         """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
@@ -95,7 +94,6 @@ class SimulatedWorld(Clockwork):
             return
         process = coming.timeline
         assert isinstance(process, Process)
-        self.steps += 1
         self.enter(process)
         self.only_looks = False
         coming.call(*coming.args)

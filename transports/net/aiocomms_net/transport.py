@@ -177,7 +177,7 @@ class NetTransport(Transport):
                 self._leave(peer)
 
     def _end(self) -> None:
-        """NetNote that the communicator is lost: the works end, and others may read the messages later."""
+        """Note that the communicator is lost: the works end, and others may read the messages later."""
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
