@@ -110,7 +110,7 @@ def test_failure_shows_the_error_its_notes_and_one_command(suite):
 
 def test_command_of_a_failure_repeats_it(suite, pytester):
     text = suite(FAILING).stdout.str()
-    (command,) = re.findall(r"repeat it: (pytest .*)", text)
+    (command,) = re.findall(r"E +repeat it: (pytest .*)", text)
     again = pytester.runpytest_inprocess(*shlex.split(command)[1:])
     again.assert_outcomes(failed=1)
     errors = [[line for line in told.splitlines() if line.startswith("E ")] for told in (text, again.stdout.str())]
