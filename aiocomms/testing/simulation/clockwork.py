@@ -88,6 +88,7 @@ class Timeline:
         :param restarts: how often the rank has been started before.
         """
         self.clockwork, self.rank, self.restarts = clockwork, rank, restarts
+        self._name = f"rank {rank}" + (f" (restart {restarts})" if restarts else "")
         draw = clockwork.random.random
         # Monotonic clocks of hosts begin anywhere, and differ by some parts in a hundred thousand.
         self._begins, self._rate = 1000.0 * draw(), 1.0 + 1e-4 * (draw() - 0.5)
@@ -102,7 +103,7 @@ class Timeline:
         """The errors that had no caller, as for a loop's exception handler."""
 
     def __repr__(self) -> str:
-        return f"rank {self.rank}" + (f" (restart {self.restarts})" if self.restarts else "")
+        return self._name
 
     def now(self) -> float:
         """Return its monotonic clock, in seconds."""

@@ -1,19 +1,24 @@
 """The threads of simulated processes: threads of the system of which one runs at a time, when the world says so.
 
 Code that blocks keeps its stack while it waits, so it need not be written for a simulation. A thread goes on until it
-waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to each other.
+waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to each other, on one processor: a thread
+that has to be woken on another one costs ten times as much (docs/benchmarks/core.md).
 """
 
 from __future__ import annotations
 
 import _thread
 import asyncio
+import ctypes
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
+
+import torch
 
 from aiocomms.errors import SimulationError
 from aiocomms.testing.simulation.clockwork import Timeline
@@ -55,6 +60,7 @@ class _Runner:
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
+        _tids.append(threading.get_native_id())
         while True:
             self.go.acquire()
             _here.thread, thread = self.thread, self.thread
@@ -79,7 +85,32 @@ class _Runner:
 _idle: Final[list[_Runner]] = []
 _alive: Final[dict[SimulatedThread, None]] = {}
 """The threads that have not ended, in the order of their starts."""
-os.register_at_fork(after_in_child=_idle.clear)  # A forked child has none of these threads.
+_tids: Final[list[int]] = []
+"""The runners' numbers in the system."""
+
+
+def _forget() -> None:
+    """Forget the threads, of which a forked child has none."""
+    _idle.clear()
+    _tids.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def on_one_processor() -> Iterator[None]:
+    """Keep this thread and the runners on the processor where it is, unless torch computes by several threads."""
+    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
+        yield
+        return
+    before, here = os.sched_getaffinity(0), {ctypes.CDLL(None).sched_getcpu()}
+    for thread in (0, *_tids):  # Threads that start from here on have what this one has.
+        os.sched_setaffinity(thread, here)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class SimulatedThread:

@@ -20,6 +20,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.testing.simulation.faults import Faults, SimulatedFault
 from aiocomms.testing.simulation.refusing import calls_audited, watch
 from aiocomms.testing.simulation.surroundings import simulated_surroundings
+from aiocomms.testing.simulation.threads import on_one_processor
 from aiocomms.testing.simulation.tracing import write_trace
 from aiocomms.testing.simulation.world import SimulatedWorld
 
@@ -102,7 +103,7 @@ class SimulatedTrial:
     def _run(self, world: SimulatedWorld, plan: list[SimulatedFault], text: str, trace: Path | None) -> History:
         # Not one function with the above: its variables would be of an older generation, and keep all from collection.
         around = simulated_surroundings(lambda: world.current, world.now, world.wall)
-        with clock.simulated_by(world), calls_audited(), around:
+        with clock.simulated_by(world), calls_audited(), around, on_one_processor():
             before = watch(True)
             try:
                 for fault in plan:

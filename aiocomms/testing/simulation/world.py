@@ -6,7 +6,7 @@ import gc
 import logging
 from asyncio.events import _set_running_loop
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch.distributed import HashStore, Store
 
@@ -75,7 +75,7 @@ class SimulatedWorld(Clockwork):
         self._program = program
         for rank in range(self.ranks):
             self.start(rank, _START * self.random.random())
-        while self.alive():
+        while not all(process.over for process in self.processes):
             if self.next_time == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
                 raise SimulationError(f"nothing will happen any more, for all wait:\n{self._waiting()}")
             if self.next_time > longest:
@@ -92,8 +92,7 @@ class SimulatedWorld(Clockwork):
         if coming.timeline is None:
             coming.call(*coming.args)
             return
-        process = coming.timeline
-        assert isinstance(process, Process)
+        process = cast(Process, coming.timeline)
         self.enter(process)
         self.only_looks = False
         coming.call(*coming.args)
