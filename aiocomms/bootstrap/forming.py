@@ -23,7 +23,9 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 1.0
-"""Seconds between the looks whether another rank has failed."""
+"""Seconds between the looks whether another rank has failed; less if the time is short."""
+_PARTS: Final = 16
+"""Looks at least in the time that a communicator has to form: ranks that recover wait for no late one for a quarter."""
 _LOOKS: Final = 1000
 """Looks per second that all ranks of a communicator together take at most."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
@@ -63,12 +65,21 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
         raise heard.pop()  # The error holds this frame, which must not hold the error.
     try:
         with anyio.CancelScope(shield=True):
-            await _tell(rendezvous, failure)
+            if not isinstance(failure, _KNOWN):
+                await tell(rendezvous, failure)
             # There are some here only if this rank was cancelled at the last moment.
             await close_transports({*opened.values()})
         raise failure
     finally:
         del failure  # The error holds this frame, too.
+
+
+async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
+    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once."""
+    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
+    reason = Reason.of(CommAbortedError(f"rank {rendezvous.rank} could not form it: {why}"), rendezvous.rank)
+    with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
+        await run_in_thread(partial(rendezvous.decide, _KEY, _REASONS.encode(reason)))
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
@@ -106,19 +117,9 @@ async def _hear(
     """Cancel what forms this rank's part when another rank has failed; until that is formed."""
     with hearing:
         while not heard:
-            await anyio.sleep(max(_PAUSE, rendezvous.size / _LOOKS))
+            await anyio.sleep(max(min(_PAUSE, rendezvous.timeout / _PARTS), rendezvous.size / _LOOKS))
             with contextlib.suppress(CommError):  # The task that forms meets the same error, and raises it.
                 told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
                 if told is not None:
                     heard.append(_REASONS.decode(told).to_error())
         forming.cancel()
-
-
-async def _tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
-    """Tell the other ranks why this one has failed, if the store answers at once."""
-    if isinstance(failure, _KNOWN):
-        return
-    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
-    reason = Reason.of(CommAbortedError(f"rank {rendezvous.rank} could not form it: {why}"), rendezvous.rank)
-    with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
-        await run_in_thread(partial(rendezvous.decide, _KEY, _REASONS.encode(reason)))

@@ -3,9 +3,9 @@
 They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says that it has come, and the lowest
 proposes: the first proposal is the decision, for the store takes no second one. A rank that is not in it is excluded.
 
-A decision that could not be carried out is spent, which the ranks that have tried it say beside it: then all meet at
-the next board, also those that come later, or once more. What is said first counts: once a rank has carried it out, one
-that could not is out. Else it would form another communicator without those that have this one.
+A decision ends in one of two ways, and what is said of it first counts. It is carried out when all survivors have said
+that they have formed the new communicator: until then none of them uses it. It is spent when one of them could not form
+it. Then all meet at the next board, also those that come later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import Store
 from aiocomms import arguments, ops
 from aiocomms.arguments import as_int
 from aiocomms.bootstrap.board import Board
-from aiocomms.bootstrap.forming import formed
+from aiocomms.bootstrap.forming import formed, tell
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.registry import Selection, close_transports, open_transports
@@ -145,30 +145,35 @@ class Recovery:
             decision = await self._agree(board, root)
             if decision is None:
                 continue
+            rendezvous = self._successor(decision, root)
             try:
                 async with admitting(root):  # The store may be a new one.
-                    parts = await self._form(decision, root)
+                    parts = await self._form(rendezvous)
             except BaseException as error:
                 self._before.notes.tried.add(decision.key)
                 if isinstance(error, CommError):
                     await self._give_up(board, decision)
+                    await tell(rendezvous, error)
                 if (
                     not isinstance(error, CommTimeoutError | PeerDiedError | CommAbortedError)
                     or self._meeting.left() < _TURN
                 ):
                     raise
             else:
-                if await self._kept(board, parts):
+                if await self._kept(board, decision, parts):
                     return parts
+                await tell(rendezvous, CommAbortedError("another rank could not"))
         raise AssertionError
 
-    async def _form(self, decision: Decision, root: Store) -> Formed:
-        old, plan = self._old, self._before.plan
+    def _successor(self, decision: Decision, root: Store) -> StoreRendezvous:
+        old = self._old
         rank = next(new for new, before in decision.old.items() if before == old.rank)
         # The time is half of what is left, so that there is time for another attempt.
-        rendezvous = old.successor(
-            root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._meeting.left() / 2)
-        )
+        seconds = max(1.0, self._meeting.left() / 2)
+        return old.successor(root, decision.key, old.epoch + 1, rank, decision.size, seconds)
+
+    async def _form(self, rendezvous: StoreRendezvous) -> Formed:
+        plan = self._before.plan
         options = {name: value for name, value in plan.options.items() if name != "adopt"}
         opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
         transports = await formed(rendezvous, opening)
@@ -247,22 +252,39 @@ class Recovery:
             )
         return end == _SPENT
 
-    async def _kept(self, board: Board, parts: Formed) -> bool:
+    async def _kept(self, board: Board, decision: Decision, parts: Formed) -> bool:
         """Return whether what was formed counts, and close it if not."""
         kept = False
         try:
-            kept = await self._carried_out(board)
+            kept = await self._carried_out(board, decision, parts)
         finally:
             if not kept:
                 with anyio.CancelScope(shield=True):
                     await close_transports({*parts[2].values()})
         return kept
 
-    async def _carried_out(self, board: Board) -> bool:
-        """Say that a decision is carried out; False: another rank has said before that it is spent."""
-        with anyio.move_on_after(PROBE), contextlib.suppress(StoreLostError):
-            return await run_in_thread(functools.partial(board.decide, "end", _CARRIED_OUT)) == _CARRIED_OUT
-        return True  # No other rank hears of the end, either.
+    async def _carried_out(self, board: Board, decision: Decision, parts: Formed) -> bool:
+        """Return whether all survivors have formed what this rank has."""
+        left, given_up = max(0.0, parts[0].left()), clock.event()
+        try:
+            with anyio.move_on_after(left + PROBE), contextlib.suppress(StoreLostError):
+                return await run_in_thread(functools.partial(self._end, board, decision, parts, left, given_up))
+            return True  # The others hear of no end, either.
+        finally:
+            given_up.set()
+
+    def _end(
+        self, board: Board, decision: Decision, parts: Formed, seconds: float, given_up: clock.ThreadEvent
+    ) -> bool:
+        """Say that this rank has formed it, and wait for the end of the decision or bring it about; in a thread."""
+        ends, forming = clock.now() + seconds, set(decision.old.values())
+        board.tell("formed", _HERE)
+        while (end := board.decided("end")) is None:
+            forming = {rank for rank in forming if board.told("formed", rank) != _HERE}
+            lost = any(transport.early_failure for transport in parts[2].values())
+            if not forming or lost or clock.now() > ends or given_up.wait(_PAUSE):
+                end = board.decide("end", _SPENT if forming else _CARRIED_OUT)
+        return end == _CARRIED_OUT
 
     async def _give_up(self, board: Board, decision: Decision) -> None:
         """Say that a decision is spent, if the store answers at once; this rank's next call does it else.

@@ -56,7 +56,7 @@ def judge(program: Program, reports: list[Report]) -> None:
         for report in reports:
             _is_unharmed(program, report)
     for report in reports:
-        _recovers(program, reports, report)
+        _recovers(program, report)
     for comm, lost in losses.items():
         _agree(program, reports, comm, lost)
 
@@ -69,7 +69,7 @@ def _is_unharmed(program: Program, report: Report) -> None:
         raise BrokenPromiseError(f"rank {report.rank} saw {report.losses[0].error!r}, and nothing had gone wrong")
 
 
-def _recovers(program: Program, reports: list[Report], report: Report) -> None:
+def _recovers(program: Program, report: Report) -> None:
     """Check that, where ranks only die, the others go on without them, or know who has not come."""
     if (
         any(fault.kind != "deaths" for fault in program.struck())
@@ -78,19 +78,10 @@ def _recovers(program: Program, reports: list[Report], report: Report) -> None:
     ):
         return
     dead = {fault.arguments[0] for fault in program.struck()}
-    if _excluded(reports, report):
-        return
     if report.members:
         raise BrokenPromiseError(f"rank {report.rank} has not recovered: {report.error!r}: {report.error}")
     if not set(getattr(report.error, "late", [])) <= dead:
         raise BrokenPromiseError(f"rank {report.rank} blames others than {dead}: {report.error!r}: {report.error}")
-
-
-def _excluded(reports: list[Report], report: Report) -> bool:
-    """Return whether a rank has not formed what others have, who go on without it."""
-    theirs = {name for one in reports if one is not report for name in one.members if "/" not in name}
-    formed = len([name for name in report.members if "/" not in name])
-    return isinstance(report.error, CommAbortedError) and any(_generation(name) == formed + 1 for name in theirs)
 
 
 def _generation(name: str) -> int:

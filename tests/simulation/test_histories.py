@@ -44,6 +44,12 @@ def test_same_seed_has_the_same_history() -> None:
 
 
 @pytest.mark.deterministic
+@pytest.mark.parametrize(("seed", "faulty"), [(1003606, None), (2004683, True)])
+def test_history_that_has_broken_a_promise_breaks_none(seed: int, faulty: bool | None) -> None:
+    promises.check(seed, faulty=faulty)
+
+
+@pytest.mark.deterministic
 def test_program_is_drawn_from_its_seed() -> None:
     assert str(Program.drawn(7)) == str(Program.drawn(7))
     assert len({str(Program.drawn(seed)) for seed in range(50)}) == 50

@@ -54,6 +54,8 @@ class SimulatedConduit:
         """True if this end sends and hears nothing any more."""
         self.coming: deque[Any] = deque()
         """The frames on their way to this end."""
+        self.cut = False
+        """True if nothing gets here any more, which this end may not have noticed."""
         self.last = 0.0
         """The time at which the last of them arrives."""
 
@@ -202,7 +204,7 @@ class SimulatedNetwork:
     def carry(self, to: SimulatedConduit, frame: Any) -> None:
         """Have a frame arrive after a while, and behind all that were sent before."""
         world = self._clockwork
-        if to.process.over:
+        if to.process.over or to.cut:
             return
         source, held = to.other.process.rank, 0.0
         parted = self._parted.get((source, to.process.rank), 0.0)
@@ -238,6 +240,7 @@ class SimulatedNetwork:
     def cut(self, one: SimulatedConduit) -> None:
         """End a connection: both ends lose what is on its way, and notice a moment later."""
         for end in (one, one.other):
+            end.cut = True
             end.coming.clear()
             if not end.process.over:
                 end.process.later(self._latency(), end.end, False)
