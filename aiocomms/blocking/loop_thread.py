@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -50,7 +51,11 @@ class LoopThread:
         async def main() -> _Opened:
             return await opening
 
-        opened = asyncio.run_coroutine_threadsafe(main(), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(main(), self._loop)
+        # A signal that comes as the wait begins, or to another thread, does not end the wait: it has pauses.
+        while not concurrent.futures.wait([future], pending.LOOK).done:
+            pass
+        opened = future.result()
         # This end comes before the transport's own, which is known by now.
         at_end(functools.partial(_end, weakref.ref(self)))
         return opened

@@ -10,7 +10,7 @@ from ledger import Ledger
 from place import BrokenPromiseError
 from random_programs import Program, Report, run
 
-from aiocomms.errors import CommAbortedError, CommTimeoutError, PeerDiedError
+from aiocomms.errors import CommTimeoutError, PeerDiedError
 from aiocomms.testing.simulation import History, simulate
 
 SILENCE = 4.4
