@@ -1,7 +1,7 @@
 """The meeting of the ranks that are left of a communicator: the store that all of them reach, and the time they have.
 
 They meet at the store in which the communicator was formed. If it is gone, and the transport has a side channel, the
-lowest of them serves a new one and tells the others where.
+lowest of them serves a new one and tells the others where. Each tells the next one, too, for the lowest may die.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from aiocomms.progress.guard import guarded
 from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
+_Place = tuple[Store, Store | None]
+"""The store that is the root of all communicators; and itself, if it is a new one."""
 _PAUSE: Final = 0.005
 _OLD: Final = b"the old store"
 
@@ -71,7 +73,7 @@ class Meeting:
         named = isinstance(reason, PeerDiedError) and reason.peer == rank
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
-    async def place(self) -> tuple[Store, Store | None]:
+    async def place(self) -> _Place:
         """Return a store that all survivors reach, as the root of all communicators on it; and itself, if it is new."""
         while self.left() > 0:
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
@@ -80,7 +82,7 @@ class Meeting:
             await anyio.sleep(_PAUSE)
         raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
 
-    async def _known_place(self) -> tuple[Store, Store | None]:
+    async def _known_place(self) -> _Place:
         root = self._old.root
         if root is None or not await self._answers(self.left()):
             raise StoreLostError(
@@ -88,7 +90,7 @@ class Meeting:
             )
         return root, None
 
-    async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
+    async def _told_place(self, line: SideChannel) -> _Place | None:
         """Return the place that the lowest living rank names; the others take its turn if it names none."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
@@ -96,17 +98,21 @@ class Meeting:
         teller, note = next(((it, places[it]) for it in alive if it != rank and it in places), (rank, None))
         if note is None and self._seconds - self.left() < alive.index(rank) * self._seconds / 4:
             return None
+        reached: _Place | None
         if note is None:
-            note, place = await self._lead(line)
-            for other in alive:
+            note, reached = await self._lead(line)
+            untold = alive
+        else:
+            reached = await self._follow(note)
+            untold = alive[alive.index(rank) + 1 :][:1]  # The teller may have died before it told this one.
+        if reached is not None:
+            for other in untold:
                 self._before.notes.say(other, MeetingPlace(note))
-            return place
-        reached = await self._follow(note)
-        if reached is None and places.get(teller) == note:  # The place is of an earlier call: that store is gone.
+        elif places.get(teller) == note:  # The place is of an earlier call: that store is gone.
             del places[teller]
         return reached
 
-    async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
+    async def _lead(self, line: SideChannel) -> tuple[bytes, _Place]:
         """Find a place for all."""
         old, root = self._old, self._old.root
         if root is not None and await self._answers(PROBE if self._wanted is None else self.left()):
@@ -117,7 +123,7 @@ class Meeting:
         store, port = await self.off_loop("serving a store", lambda: serve_store(host, self._seconds))
         return f"{host} {port}".encode(), (store, store)
 
-    async def _follow(self, note: bytes) -> tuple[Store, Store | None] | None:
+    async def _follow(self, note: bytes) -> _Place | None:
         """Return the place that another rank has found; None: it cannot be reached."""
         root = self._old.root
         if note == _OLD:
