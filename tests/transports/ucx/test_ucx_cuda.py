@@ -203,12 +203,12 @@ async def test_idle_cuda_transport_makes_no_progress_calls(cuda: FakeCuda, monke
         gate = Gate(cuda.current_stream())
         sending = a.send(torch.ones(3), 1)
         await parked(cuda)
-        while a._core.driver._turns:  # noqa: ASYNC110 - some turns are left
-            await asyncio.sleep(0)
-        before = calls
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert calls == before
+        made = [-1]
+        while calls != made[-1]:  # What UCX still has to do, such as connecting, wakes it some times more.
+            made.append(calls)
+            assert len(made) < 50
+            for _ in range(100):
+                await asyncio.sleep(0)
         gate.open()
         await all_of(sending, receiving)
 

@@ -241,7 +241,7 @@ finally:
 
 @pytest.mark.real
 def test_ctrl_c_while_forming_leaves_no_thread():
-    """Also a signal that another thread gets ends the wait, or one that comes as it begins."""
+    """A signal that another thread gets ends the wait, and so does one that comes as it begins."""
     program = """
 def stack(frame):
     return [] if frame is None else [frame.f_code.co_name, *stack(frame.f_back)]
