@@ -31,7 +31,7 @@ def check_all(seeds: Iterable[int], steps: int = 10) -> None:
 
 @pytest.mark.deterministic
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", range(PARTS), ids=lambda part: f"part {part}")
 def test_histories_of_fixed_seeds_break_no_promise(part: int) -> None:
     each = SEEDS // PARTS
     check_all(range(part * each, (part + 1) * each), steps=3)

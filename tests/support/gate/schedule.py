@@ -1,7 +1,8 @@
 """The placement of tests on the workers of pytest-xdist: tests of one module, or of one conformance world, together.
 
-Tests that share a fixture of their module, or the ranks of a world, stay on one worker. Long groups come first, so that
-no worker has a long one to itself at the end: ``tests/seconds.json`` says how long they took.
+Tests that share a fixture of their module, or the ranks of a world, stay on one worker. Parts of one long test share
+nothing, so any worker takes any of them. Long groups come first, so that no worker has a long one to itself at the end:
+``tests/seconds.json`` says how long they took.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ LONG = 2.0
 
 
 def group_of(nodeid: str) -> str:
-    """Return the name of the group of a test: its module, or its world of the conformance suite."""
+    """Return the name of the group of a test: its module, its world of the conformance suite, or itself if a part."""
     module, _, rest = nodeid.partition("::")
+    if "[part " in rest:
+        return nodeid
     if module.startswith(SUITE) and (found := re.search(r"\[([\w+@]+-\w+-\d+)\b", rest)):
         return found[1]
     return module
