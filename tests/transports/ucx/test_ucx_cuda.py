@@ -204,7 +204,7 @@ async def test_idle_cuda_transport_makes_no_progress_calls(cuda: FakeCuda, monke
         sending = a.send(torch.ones(3), 1)
         await parked(cuda)
         made = [-1]
-        while calls != made[-1]:  # What UCX still has to do, such as connecting, wakes it some times more.
+        while calls != made[-1]:  # UCX may still be connecting, which wakes it some times more.
             made.append(calls)
             assert len(made) < 50
             for _ in range(100):
