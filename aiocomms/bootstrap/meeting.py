@@ -14,6 +14,7 @@ import anyio
 from torch.distributed import Store
 
 from aiocomms.bootstrap.notes import MeetingPlace, Notes
+from aiocomms.bootstrap.records import pauses
 from aiocomms.bootstrap.registry import Selection
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
@@ -27,7 +28,6 @@ from aiocomms.transport import SideChannel
 _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
 """The store that is the root of all communicators; and itself, if it is a new one."""
-_PAUSE: Final = 0.005
 _OLD: Final = b"the old store"
 
 
@@ -75,11 +75,13 @@ class Meeting:
 
     async def place(self) -> _Place:
         """Return a store that all survivors reach, as the root of all communicators on it; and itself, if it is new."""
-        while self.left() > 0:
+        for pause in pauses(self._old.size):
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
             if place is not None:
                 return place
-            await anyio.sleep(_PAUSE)
+            if self.left() <= 0:
+                break
+            await anyio.sleep(pause)
         raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
 
     async def _known_place(self) -> _Place:

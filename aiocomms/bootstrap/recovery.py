@@ -28,6 +28,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.forming import formed, tell
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
+from aiocomms.bootstrap.records import pauses
 from aiocomms.bootstrap.registry import Selection, close_transports, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
@@ -50,7 +51,6 @@ from aiocomms.transport import Transport
 if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
-_PAUSE: Final = 0.005
 _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if no rank below it has."""
 _HERE: Final = b"1"
@@ -201,8 +201,8 @@ class Recovery:
 
     def _vote(self, board: Board, root: Store, came: set[int], given_up: clock.ThreadEvent) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
-        rank, began, complete = self._old.rank, clock.now(), None
-        while self._meeting.left() > 0 and not given_up.wait(_PAUSE):
+        rank, began, complete, pause = self._old.rank, clock.now(), None, pauses(self._old.size)
+        while self._meeting.left() > 0 and not given_up.wait(next(pause)):
             record = board.decided("decision")
             if record is None:
                 self._look(board, came)
@@ -277,12 +277,12 @@ class Recovery:
         self, board: Board, decision: Decision, parts: Formed, seconds: float, given_up: clock.ThreadEvent
     ) -> bool:
         """Say that this rank has formed it, and wait for the end of the decision or bring it about; in a thread."""
-        ends, forming = clock.now() + seconds, set(decision.old.values())
+        ends, forming, pause = clock.now() + seconds, set(decision.old.values()), pauses(decision.size)
         board.tell("formed", _HERE)
         while (end := board.decided("end")) is None:
             forming = {rank for rank in forming if board.told("formed", rank) != _HERE}
             lost = any(transport.early_failure for transport in parts[2].values())
-            if not forming or lost or clock.now() > ends or given_up.wait(_PAUSE):
+            if not forming or lost or clock.now() > ends or given_up.wait(next(pause)):
                 end = board.decide("end", _SPENT if forming else _CARRIED_OUT)
         return end == _CARRIED_OUT
 
