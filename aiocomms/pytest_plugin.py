@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
@@ -201,10 +202,11 @@ def _in_simulation(item: pytest.Function, test: Callable[..., Any], asked: _Simu
         from aiocomms.testing.simulation.searching import attempt, read_seed, read_seeds, search
 
         trial = _trial(item, functools.partial(_program, test, args, kwargs), asked)
-        if seed is None:
-            _, failure = search(trial, _refusing(item, read_seeds, asked.seeds))
-        else:
-            failure = attempt(trial, *_refusing(item, read_seed, seed))
+        with _checking():
+            if seed is None:
+                _, failure = search(trial, _refusing(item, read_seeds, asked.seeds))
+            else:
+                failure = attempt(trial, *_refusing(item, read_seed, seed))
         if failure is not None:
             name = shlex.quote(str(item.config.cwd_relative_nodeid(cast("Any", item.nodeid))))
             failure.error.add_note(f"repeat it: pytest {name} --simulated-seed='{failure.seed}'")
@@ -269,19 +271,33 @@ def _driven(request: pytest.FixtureRequest) -> str:
     )
 
 
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Have communicators look for mistakes of the program, such as a forgotten await, unless the user has decided."""
+    if "AIOCOMMS_DEBUG" in os.environ:
+        yield
+        return
+    os.environ["AIOCOMMS_DEBUG"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("AIOCOMMS_DEBUG", None)
+
+
 @asynccontextmanager
 async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
     from aiocomms.testing import local_world
     from aiocomms.testing.leftovers import Leftovers
 
     asked = request.node.stash[_asked]
-    async with local_world(asked.n, asked.transport, timeout=asked.timeout) as comms:
-        yield comms
-        failed = request.node.stash.get(_failed, False)
-        left = Leftovers([] if failed else comms)
-        if failed:
-            for comm in comms:
-                comm.abort("the test failed")
+    with _checking():
+        async with local_world(asked.n, asked.transport, timeout=asked.timeout) as comms:
+            yield comms
+            failed = request.node.stash.get(_failed, False)
+            left = Leftovers([] if failed else comms)
+            if failed:
+                for comm in comms:
+                    comm.abort("the test failed")
     if report := left.report():
         pytest.fail(report, pytrace=False)
 

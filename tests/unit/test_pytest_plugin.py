@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -416,7 +417,7 @@ async def test_left(world):
 async def test_nothing_is_left(world):
     await sums(world, 2)
     stream, other = await asyncio.gather(world[0].open_stream(1), world[1].open_stream(0))
-    world[0].send(torch.ones(1), 1)
+    world[0].send(torch.ones(1), 1).forget()
     await world[1].recv(torch.ones(1), 0)
 """
 LEFTOVERS = {
@@ -452,6 +453,27 @@ def test_failing_test_reports_no_leftovers(suite):
     result = suite(LEFT.format(mark="@pytest.mark.asyncio", left="world[2].send(torch.ones(1), 1); assert 1 == 2"))
     result.assert_outcomes(passed=1, failed=1)
     assert "the test has ended" not in result.stdout.str()
+
+
+FORGETS = """
+@pytest.mark.asyncio
+async def test_forgets(world):
+    world[0].send(torch.ones(1), 1)  # here
+    await world[1].recv(torch.ones(1), 0)
+"""
+
+
+@pytest.mark.parametrize("debug", [None, "0", "1"])
+def test_forgotten_await_is_a_warning_at_its_line_unless_debugging_is_off(suite, monkeypatch, debug):
+    monkeypatch.delenv("AIOCOMMS_DEBUG", raising=False)
+    if debug is not None:
+        monkeypatch.setenv("AIOCOMMS_DEBUG", debug)
+    result = suite(FORGETS, "-Wdefault")
+    result.assert_outcomes(passed=1, warnings=0 if debug == "0" else 1)
+    if debug != "0":
+        line = next(n for n, text in enumerate((HEAD + FORGETS).strip().splitlines(), 1) if text.endswith("# here"))
+        assert re.search(rf"\.py:{line}: RuntimeWarning: send on 'world' \(rank 0\) was never", result.stdout.str())
+    assert os.environ.get("AIOCOMMS_DEBUG") == debug
 
 
 # -------------------------------------------------------------------------------------------------------- tracebacks
