@@ -264,11 +264,13 @@ class Recovery:
         return kept
 
     async def _carried_out(self, board: Board, decision: Decision, parts: Formed) -> bool:
-        """Return whether all survivors have formed what this rank has."""
+        """Return whether all survivors have formed what this rank has; False if that is not known in time."""
         left, given_up = max(0.0, parts[0].left()), clock.event()
         try:
-            with anyio.move_on_after(left + PROBE), contextlib.suppress(StoreLostError):
+            with anyio.move_on_after(left + PROBE):
                 return await run_in_thread(functools.partial(self._end, board, decision, parts, left, given_up))
+            return False  # This rank may have stood still, and the others have gone on.
+        except StoreLostError:
             return True  # The others hear of no end, either.
         finally:
             given_up.set()

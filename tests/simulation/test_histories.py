@@ -44,7 +44,7 @@ def test_same_seed_has_the_same_history() -> None:
 
 
 @pytest.mark.deterministic
-@pytest.mark.parametrize(("seed", "faulty"), [(1003606, None), (2004683, True), (3017889, True)])
+@pytest.mark.parametrize(("seed", "faulty"), [(1003606, None), (2004683, True), (3017889, True), (3219184, True)])
 def test_history_that_has_broken_a_promise_breaks_none(seed: int, faulty: bool | None) -> None:
     promises.check(seed, faulty=faulty)
 
