@@ -1,4 +1,4 @@
-"""The command ``aiocomms``: what is installed, how fast it is here, what goes on, what went wrong; simulations."""
+"""The command ``aiocomms``: it starts ranks, measures, simulates, and says what is there, goes on and went wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,29 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="one frame, as always where it is no terminal")
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
     top.set_defaults(run=_top)
+    _add_run(
+        commands.add_parser("run", help="start the ranks of a program, and new ones in the place of those that die")
+    )
     return parser
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.usage = "aiocomms run [options] (FILE.py | -m MODULE) [arguments]"
+    add = run.add_argument
+    add("-n", "--ranks", type=int, default=1, metavar="N", help="the ranks of this host (default: 1)")
+    add("--restart", default="never", metavar="WHEN", help="when a rank dies: never (default: all end), on-failure")
+    add("--max-restarts", type=int, default=8, metavar="N", help="of one rank within 60 s (default: 8)")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="between SIGTERM and SIGKILL (default: 30)")
+    add("--nnodes", type=int, default=1, metavar="N", help="the hosts, each with its own aiocomms run (default: 1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="the number of this host (default: 0)")
+    add("--rendezvous", metavar="HOST:PORT", help="where they meet, on host 0")
+    add("--health", metavar="[HOST:]PORT", help="answer to GET /healthz and /readyz (HOST: 127.0.0.1)")
+    add("--listen", metavar="HOST:PORT", help="open a socket for rank 0, which it finds at descriptor 3 (LISTEN_FDS)")
+    add("--log-dir", metavar="DIR", help="write the output of each process to a file, too")
+    add("--preload", action="append", default=[], metavar="MODULE", help="import it once for all ranks; repeatable")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
+    add("program", nargs=argparse.REMAINDER, metavar="FILE.py", help="the program, and its arguments")
+    run.set_defaults(run=_run)
 
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:
@@ -84,6 +106,12 @@ def _trace(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     from aiocomms.cli.simulating import run
+
+    return run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from aiocomms.cli.running import run
 
     return run(options)
 

@@ -16,7 +16,7 @@ import torch
 
 from aiocomms import arguments, ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, Timeout
-from aiocomms.bootstrap import directory, recovery
+from aiocomms.bootstrap import directory, recovery, supervised
 from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.groups import Groups
 from aiocomms.bootstrap.meeting import Predecessor
@@ -36,7 +36,7 @@ from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
-from aiocomms.errors import CommError, MismatchError, StoreLostError, as_reason, wrong_thread
+from aiocomms.errors import CommError, MismatchError, PeerDiedError, StoreLostError, as_reason, wrong_thread
 from aiocomms.lowering.lane_messages import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.lowlevel import run_in_thread
@@ -91,12 +91,25 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         directory.register(self)
         self._leaving: Leaving | None = None
         live.register(self)
+        if supervised.is_supervised():
+            self._report(rendezvous)
 
     def __repr__(self) -> str:
         failure, closed = self._core.life.failure, self._core.life.closed
         reason = closed if failure is None else failure.error
         state = f" ({reason.message})" if reason is not None else ""
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
+
+    def _report(self, rendezvous: StoreRendezvous) -> None:
+        """Tell the launcher that this rank has formed a communicator, and later which rank that has lost."""
+        about = rendezvous.rank, rendezvous.size, rendezvous.base, rendezvous.epoch
+
+        def lost(error: CommError) -> None:
+            if isinstance(error, PeerDiedError) and error.peer is not None:
+                supervised.report_lost(*about, error.peer)
+
+        self._abort_hooks.register(lost)
+        supervised.report_formed(*about)
 
     @property
     def transports(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from aiocomms.arguments import DEFAULT, FORMING, Timeout, advice, as_int, deadline, device_of, label, place
+from aiocomms.bootstrap import supervised
 from aiocomms.loading import loaded
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     :param hints: advice to the transports, by name; and ``"heartbeat"``: seconds without a sign of life after which a
         rank is taken for dead, 0 for never. Without it ``AIOCOMMS_HEARTBEAT`` says, or else it is 5.
     :param join: take the place of a rank that was lost, or an additional one, in a communicator that exists: the others
-        call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``.
+        call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None: do so if
+        the launcher has started this rank anew while the others go on, as ``aiocomms run --restart on-failure`` does.
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     :raises CommTimeoutError: some rank did not come in time; says which.
@@ -103,7 +105,7 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
         name: str = DEFAULT,
         timeout: Timeout = FORMING,
         hints: Mapping[str, Any] | None = None,
-        join: bool = False,
+        join: bool | None = None,
     ) -> None:
         self._transport = transport
         self._device = checked(device)
@@ -120,10 +122,12 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
         from aiocomms.communicator.formation import form
 
         store, rank, size = self._where
+        join = self._join
         if rank is None or size is None:
             store, rank, size = await self._launched()
+            join = supervised.is_newcomer() if join is None and store is not None else join
         given = self._transport, self._device, store, rank, size, self._name, self._timeout
-        return await form(*given, self._options, self._join)
+        return await form(*given, self._options, bool(join))
 
     async def _launched(self) -> tuple[Store | None, int, int]:
         """Return where the ranks meet, this rank, and how many there are, as the launcher says."""

@@ -1,0 +1,22 @@
+"""The command ``aiocomms run``: starts a program's ranks, and a new process in the place of one that dies."""
+
+from __future__ import annotations
+
+import argparse
+
+import anyio
+
+from aiocomms.launching import Job, supervise
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the job, and return its exit code.
+
+    :raises CommError: an option is wrong, or the ranks cannot be started.
+    """
+    given = {name: value for name, value in vars(options).items() if name in Job.__struct_fields__}
+    given["program"] = options.program if options.module is None else ["-m", *options.module]
+    try:
+        return anyio.run(supervise, Job(**given))
+    except KeyboardInterrupt:  # Ctrl-C came before signals were heard.
+        return 130

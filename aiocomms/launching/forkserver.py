@@ -1,0 +1,274 @@
+"""The fork server: a process that has imported what the ranks need, and of which they are forks.
+
+The supervisor starts it, with one end of a socket pair. It imports torch, aiocomms and what the user names, and then
+forks once for each message. So a new rank is there in a moment. It is single-threaded, reaps its children, and says how
+each has ended.
+
+If the supervisor is gone, the socket says so: the fork server ends the ranks by SIGTERM and, after the grace time, by
+SIGKILL. If the fork server itself is killed, the kernel kills the ranks (``PR_SET_PDEATHSIG``).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+LARGEST: Final = 2**18
+"""Bytes of a message, which is at most a rank's environment."""
+PRELOADED: Final = ("torch", "torch.distributed", "aiocomms.communicator.formation", "aiocomms.serving")
+LISTENING: Final = 3
+"""The descriptor at which a program finds the first socket that was opened for it: systemd's SD_LISTEN_FDS_START."""
+_HIGH: Final = 64  # Descriptors of our own are above those that programs count on.
+_PR_SET_PDEATHSIG: Final = 1
+_INT: Final = array.array("i").itemsize
+
+
+class Birth(NamedTuple):
+    """The program and the environment of a fork."""
+
+    program: Sequence[str]
+    environment: Mapping[str, str]
+
+
+def main(descriptor: int) -> NoReturn:
+    """Serve until the supervisor is gone; in a fork, run the program."""
+    _die_with_parent(os.getppid())  # While it imports it cannot look at the socket.
+    control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH))
+    os.close(descriptor)
+    _reserve(LISTENING)
+    settings = json.loads(control.recv(LARGEST))
+    program = settings["program"]
+    _set_path(program)
+    try:
+        for name in (*PRELOADED, *settings["preload"]):
+            importlib.import_module(name)
+    except BaseException as error:
+        _send(control, "failed", f"{name} cannot be imported: {type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    gc.collect()
+    gc.freeze()  # No collection in a rank touches what it shares with the others.
+    _prctl(_PR_SET_PDEATHSIG, 0)
+    _send(control, "ready")
+    birth = _Server(control, program, settings["grace"]).serve()
+    if birth is not None:
+        _run(birth)
+    raise SystemExit(0)
+
+
+class _Server:
+    """The loop of the fork server."""
+
+    def __init__(self, control: socket.socket, program: Sequence[str], grace: float) -> None:
+        self._control = control
+        self._program = program
+        self._grace = grace
+        self._children: dict[str, int] = {}
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> Birth | None:
+        """Do what the supervisor says until it is gone; in a fork, return what that becomes."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        while True:
+            poll.poll()
+            self._reap()
+            message, descriptors = self._next()
+            match message:
+                case ["start", key, environment]:
+                    birth = self._fork(key, environment, descriptors)
+                    if birth is not None:
+                        return birth
+                case ["signal", key, number]:
+                    self._signal(key, number)
+                case ["end"]:
+                    self._end()
+                    return None
+
+    def _next(self) -> tuple[list[Any], list[int]]:
+        """Return a message, if there is one, and the descriptors that came with it."""
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            # socket.recv_fds drops the flags.
+            data, ancillary, _, _ = self._control.recvmsg(LARGEST, socket.CMSG_LEN(8 * _INT), flags)
+        except BlockingIOError:
+            return [], []
+        except ConnectionError:
+            return ["end"], []
+        received = array.array("i")
+        for _, _, content in ancillary:
+            received.frombytes(content[: len(content) - len(content) % _INT])
+        return (json.loads(data) if data else ["end"]), list(received)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        for key, pid in list(self._children.items()):
+            # A reaped rank's number may be used again, so the rest of its process group is killed before.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+                del self._children[key]
+                with contextlib.suppress(OSError):  # The supervisor is gone.
+                    _send(self._control, "ended", key, os.waitstatus_to_exitcode(status))
+
+    def _signal(self, key: str, number: int) -> None:
+        pid = self._children.get(key)
+        if pid is not None:
+            os.kill(pid, number)
+            if number == signal.SIGKILL:
+                with contextlib.suppress(ProcessLookupError):  # The child has no group of its own yet.
+                    os.killpg(pid, number)
+
+    def _end(self) -> None:
+        """End all children, and wait for them."""
+        ends = time.monotonic() + self._grace
+        for key in self._children:
+            self._signal(key, signal.SIGTERM)
+        while self._children:
+            left = ends - time.monotonic()
+            if left <= 0:
+                for key in self._children:
+                    self._signal(key, signal.SIGKILL)
+            select.select([self._woken], [], [], left if left > 0 else None)
+            self._reap()
+
+    def _fork(self, key: str, environment: dict[str, str], descriptors: list[int]) -> Birth | None:
+        """Fork; return what the fork becomes, and None in this process."""
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _send(self._control, "refused", key, str(error))
+            pid = -1
+        if pid == 0:
+            _die_with_parent(parent)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (self._woken, self._waker, self._control):
+                end.close()
+            return Birth(self._program, environment | _take(descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid > 0:
+            self._children[key] = pid
+            _send(self._control, "started", key, pid)
+        return None
+
+
+def _take(descriptors: list[int]) -> dict[str, str]:
+    """Take over a rank's descriptors: stdout, stderr, the pipe of reports, perhaps a listening socket.
+
+    :returns: the variables that tell the program of them.
+    """
+    out, err, reports, *listeners = descriptors
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    kept = fcntl.fcntl(reports, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    variables = {"AIOCOMMS_SUPERVISOR": f"{kept}:{os.getpid()}"}
+    os.close(LISTENING)
+    if listeners:
+        # systemd's protocol, which uvicorn, gunicorn and others know (sd_listen_fds).
+        spare = fcntl.fcntl(listeners[0], fcntl.F_DUPFD_CLOEXEC, _HIGH)
+        os.dup2(spare, LISTENING)
+        os.close(spare)
+        variables |= {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}
+    for descriptor in descriptors:
+        if descriptor != LISTENING:
+            os.close(descriptor)
+    return variables
+
+
+def _run(birth: Birth) -> NoReturn:
+    """Run the program as ``python`` does."""
+    for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+        os.environ.pop(name, None)
+    os.environ.update(birth.environment)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if "numpy" in sys.modules:  # Forks would draw the same numbers.
+        sys.modules["numpy"].random.seed()
+    importlib.import_module("aiocomms.bootstrap.early").watch()
+    importlib.import_module("aiocomms.diagnosis.on_signal").dump_if_asked()
+    program = birth.program
+    try:
+        if program[0] == "-m":
+            sys.argv = list(program[1:])
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(program)
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit:
+        raise
+    except KeyboardInterrupt as error:
+        _show(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        _show(error)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _show(error: BaseException) -> None:
+    """Show an error as the interpreter does, without the frames of this module and of runpy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    if trace is not None:  # Without such a frame the program was not found, say.
+        error.__traceback__ = trace
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _set_path(program: Sequence[str]) -> None:
+    """Make ``sys.path[0]`` what it is for ``python FILE.py`` or ``python -m MODULE``."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))  # noqa: PTH109, PTH120
+
+
+def _reserve(descriptor: int) -> None:
+    """Open a descriptor, so that nothing else takes its number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+
+def _send(control: socket.socket, *message: object) -> None:
+    control.send(json.dumps(message).encode())
+
+
+def _die_with_parent(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, value, 0, 0, 0)
+
+
+_libc = ctypes.CDLL(None)

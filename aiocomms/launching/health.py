@@ -1,0 +1,68 @@
+"""The answers to a cluster that asks whether the supervisor and its ranks are well: ``/healthz`` and ``/readyz``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+import anyio
+from anyio.abc import ByteStream, TaskStatus
+
+from aiocomms.errors import ArgumentError
+from aiocomms.launching.job import At
+
+_LARGEST: Final = 8192
+_PATIENCE: Final = 5.0
+"""Seconds for a request."""
+
+State = Callable[[], Mapping[str, Any]]
+"""A function that returns the body, in which ``ready`` says whether all ranks have formed a communicator."""
+
+
+def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
+    """Return the answer to a request, as HTTP/1.1.
+
+    :param request: its head.
+    """
+    method, path, *_ = (*request.split(b"\r\n")[0].split(b" "), b"", b"")
+    path = path.partition(b"?")[0]
+    if method not in (b"GET", b"HEAD"):
+        status = HTTPStatus.METHOD_NOT_ALLOWED
+    elif path == b"/healthz":
+        status = HTTPStatus.OK
+    elif path == b"/readyz":
+        status = HTTPStatus.OK if state["ready"] else HTTPStatus.SERVICE_UNAVAILABLE
+    else:
+        status = HTTPStatus.NOT_FOUND
+    known = status in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE)
+    body = json.dumps(state if known else {"error": "there are /healthz and /readyz"}).encode() + b"\n"
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        head += "Allow: GET, HEAD\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + (b"" if method == b"HEAD" else body)
+
+
+async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -> None:
+    """Answer to requests until this is cancelled, each on a connection of its own.
+
+    :raises ArgumentError: it is not possible at this place.
+    """
+
+    async def handle(stream: ByteStream) -> None:
+        async with stream:
+            request = b""
+            with anyio.move_on_after(_PATIENCE), contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while b"\r\n\r\n" not in request and len(request) < _LARGEST:
+                    request += await stream.receive()
+                await stream.send(answer(request, state()))
+
+    try:
+        listener = await anyio.create_tcp_listener(local_host=at.host, local_port=at.port)
+    except OSError as error:
+        raise ArgumentError(f"health cannot be asked at {at}: {error.strerror or error}") from None
+    async with listener:
+        task_status.started()
+        await listener.serve(handle)

@@ -1,0 +1,209 @@
+"""The processes of one host: their births, reports, output and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from aiocomms.errors import CommError
+from aiocomms.launching.forking import ForkServer
+from aiocomms.launching.output import LineSplitter, Printer
+from aiocomms.launching.supervision import Start
+
+_PIECE: Final = 2**16
+_KILLED: Final = -9
+_CLOSED: Final = -1
+
+Event = tuple[Any, ...]
+"""An event: ``("ended", rank, incarnation, code)``, ``("formed", rank, incarnation, name, epoch)``,
+``("lost", rank, name, epoch)``, ``("stop", why)``, ``("replace",)``."""
+
+
+class RankProcess:
+    """A process of a rank, and the supervisor's ends of its pipes."""
+
+    def __init__(self, rank: int, incarnation: int, log: BinaryIO | None) -> None:
+        self.rank, self.incarnation, self.log = rank, incarnation, log
+        self.key = f"{rank}.{incarnation}"
+        self.pid: int | None = None
+        self.pipes: list[int] = []
+        self.theirs: list[int] = []
+        for _ in range(3):
+            mine, its = os.pipe()
+            self.pipes.append(mine)
+            self.theirs.append(its)
+            os.set_blocking(mine, False)
+        os.set_blocking(self.theirs[2], False)  # A report never holds up a rank.
+        self.reports = LineSplitter()
+        self.scopes = [anyio.CancelScope() for _ in range(3)]
+        self.pumping = 2
+
+
+class HostProcesses:
+    """The ranks of this host, as forks of one fork server, which is started anew if it was killed.
+
+    :param settings: the fork server's first message.
+    :param environment: what the ranks inherit.
+    :param listener: the socket that rank 0 gets.
+    :param tell: is called with each event.
+    :param tasks: the tasks that read what ranks print: they end with the ranks.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], environment: Mapping[str, str], listener: socket.socket | None,
+        printer: Printer, tell: Callable[[Event], None], tasks: TaskGroup,
+    ) -> None:  # fmt: skip
+        self._settings, self._environment, self._listener = settings, environment, listener
+        self._printer, self._tell, self._tasks = printer, tell, tasks
+        self._server: ForkServer | None = None
+        self.processes: dict[int, RankProcess] = {}
+        """The process of each rank that has one."""
+
+    async def start(self, deed: Start, variables: Mapping[str, str]) -> None:
+        """Start the process of a rank."""
+        if self._server is None:
+            self._server = ForkServer(self._settings, self._environment)
+            self._tasks.start_soon(self._hear, self._server)
+        log = self._printer.log(deed.rank, deed.incarnation)
+        process = self.processes[deed.rank] = RankProcess(deed.rank, deed.incarnation, log)
+        descriptors = list(process.theirs)
+        if deed.rank == 0 and self._listener is not None:
+            descriptors.append(self._listener.fileno())
+        await self._server.start(process.key, variables, descriptors)
+        for descriptor in process.theirs:
+            os.close(descriptor)
+        for stream in (1, 2):
+            self._tasks.start_soon(self._pump, process, stream)
+        self._tasks.start_soon(self._hear_reports, process)
+
+    async def signal(self, rank: int, number: int) -> None:
+        """Send a signal to the process of a rank, if it has one."""
+        process = self.processes.get(rank)
+        if process is not None and self._server is not None:
+            await self._server.signal(process.key, number)
+
+    def refuse_connections(self) -> None:
+        """Close the listening socket, for no rank will accept from it any more."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def aclose(self) -> None:
+        """End all processes and the fork server, and wait for them."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.aclose()
+        for process in list(self.processes.values()):
+            self._end(process)
+
+    async def _hear(self, server: ForkServer) -> None:
+        """Hear from the fork server until it has ended."""
+        try:
+            ready = await self._follow(server)
+        finally:
+            server.close()
+        if self._server is server:
+            await self._lose(ready)
+
+    async def _follow(self, server: ForkServer) -> bool:
+        """Do what the fork server's messages ask for; return whether it has got ready."""
+        ready = False
+        while (message := await server.hear()) is not None:
+            match message:
+                case ["ready"]:
+                    ready = True
+                case ["failed", why]:
+                    raise CommError(why)
+                case ["started", key, pid]:
+                    self._of(key).pid = pid
+                case ["refused", key, why]:
+                    raise CommError(f"no process can be started: {why}")
+                case ["ended", key, code]:
+                    process = self._of(key)
+                    self._end(process)
+                    self._tell(("ended", process.rank, process.incarnation, code))
+        return ready
+
+    async def _lose(self, ready: bool) -> None:
+        """Note that the fork server was killed, and all its forks with it."""
+        server, self._server = self._server, None
+        assert server is not None
+        await server.aclose()
+        if not ready:
+            raise CommError("the process that imports torch for the ranks has ended before it was through")
+        await self._printer.say("the process of which the ranks are forks was killed, and all ranks with it")
+        for process in list(self.processes.values()):
+            self._end(process)
+            self._tell(("ended", process.rank, process.incarnation, _KILLED))
+
+    def _of(self, key: str) -> RankProcess:
+        return self.processes[int(key.partition(".")[0])]
+
+    def _end(self, process: RankProcess) -> None:
+        """Read what a process has reported before its end, and let its output be read."""
+        del self.processes[process.rank]
+        self._read_reports(process)
+        for scope in process.scopes:
+            scope.cancel()
+
+    async def _hear_reports(self, process: RankProcess) -> None:
+        pipe = process.pipes[2]
+        try:
+            with process.scopes[2]:
+                await anyio.wait_readable(pipe)
+                while self._read_reports(process):
+                    await anyio.wait_readable(pipe)
+        finally:
+            process.pipes[2] = _CLOSED
+            os.close(pipe)
+
+    def _read_reports(self, process: RankProcess) -> bool:
+        """Read what there is; return False at the end."""
+        if process.pipes[2] == _CLOSED:
+            return False
+        data = _read(process.pipes[2])
+        for line in process.reports.feed(data or b""):
+            match line.decode(errors="replace").split(" ", 3):
+                case ["formed", epoch, *name] if epoch.isdecimal():
+                    self._tell(("formed", process.rank, process.incarnation, " ".join(name), int(epoch)))
+                case ["lost", rank, epoch, name] if rank.isdecimal() and epoch.isdecimal():
+                    self._tell(("lost", int(rank), name, int(epoch)))
+        return data != b""
+
+    async def _pump(self, process: RankProcess, stream: int) -> None:
+        """Print what a process writes, until it has ended."""
+        pipe, splitter = process.pipes[stream - 1], LineSplitter()
+        try:
+            with process.scopes[stream - 1]:
+                while True:
+                    await anyio.wait_readable(pipe)
+                    data = _read(pipe)
+                    if data == b"":
+                        break
+                    await self._print(process, stream, splitter.feed(data or b""))
+            while data := _read(pipe):  # The process has ended, and perhaps others hold the pipe.
+                await self._print(process, stream, splitter.feed(data))
+            await self._print(process, stream, splitter.end())
+        finally:
+            os.close(pipe)
+            process.pumping -= 1
+            if process.log is not None and not process.pumping:
+                process.log.close()
+
+    async def _print(self, process: RankProcess, stream: int, lines: list[bytes]) -> None:
+        if lines:
+            with anyio.CancelScope(shield=True):
+                await self._printer.lines(process.rank, stream, lines, process.log)
+
+
+def _read(pipe: int) -> bytes | None:
+    """Return what a pipe holds: nothing at its end, None if it holds nothing yet."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(pipe, _PIECE)
+    return None

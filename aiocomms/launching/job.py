@@ -1,0 +1,138 @@
+"""The description of a job, and the checks of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel.auth import check_exposed, read_token
+
+Restart = Literal["never", "on-failure"]
+"""The fate of a rank that dies."""
+
+
+class At(NamedTuple):
+    """A place to listen at."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Job(msgspec.Struct, kw_only=True, frozen=True):
+    """The ranks of a program, and how they are supervised; see the options of ``aiocomms run``."""
+
+    program: Sequence[str]
+    """The program and its arguments, as after ``python``: ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
+    ranks: int = 1
+    """The ranks of each host."""
+    restart: Restart = "never"
+    """The answer to a rank's death: all others end; or a new process takes its place."""
+    max_restarts: int = 8
+    """The restarts of one rank within 60 s, before the job is given up."""
+    grace: float = 30.0
+    """Seconds between SIGTERM and SIGKILL."""
+    nnodes: int = 1
+    """The number of hosts, each with a supervisor."""
+    node_rank: int = 0
+    """The number of this host."""
+    rendezvous: str | None = None
+    """``HOST:PORT`` of the first host, where the supervisors meet."""
+    health: str | None = None
+    """``PORT`` or ``HOST:PORT`` where HTTP asks how the job is."""
+    listen: str | None = None
+    """``HOST:PORT`` of a socket that rank 0 gets by systemd's protocol."""
+    log_dir: str | None = None
+    """The folder for a file of each process's output."""
+    preload: Sequence[str] = ()
+    """Modules that are imported once for all ranks."""
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.ranks * self.nnodes
+
+    def check(self, environ: Mapping[str, str]) -> None:
+        """Check it, before anything is started.
+
+        :raises ArgumentError: an option is wrong; says which, and what was wanted.
+        """
+        for name, value, least in (
+            ("ranks", self.ranks, 1), ("nnodes", self.nnodes, 1), ("max_restarts", self.max_restarts, 0)
+        ):  # fmt: skip
+            if type(value) is not int or value < least:
+                raise ArgumentError(f"{name} is {value!r}, wanted an integer >= {least}")
+        if self.restart not in get_args(Restart):
+            raise ArgumentError(f"restart is {self.restart!r}, wanted one of {', '.join(get_args(Restart))}")
+        if not 0 <= self.grace <= 86400:
+            raise ArgumentError(f"grace is {self.grace!r}, wanted 0 to 86400 seconds")
+        self._check_hosts()
+        self._check_program()
+        for name in ("health", "listen"):
+            if getattr(self, name) is not None:
+                place(name, getattr(self, name))
+        read_token(environ)
+
+    def _check_hosts(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ArgumentError(f"node_rank is {self.node_rank}, wanted 0 <= node_rank < nnodes={self.nnodes}")
+        if (self.rendezvous is None) != (self.nnodes == 1):
+            raise ArgumentError(
+                "rendezvous is missing, wanted HOST:PORT of the first host"
+                if self.nnodes > 1
+                else f"rendezvous is {self.rendezvous!r}, and nnodes is 1: supervisors of several hosts meet there"
+            )
+        if self.rendezvous is not None:
+            if place("rendezvous", self.rendezvous).port == 0:
+                raise ArgumentError(f"rendezvous is {self.rendezvous!r}, wanted a port that all supervisors know")
+            check_exposed(f"the rendezvous of {self.nnodes} supervisors would be open at {self.rendezvous}")
+        if self.listen is not None and self.node_rank:
+            raise ArgumentError(
+                f"listen is {self.listen!r} on host {self.node_rank}: rank 0, which gets it, is on host 0"
+            )
+
+    def _check_program(self) -> None:
+        if not self.program or list(self.program) == ["-m"]:
+            raise ArgumentError("no program is given, wanted FILE.py or -m MODULE")
+        first = self.program[0]
+        if first == "-m":
+            top = self.program[1].partition(".")[0]
+            if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:  # noqa: PTH109
+                raise ArgumentError(f"there is no module {self.program[1]!r}")
+        elif not Path(first).exists():
+            raise ArgumentError(f"there is no file {first!r}")
+
+    def warnings(self, environ: Mapping[str, str], cores: int) -> list[str]:
+        """Return what is unwise about it on a host with so many cores."""
+        threads = environ.get("OMP_NUM_THREADS", "1")
+        if self.ranks > cores:
+            return [
+                f"{self.ranks} ranks share {cores} cores of this host: start at most {cores} (-n) where speed counts"
+            ]
+        if threads.isdecimal() and self.ranks * int(threads) > cores:
+            return [
+                f"{self.ranks} ranks with OMP_NUM_THREADS={threads} each share {cores} cores of this host: "
+                f"set OMP_NUM_THREADS={max(1, cores // self.ranks)}"
+            ]
+        return []
+
+
+def place(name: str, text: str) -> At:
+    """Return a place of the form ``HOST:PORT``, ``[HOST]:PORT``, or ``PORT`` on the loopback address.
+
+    :raises ArgumentError: it has another form.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
+    if not (port.isascii() and port.isdigit() and int(port) < 65536) or not host:
+        raise ArgumentError(f"{name} is {text!r}, wanted HOST:PORT with a port of 0 to 65535")
+    return At(host, int(port))

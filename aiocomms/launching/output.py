@@ -1,0 +1,100 @@
+"""The output of the ranks: whole lines, each with its rank before it, on the supervisor's own streams and in files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import anyio
+from anyio import to_thread
+
+LONGEST: Final = 2**16
+"""Bytes of a line. A longer one is printed as several."""
+_COLOURS: Final = (36, 33, 32, 35, 34, 31)
+_OUT, _ERR = 1, 2
+
+
+class LineSplitter:
+    """Makes lines of what a stream brings in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete by now, without their ends."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        while len(self._rest) > LONGEST:
+            lines.append(self._rest[:LONGEST])
+            self._rest = self._rest[LONGEST:]
+        return lines
+
+    def end(self) -> list[bytes]:
+        """Return what has come after the last end of a line."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
+
+
+def prefixes(size: int, *, coloured: bool) -> list[bytes]:
+    """Return what stands before the lines of each rank."""
+    plain = [f"[{rank}]" for rank in range(size)]
+    if coloured:
+        plain = [f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m" for rank, text in enumerate(plain)]
+    return [f"{text} ".encode() for text in plain]
+
+
+def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Return whether lines on a descriptor have colours: on a terminal, unless NO_COLOR says otherwise."""
+    return os.isatty(descriptor) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+class Printer:
+    """Prints the lines of all ranks. A terminal or a pipe that does not take them holds up the ranks, not the loop.
+
+    :param size: the number of ranks.
+    :param folder: where the lines of each process are written, too, without a prefix; None: nowhere.
+    """
+
+    def __init__(self, size: int, folder: Path | None, environ: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._locks = {descriptor: anyio.Lock() for descriptor in (_OUT, _ERR)}
+        self._prefixes = {
+            descriptor: prefixes(size, coloured=is_coloured(descriptor, environ)) for descriptor in self._locks
+        }
+
+    def log(self, rank: int, incarnation: int) -> BinaryIO | None:
+        """Open the file of a process.
+
+        :raises OSError: it cannot be written.
+        """
+        if self._folder is None:
+            return None
+        return (self._folder / f"rank{rank}.{incarnation}.log").open("wb", buffering=0)
+
+    async def lines(self, rank: int, descriptor: int, lines: list[bytes], log: BinaryIO | None) -> None:
+        """Print lines of a rank.
+
+        :param descriptor: 1 or 2, where the rank has written them, and where they are printed.
+        """
+        before = self._prefixes[descriptor][rank]
+        await self._print(descriptor, b"".join(before + line + b"\n" for line in lines))
+        if log is not None:
+            await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
+
+    async def say(self, text: str) -> None:
+        """Print a sentence of the supervisor, on stderr."""
+        await self._print(_ERR, f"aiocomms run: {text}\n".encode())
+
+    async def _print(self, descriptor: int, data: bytes) -> None:
+        async with self._locks[descriptor]:
+            await to_thread.run_sync(_write, descriptor, data, abandon_on_cancel=True)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write all of it; nothing, where nobody reads any more."""
+    with contextlib.suppress(OSError):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]

@@ -1,0 +1,381 @@
+"""The decisions of a supervisor: which rank is started, signalled or given up, and when. No process is in here.
+
+A :class:`Supervision` is told what happens, and answers with what to do. Whoever carries that out tells it what comes
+of it. So a test plays the processes and the clock.
+
+Each process of a rank has a number, its *incarnation*. All ranks that are started together are a *generation*. In it, a
+process that takes a dead one's place is a *newcomer*, whom a rank that has formed a communicator has to take in. Where
+no such rank is left, the generation ends and the next one begins.
+"""
+
+from __future__ import annotations
+
+import heapq
+import signal
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+WINDOW: Final = 60.0
+"""Seconds within which a rank's restarts are counted."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+"""Seconds before a rank's second restart within the window, which double each time; before the first there are none."""
+LINGER: Final = 1.0
+"""Seconds that a process which the others have lost may take to end by itself."""
+ENDING: Final = 5.0
+"""Seconds that the processes of a generation that cannot go on may take to end by SIGTERM."""
+PATIENCE: Final = 60.0
+"""Seconds after which a rank that has not formed a communicator is named."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Start a process for a rank."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    restarts: int
+    """The processes that have been this rank in this generation before."""
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send a signal to the process of a rank."""
+
+    rank: int
+    signal: int
+
+
+class Say(msgspec.Struct, frozen=True):
+    """Print a sentence."""
+
+    text: str
+
+
+Deed = Start | Tell | Say
+"""An order to the supervisor."""
+
+
+class SupervisedRank:
+    """One rank, and the process that is it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.incarnation = -1
+        self.restarts = 0
+        self.alive = False
+        self.formed: dict[str, int] = {}
+        """The communicators that the process has formed, by name, and the last epoch of each."""
+        self.leaving = False
+        """True once the process was told to end so that another one takes its place."""
+        self.due = False
+        """True while a pause goes by before its next process is started."""
+        self.code: int | None = None
+        """The exit code of the last process, minus the signal's number if one has ended it; None: none has ended."""
+        self.order = 0
+        """The place of that end among all ends."""
+        self.begun: deque[float] = deque()
+        """The times of its restarts after failures, within the window."""
+
+    def allow(self, most: int, now: float) -> bool:
+        """Count a restart, if it is one of the first ``most`` within the window."""
+        while self.begun and self.begun[0] <= now - WINDOW:
+            self.begun.popleft()
+        if len(self.begun) >= most:
+            return False
+        self.begun.append(now)
+        return True
+
+    def pause(self) -> float:
+        """Return the seconds before the restart that was counted last."""
+        again = len(self.begun) - 2
+        return 0.0 if again < 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**again)
+
+
+class Supervision:
+    """Decides about the ranks of a job.
+
+    :param size: the number of ranks.
+    :param restart: whether a rank that dies is started again.
+    :param most: the restarts of one rank within :data:`WINDOW` seconds.
+    :param grace: seconds that a rank may take to end once it has been told to.
+    """
+
+    def __init__(self, size: int, *, restart: bool, most: int, grace: float) -> None:
+        self.ranks: list[SupervisedRank] = [SupervisedRank(number) for number in range(size)]
+        self.generation = -1
+        self.restarts = 0
+        """The processes that were started in the place of others."""
+        self.first: tuple[int, int] | None = None
+        """The rank that failed first, and its exit code."""
+        self.stopping: str | None = None
+        """The reason why all ranks are to end; None: they are not."""
+        self._restart, self._most, self._grace = restart, most, grace
+        self._gave_up: int | None = None
+        self._ends = 0
+        self._anew: float | None = None
+        """The pause before the next generation, once this one cannot go on."""
+        self._rolling: list[int] = []
+        """The ranks that are still to be replaced, the next one first."""
+        self._alarms: list[tuple[float, int, int, str]] = []
+        self._deeds: list[Deed] = []
+        self._now = 0.0
+
+    # ---------------------------------------------------------------------------------------------- what is asked of it
+
+    @property
+    def over(self) -> bool:
+        """True once every process has ended and none will be started."""
+        return self._anew is None and not any(rank.alive or rank.due for rank in self.ranks)
+
+    @property
+    def ready(self) -> bool:
+        """True while every rank has formed a communicator."""
+        return all(rank.alive and rank.formed for rank in self.ranks)
+
+    @property
+    def deadline(self) -> float | None:
+        """The time for :meth:`tick`; None: nothing waits for it."""
+        return self._alarms[0][0] if self._alarms else None
+
+    def code(self) -> int:
+        """Return the exit code of the job: that of the first rank whose last process has failed, or 0."""
+        if self._gave_up is not None:
+            return status(self._gave_up)
+        failed = sorted((rank.order, rank.code) for rank in self.ranks if rank.code)
+        return status(failed[0][1]) if failed else 0
+
+    def summary(self) -> list[str]:
+        """Return the lines that say what became of the job."""
+        ends = "; ".join(f"rank {rank.number}: {described(rank.code)}" for rank in self.ranks)
+        lines = [f"{counted(len(self.ranks), 'rank')}, {counted(self.restarts, 'restart')}; {ends}"]
+        if self.first is not None:
+            rank, code = self.first
+            lines.append(f"rank {rank} failed first: {described(code)}")
+        return lines
+
+    # --------------------------------------------------------------------------------------------------- what happens
+
+    def begin(self, now: float) -> Sequence[Deed]:
+        """Start all ranks."""
+        self._now = now
+        self._start_all()
+        return self._done()
+
+    def formed(self, number: int, incarnation: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
+        """Note that a process has formed a communicator."""
+        self._now, rank = now, self.ranks[number]
+        if rank.alive and rank.incarnation == incarnation:
+            rank.formed[name] = epoch
+            if self._rolling[:1] == [number] and not rank.leaving:
+                self._rolling.pop(0)
+                self._roll()
+        return self._done()
+
+    def lost(self, number: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
+        """Note that a communicator's epoch has lost a rank: that rank's process ends soon, or is killed."""
+        self._now = now
+        if 0 <= number < len(self.ranks) and self.stopping is None:
+            rank = self.ranks[number]
+            # A process that has formed a later epoch is another one than was lost, or was taken in again.
+            if rank.alive and not rank.leaving and rank.formed.get(name, epoch + 1) <= epoch:
+                self._alarm(LINGER, rank, "lost")
+        return self._done()
+
+    def ended(self, number: int, incarnation: int, code: int, now: float) -> Sequence[Deed]:
+        """Note that a process has ended.
+
+        :param code: its exit code, or minus the number of the signal that has ended it.
+        """
+        self._now, rank = now, self.ranks[number]
+        if rank.alive and rank.incarnation == incarnation:
+            self._ends += 1
+            rank.alive, rank.code, rank.order = False, code, self._ends
+            self._after_end(rank, code)
+        return self._done()
+
+    def stop(self, why: str, now: float) -> Sequence[Deed]:
+        """Have all ranks end; if they have been told to before, kill them."""
+        self._now = now
+        if self.stopping is None:
+            self._stop(why)
+        else:
+            self._tell_all(signal.SIGKILL)
+        return self._done()
+
+    def replace_all(self, now: float) -> Sequence[Deed]:
+        """Replace rank after rank, from the highest to 0."""
+        self._now = now
+        if self._rolling:
+            self._say("the ranks are being replaced already")
+        elif not self.ready or self.stopping is not None:
+            self._say("no rank is replaced, for not all have formed a communicator")
+        else:
+            self._rolling = [rank.number for rank in reversed(self.ranks)]
+            self._roll()
+        return self._done()
+
+    def tick(self, now: float) -> Sequence[Deed]:
+        """Do what is due."""
+        self._now = now
+        return self._done()
+
+    # ---------------------------------------------------------------------------------------------------- what follows
+
+    def _ring(self, rank: SupervisedRank, what: str) -> None:
+        match what:
+            case "start" if rank.due:
+                self._start(rank)
+            case "anew" if self._anew is not None:
+                self._start_all()
+            case "unformed" if rank.alive and not rank.formed and self.stopping is None:
+                self._name_unformed(rank)
+            case "lost" if rank.alive:
+                self._kill(rank, "is lost to the others, and has not ended")
+            case "late" if rank.alive:
+                self._kill(rank, "has not ended in time")
+
+    def _name_unformed(self, rank: SupervisedRank) -> None:
+        late = [it.number for it in self.ranks if it.alive and not it.formed]
+        if rank.number == late[0]:
+            who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late))} have"
+            self._say(f"{who} not formed a communicator after {PATIENCE:g} s")
+
+    def _kill(self, rank: SupervisedRank, why: str) -> None:
+        self._say(f"rank {rank.number} {why}: it is killed")
+        self._deeds.append(Tell(rank.number, signal.SIGKILL))
+
+    def _after_end(self, rank: SupervisedRank, code: int) -> None:
+        if self._anew is not None:
+            self._begin_anew()
+        elif self.stopping is not None:
+            if code != -signal.SIGTERM:
+                self._note(rank, code)
+        elif rank.leaving:
+            self._say(f"rank {rank.number} has ended, to be replaced: {described(code)}")
+            self._replace(rank, 0.0)
+        elif code == 0:
+            self._look_for_newcomers()
+        else:
+            self._note(rank, code)
+            self._fail(rank, code)
+
+    def _note(self, rank: SupervisedRank, code: int) -> None:
+        if code and self.first is None:
+            self.first = rank.number, code
+
+    def _fail(self, rank: SupervisedRank, code: int) -> None:
+        how = described(code)
+        if not self._restart:
+            self._stop(f"rank {rank.number} has failed: {how}")
+        elif not rank.allow(self._most, self._now):
+            self._gave_up = code
+            self._stop(
+                f"rank {rank.number} has failed: {how}; it was restarted {self._most} times within {WINDOW:g} s: "
+                "giving up"
+            )
+        else:
+            self._say(f"rank {rank.number} has failed: {how}")
+            self._replace(rank, rank.pause())
+
+    def _replace(self, rank: SupervisedRank, pause: float) -> None:
+        """Start a newcomer; or all ranks, where none is left that could take it in."""
+        if any(it.alive and it.formed for it in self.ranks):
+            rank.due = True
+            self._alarm(pause, rank, "start")
+            return
+        self._anew, self._rolling = pause, []
+        if any(it.alive for it in self.ranks):
+            self._say("no rank is left that could take in another: all are started anew")
+        for it in self.ranks:
+            it.due = False
+        self._tell_all(signal.SIGTERM, ENDING)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        if self._anew is not None and not any(rank.alive for rank in self.ranks):
+            self._alarm(self._anew, self.ranks[0], "anew")
+
+    def _look_for_newcomers(self) -> None:
+        """End the job if newcomers wait for ranks that have all ended."""
+        waiting = [it for it in self.ranks if it.due or (it.alive and it.restarts and not it.formed)]
+        if waiting and not any(it.alive and it.formed for it in self.ranks):
+            self._gave_up = waiting[0].code
+            self._stop(f"rank {waiting[0].number} was restarted, and the ranks that could take it in have ended")
+
+    def _roll(self) -> None:
+        if self._rolling:
+            rank = self.ranks[self._rolling[0]]
+            rank.leaving = True
+            self._say(f"rank {rank.number} is replaced")
+            if rank.alive:
+                self._deeds.append(Tell(rank.number, signal.SIGTERM))
+                self._alarm(self._grace, rank, "late")
+        else:
+            self._say("all ranks have been replaced")
+
+    def _stop(self, why: str) -> None:
+        self._say(why)
+        self.stopping, self._anew, self._rolling = why, None, []
+        for rank in self.ranks:
+            rank.due = False
+        self._tell_all(signal.SIGTERM, self._grace)
+
+    def _tell_all(self, number: int, patience: float | None = None) -> None:
+        for rank in self.ranks:
+            if rank.alive:
+                self._deeds.append(Tell(rank.number, number))
+                if patience is not None:
+                    self._alarm(patience, rank, "late")
+
+    def _start_all(self) -> None:
+        self.generation += 1
+        self._anew = None
+        for rank in self.ranks:
+            rank.restarts = -1
+            self._start(rank)
+
+    def _start(self, rank: SupervisedRank) -> None:
+        self.restarts += rank.incarnation >= 0
+        rank.incarnation += 1
+        rank.restarts += 1
+        rank.alive, rank.due, rank.leaving, rank.formed = True, False, False, {}
+        self._deeds.append(Start(rank.number, rank.incarnation, self.generation, rank.restarts))
+        self._alarm(PATIENCE, rank, "unformed")
+
+    def _alarm(self, seconds: float, rank: SupervisedRank, what: str) -> None:
+        heapq.heappush(self._alarms, (self._now + seconds, rank.number, rank.incarnation, what))
+
+    def _say(self, text: str) -> None:
+        self._deeds.append(Say(text))
+
+    def _done(self) -> Sequence[Deed]:
+        while self._alarms and self._alarms[0][0] <= self._now:  # A start without a pause is due at once.
+            _, number, incarnation, what = heapq.heappop(self._alarms)
+            if self.ranks[number].incarnation == incarnation:
+                self._ring(self.ranks[number], what)
+        deeds, self._deeds = self._deeds, []
+        return deeds
+
+
+def status(code: int) -> int:
+    """Return the exit code of a shell for one of a process: 128 more than a signal's number."""
+    return 128 - code if code < 0 else code
+
+
+def described(code: int | None) -> str:
+    """Describe the end of a process: ``"exit code 1"``, ``"SIGKILL"``."""
+    if code is None:
+        return "not ended"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``"1 rank"``, ``"2 ranks"``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

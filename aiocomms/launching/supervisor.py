@@ -1,0 +1,246 @@
+"""The function ``supervise``, which carries out what a :class:`Supervision` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.launching.health import serve_health
+from aiocomms.launching.host import Event, HostProcesses
+from aiocomms.launching.job import At, Job, place
+from aiocomms.launching.output import Printer
+from aiocomms.launching.supervision import Deed, Say, Start, Supervision, Tell
+from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel.sockets import listen_at
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOPBACK: Final = "127.0.0.1"
+
+
+async def supervise(job: Job) -> int:
+    """Run the ranks of a job until all have ended.
+
+    On the main thread SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. A call that is cancelled
+    ends the ranks, too.
+
+    :returns: the exit code: that of the rank that failed first, 128 more than its number for a signal; 0: none did.
+    :raises ArgumentError: the job is not as it should be, or a port is in use; no process was started.
+    :raises CommError: the ranks cannot be started, or the supervisors of other hosts are gone.
+    """
+    job.check(os.environ)
+    printer = Printer(job.size, _folder(job), os.environ)
+    for text in job.warnings(os.environ, len(os.sched_getaffinity(0))):
+        await printer.say(text)
+    listener = None if job.listen is None else _listen(place("listen", job.listen))
+    try:
+        with contextlib.nullcontext() if listener is None else listener:
+            async with anyio.create_task_group() as tasks:
+                supervisor = Supervisor(job, listener, printer, tasks)
+                try:
+                    code = await _supervised(supervisor, job)
+                finally:
+                    await supervisor.aclose()
+    except BaseExceptionGroup as group:
+        failure = first(group)
+    else:
+        for line in supervisor.supervision.summary():
+            await printer.say(line)
+        return code
+    raise failure
+
+
+async def _supervised(supervisor: Supervisor, job: Job) -> int:
+    """Run a job, and meanwhile hear signals and answer to HTTP."""
+    async with anyio.create_task_group() as beside:
+        if threading.current_thread() is threading.main_thread():
+            await beside.start(supervisor.hear_signals)
+        if job.health is not None:
+            await beside.start(serve_health, place("health", job.health), supervisor.state)
+        code = await supervisor.run()
+        beside.cancel_scope.cancel()
+    return code
+
+
+class Supervisor:
+    """The supervisor of one host, which decides for all.
+
+    :param job: what runs.
+    :param tasks: where the tasks run that end with the ranks.
+    """
+
+    def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
+        self._job, self._printer = job, printer
+        self._send, self._events = anyio.create_memory_object_stream[Event](math.inf)
+        settings = {"program": list(job.program), "preload": list(job.preload), "grace": job.grace}
+        tell = self._send.send_nowait
+        self._host = HostProcesses(settings, environment(os.environ), listener, printer, tell, tasks)
+        self._stores: dict[int, tuple[TCPStore, int]] = {}
+        """The store of the generation, and its port."""
+        self.supervision: Supervision = Supervision(
+            job.size, restart=job.restart == "on-failure", most=job.max_restarts, grace=job.grace
+        )
+
+    async def run(self) -> int:
+        """Start the ranks, and do what is to be done until all have ended; return the exit code."""
+        supervision = self.supervision
+        await self._do(supervision.begin(anyio.current_time()))
+        while not supervision.over:
+            event: Event = ("tick",)
+            left = math.inf if supervision.deadline is None else supervision.deadline - anyio.current_time()
+            with anyio.move_on_after(max(0.0, left)):
+                event = await self._events.receive()
+            await self._do(self._decide(event, anyio.current_time()))
+            if supervision.stopping is not None:
+                self._host.refuse_connections()
+        return supervision.code()
+
+    def _decide(self, event: Event, now: float) -> Sequence[Deed]:
+        match event:
+            case ("ended", rank, incarnation, code):
+                return self.supervision.ended(rank, incarnation, code, now)
+            case ("formed", rank, incarnation, name, epoch):
+                return self.supervision.formed(rank, incarnation, name, epoch, now)
+            case ("lost", rank, name, epoch):
+                return self.supervision.lost(rank, name, epoch, now)
+            case ("stop", why):
+                return self.supervision.stop(why, now)
+            case ("replace",):
+                return self.supervision.replace_all(now)
+        return self.supervision.tick(now)
+
+    async def _do(self, deeds: Sequence[Deed]) -> None:
+        for deed in deeds:
+            match deed:
+                case Start():
+                    await self._host.start(deed, await self._variables(deed))
+                case Tell():
+                    await self._host.signal(deed.rank, deed.signal)
+                case Say():
+                    await self._printer.say(deed.text)
+
+    async def _variables(self, deed: Start) -> dict[str, str]:
+        """Return the variables that tell a process its place in the job."""
+        if deed.generation not in self._stores:
+            await run_in_thread(self._stores.clear)  # An earlier generation's keys would be taken for this one's.
+            self._stores[deed.generation] = await run_in_thread(lambda: open_store(_LOOPBACK))
+        return variables(self._job, deed, At(_LOOPBACK, self._stores[deed.generation][1]))
+
+    async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
+        """Take the signals of this process for the ranks'."""
+        with anyio.open_signal_receiver(*_SIGNALS) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                event: Event = ("replace",) if number == signal.SIGHUP else ("stop", f"{name}: all ranks are to end")
+                self._send.send_nowait(event)
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what ``/readyz`` says: whether all ranks have formed a communicator, and how each rank is."""
+        processes = self._host.processes
+        ranks = [
+            {
+                "rank": rank.number, "alive": rank.alive, "formed": bool(rank.formed), "restarts": rank.incarnation,
+                "pid": processes[rank.number].pid if rank.number in processes else None,
+            }
+            for rank in self.supervision.ranks
+        ]  # fmt: skip
+        return {"ready": self.supervision.ready, "generation": self.supervision.generation, "ranks": ranks}
+
+    async def aclose(self) -> None:
+        """End what is left."""
+        with anyio.CancelScope(shield=True):
+            await self._host.aclose()
+            await run_in_thread(self._stores.clear, anyhow=True)
+        self._send.close()
+        self._events.close()
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what all ranks inherit: one thread for each operation of torch, and a secret of the job's own."""
+    given = dict(environ)
+    given.setdefault("OMP_NUM_THREADS", "1")
+    if "AIOCOMMS_TOKEN_FILE" not in given:
+        given.setdefault("AIOCOMMS_TOKEN", secrets.token_hex(32))
+    return given
+
+
+def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
+    """Return the variables of one process, as torchrun sets them and aiocomms and torch read them."""
+    node, local = divmod(deed.rank, job.ranks)
+    return {
+        "RANK": str(deed.rank),
+        "WORLD_SIZE": str(job.size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(job.ranks),
+        "NODE_RANK": str(node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(job.nnodes),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(deed.generation),
+        "AIOCOMMS_RESTARTS": str(deed.restarts),
+    }
+
+
+def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
+    """Serve a store of torch's on a socket of our own, for without one torch listens on every interface. Blocks.
+
+    :returns: the store, which is served as long as it lives, and its port.
+    :raises OSError: the port is in use, or the host is not this one.
+    """
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = listen_at(host) if port == 0 else socket.create_server((host, port), family=family)
+    port = int(listener.getsockname()[1])
+    server = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server), port
+
+
+def _listen(at: At) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+        listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise ArgumentError(f"listen cannot be at {at}: {error.strerror or error}") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Inherited by connections.
+    return listener
+
+
+def _folder(job: Job) -> Path | None:
+    if job.log_dir is None:
+        return None
+    try:
+        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"log_dir {job.log_dir!r} cannot be made: {error.strerror}") from None
+    return Path(job.log_dir)
+
+
+def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group, of those of this package if there is one."""
+    errors: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending.extend(error.exceptions)
+        else:
+            errors.append(error)
+    return next((error for error in errors if isinstance(error, CommError)), errors[0])

@@ -1,0 +1,184 @@
+"""The parts of ``aiocomms run`` beside its decisions: lines, HTTP, options, the environment of a rank, its reports."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiocomms.bootstrap import supervised
+from aiocomms.cli import main
+from aiocomms.errors import ArgumentError
+from aiocomms.launching import Job
+from aiocomms.launching.health import answer
+from aiocomms.launching.job import At, place
+from aiocomms.launching.output import LONGEST, LineSplitter, is_coloured, prefixes
+from aiocomms.launching.supervision import Start
+from aiocomms.launching.supervisor import environment, variables
+
+pytestmark = pytest.mark.deterministic
+
+
+def test_pieces_become_whole_lines_and_the_rest_comes_at_the_end():
+    splitter = LineSplitter()
+    assert splitter.feed(b"one\ntw") == [b"one"]
+    assert splitter.feed(b"o\n\nthr") == [b"two", b""]
+    assert splitter.end() == [b"thr"]
+    assert splitter.end() == []
+
+
+def test_line_without_an_end_is_cut_before_it_takes_all_memory():
+    assert [len(line) for line in LineSplitter().feed(b"x" * (2 * LONGEST + 1))] == [LONGEST, LONGEST]
+
+
+def test_colours_are_for_terminals_and_no_color_turns_them_off(monkeypatch):
+    assert prefixes(2, coloured=False) == [b"[0] ", b"[1] "]
+    assert prefixes(2, coloured=True) == [b"\x1b[36m[0]\x1b[0m ", b"\x1b[33m[1]\x1b[0m "]
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    assert is_coloured(1, {"TERM": "xterm"})
+    assert not is_coloured(1, {"NO_COLOR": "1"})
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    assert not is_coloured(1, {"TERM": "xterm"})
+
+
+@pytest.mark.parametrize(
+    ("request_line", "ready", "status"),
+    [
+        (b"GET /healthz HTTP/1.1", False, 200),
+        (b"GET /readyz HTTP/1.1", True, 200),
+        (b"GET /readyz?verbose HTTP/1.1", False, 503),
+        (b"GET / HTTP/1.1", True, 404),
+        (b"POST /readyz HTTP/1.1", True, 405),
+        (b"\x00\xff", True, 405),
+        (b"", True, 405),
+    ],
+)
+def test_health_answers_with_the_status_and_a_json_body(request_line, ready, status):
+    head, _, body = answer(request_line + b"\r\nHost: x\r\n\r\n", {"ready": ready, "ranks": []}).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert f"Content-Length: {len(body)}".encode() in head
+    assert json.loads(body) == ({"ready": ready, "ranks": []} if status in (200, 503) else json.loads(body))
+
+
+def test_head_request_is_answered_without_a_body():
+    assert answer(b"HEAD /healthz HTTP/1.1\r\n\r\n", {"ready": True}).endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0, wanted an integer >= 1"),
+        ({"nnodes": 0}, "nnodes is 0, wanted an integer >= 1"),
+        ({"max_restarts": -1}, "max_restarts is -1, wanted an integer >= 0"),
+        ({"restart": "always"}, "restart is 'always', wanted one of never, on-failure"),
+        ({"grace": float("nan")}, "grace is nan, wanted 0 to 86400 seconds"),
+        ({"node_rank": 1}, "node_rank is 1, wanted 0 <= node_rank < nnodes=1"),
+        ({"nnodes": 2}, "rendezvous is missing, wanted HOST:PORT of the first host"),
+        ({"rendezvous": "a:1"}, "rendezvous is 'a:1', and nnodes is 1: supervisors of several hosts meet there"),
+        ({"program": []}, "no program is given, wanted FILE.py or -m MODULE"),
+        ({"program": ["-m"]}, "no program is given, wanted FILE.py or -m MODULE"),
+        ({"program": ["absent.py"]}, "there is no file 'absent.py'"),
+        ({"program": ["-m", "absent.server"]}, "there is no module 'absent.server'"),
+        ({"health": "80a"}, "health is '80a', wanted HOST:PORT with a port of 0 to 65535"),
+        ({"listen": "host:65536"}, "listen is 'host:65536', wanted HOST:PORT with a port of 0 to 65535"),
+    ],
+)
+def test_wrong_option_is_refused_with_one_sentence(options: dict[str, Any], message):
+    with pytest.raises(ArgumentError) as caught:
+        Job(**{"program": ["-m", "json"], **options}).check({})
+    assert str(caught.value) == message
+
+
+def test_command_ends_with_1_and_says_what_is_wrong(capsys):
+    assert main(["run", "-n", "2", "absent.py", "-n", "3"]) == 1
+    assert capsys.readouterr().err == "aiocomms run: there is no file 'absent.py'\n"
+
+
+def test_options_behind_the_program_are_its_own(monkeypatch):
+    jobs: list[Job] = []
+    monkeypatch.setattr("aiocomms.cli.running.anyio", SimpleNamespace(run=lambda _, job: jobs.append(job) or 0))
+    for arguments in (["server.py", "-n", "3", "--grace=1"], ["-m", "server", "-n", "3", "-m", "x"]):
+        assert main(["run", "-n", "2", "--preload", "json", "--preload", "math", *arguments]) == 0
+    assert [(job.ranks, list(job.preload)) for job in jobs] == 2 * [(2, ["json", "math"])]
+    assert [job.program for job in jobs] == [
+        ["server.py", "-n", "3", "--grace=1"],
+        ["-m", "server", "-n", "3", "-m", "x"],
+    ]
+
+
+def test_places_have_a_host_and_a_port():
+    assert place("x", "8080") == At("127.0.0.1", 8080)
+    assert place("x", "[::1]:80") == At("::1", 80)
+    assert str(place("x", "[::1]:80")) == "[::1]:80"
+
+
+def test_more_ranks_or_threads_than_cores_is_a_warning_with_the_setting():
+    job = Job(program=["x.py"], ranks=4)
+    assert job.warnings({}, 4) == []
+    assert "at most 2 (-n)" in job.warnings({}, 2)[0]
+    assert "set OMP_NUM_THREADS=2" in job.warnings({"OMP_NUM_THREADS": "4"}, 8)[0]
+
+
+def test_ranks_get_one_thread_and_a_token_of_their_own_unless_given():
+    first, second = environment({}), environment({})
+    assert first["OMP_NUM_THREADS"] == "1"
+    assert first["AIOCOMMS_TOKEN"] != second["AIOCOMMS_TOKEN"]
+    assert environment({"AIOCOMMS_TOKEN_FILE": "f", "OMP_NUM_THREADS": "2"}) == {
+        "AIOCOMMS_TOKEN_FILE": "f",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_variables_give_a_rank_its_place_and_its_restarts():
+    job = Job(program=["x.py"], ranks=2, nnodes=2, rendezvous="h:1")
+    found = variables(job, Start(3, 5, 1, 2), At("h", 9))
+    wanted = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    wanted |= {"MASTER_ADDR": "h", "MASTER_PORT": "9", "AIOCOMMS_RESTARTS": "2"}
+    assert wanted.items() <= found.items()
+
+
+class TestReports:
+    """The reports of a rank to the launcher, through the pipe that the environment names."""
+
+    @pytest.fixture
+    def reported(self, monkeypatch):
+        mine, its = os.pipe()
+        os.set_blocking(mine, False)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("AIOCOMMS_SUPERVISOR", f"{its}:{os.getpid()}")
+
+        def read() -> bytes:
+            try:
+                return os.read(mine, 4096)
+            except BlockingIOError:
+                return b""
+
+        yield read
+        os.close(mine)
+        os.close(its)
+
+    def test_communicator_of_all_ranks_is_reported_when_formed_and_when_it_loses_a_rank(self, reported):
+        supervised.report_formed(1, 2, "world", 1)
+        supervised.report_lost(1, 2, "world", 1, 0)
+        assert reported() == b"formed 1 world\nlost 0 1 world\n"
+
+    def test_communicator_of_other_ranks_is_not_reported(self, reported):
+        supervised.report_formed(0, 1, "part", 1)
+        assert reported() == b""
+
+    def test_child_of_a_rank_reports_nothing(self, reported, monkeypatch):
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        supervised.report_formed(1, 2, "world", 1)
+        assert reported() == b""
+
+
+def test_rank_is_a_newcomer_where_the_launcher_has_restarted_it(monkeypatch):
+    assert not supervised.is_newcomer()
+    monkeypatch.setenv("AIOCOMMS_RESTARTS", "0")
+    assert not supervised.is_newcomer()
+    monkeypatch.setenv("AIOCOMMS_RESTARTS", "2")
+    assert supervised.is_newcomer()

@@ -1,0 +1,321 @@
+"""The decisions of ``aiocomms run``: a test plays the processes and the clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from aiocomms.launching.supervision import (
+    ENDING,
+    FIRST_PAUSE,
+    LINGER,
+    PATIENCE,
+    WINDOW,
+    Deed,
+    Say,
+    Start,
+    Supervision,
+    Tell,
+)
+
+pytestmark = pytest.mark.deterministic
+
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
+class Stage:
+    """The processes of a job, as far as its supervisor knows them."""
+
+    def __init__(self, size: int, *, restart: bool = True, most: int = 8, grace: float = 30.0) -> None:
+        self.supervision = Supervision(size, restart=restart, most=most, grace=grace)
+        self.now = 0.0
+        self.said: list[str] = []
+        self.deeds: list[Deed] = []
+        self._take(self.supervision.begin(self.now))
+
+    def _take(self, deeds: Sequence[Deed]) -> None:
+        self.said += [deed.text for deed in deeds if isinstance(deed, Say)]
+        self.deeds += [deed for deed in deeds if not isinstance(deed, Say)]
+
+    def form(self, *ranks: int, epoch: int = 1) -> None:
+        for rank in ranks:
+            incarnation = self.supervision.ranks[rank].incarnation
+            self._take(self.supervision.formed(rank, incarnation, "world", epoch, self.now))
+
+    def end(self, rank: int, code: int) -> None:
+        self._take(self.supervision.ended(rank, self.supervision.ranks[rank].incarnation, code, self.now))
+
+    def lose(self, rank: int, epoch: int = 1) -> None:
+        self._take(self.supervision.lost(rank, "world", epoch, self.now))
+
+    def stop(self) -> None:
+        self._take(self.supervision.stop("SIGTERM", self.now))
+
+    def replace(self) -> None:
+        self._take(self.supervision.replace_all(self.now))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self._take(self.supervision.tick(self.now))
+
+    def new(self) -> list[Deed]:
+        """Return what has been asked for since the last call."""
+        deeds, self.deeds = self.deeds, []
+        return deeds
+
+
+def formed(size: int = 3, **options: object) -> Stage:
+    """Return a job whose ranks have formed their communicator."""
+    stage = Stage(size, **options)  # type: ignore[arg-type]
+    stage.form(*range(size))
+    stage.new()
+    return stage
+
+
+def test_all_ranks_start_in_the_first_generation_without_restarts():
+    assert Stage(2).new() == [Start(0, 0, 0, 0), Start(1, 0, 0, 0)]
+
+
+def test_job_whose_ranks_all_end_well_is_over_with_exit_code_0():
+    stage = formed(2)
+    stage.end(0, 0)
+    assert not stage.supervision.over
+    stage.end(1, 0)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 0
+    assert stage.supervision.summary() == ["2 ranks, 0 restarts; rank 0: exit code 0; rank 1: exit code 0"]
+    assert stage.new() == []
+
+
+def test_death_without_restarts_ends_the_others_with_its_exit_code():
+    stage = formed(3, restart=False)
+    stage.end(1, -11)
+    assert stage.new() == [Tell(0, TERM), Tell(2, TERM)]
+    stage.end(0, -15)
+    stage.end(2, 7)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 128 + 11
+    assert stage.supervision.summary()[1] == "rank 1 failed first: SIGSEGV"
+
+
+def test_dead_rank_is_restarted_at_once_as_a_newcomer_the_first_time():
+    stage = formed()
+    stage.end(1, 1)
+    assert stage.new() == [Start(1, 1, 0, 1)]
+    assert not stage.supervision.ready
+    stage.form(1, epoch=2)
+    assert stage.supervision.ready
+
+
+def test_pauses_before_restarts_double_and_the_window_forgets_them():
+    stage = formed()
+    for restarts, pause in enumerate((0.0, FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE), 1):
+        stage.form(1)
+        stage.end(1, 1)
+        if pause:
+            stage.wait(0.9 * pause)
+            assert stage.new() == []
+            stage.wait(0.2 * pause)
+        assert stage.new() == [Start(1, restarts, 0, restarts)]
+    stage.form(1)
+    stage.wait(WINDOW + 1)
+    stage.end(1, 1)
+    assert stage.new() == [Start(1, 5, 0, 5)]
+
+
+def test_rank_that_dies_too_often_ends_the_job_with_its_code():
+    stage = formed(2, most=2)
+    for _ in range(2):
+        stage.end(1, 3)
+        stage.wait(1)
+    stage.new()
+    stage.end(1, 3)
+    assert stage.new() == [Tell(0, TERM)]
+    assert "giving up" in stage.said[-1]
+    stage.end(0, 0)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 3
+
+
+def test_deaths_of_many_ranks_are_counted_by_rank():
+    stage = formed(6, most=1)
+    for rank in range(5):
+        stage.end(rank, 1)
+        assert stage.new() == [Start(rank, 1, 0, 1)]
+        stage.form(rank, epoch=rank + 2)
+
+
+def test_all_start_anew_when_no_rank_is_left_that_has_formed():
+    stage = formed(2)
+    stage.end(1, 1)
+    stage.end(0, 1)
+    assert stage.new() == [Start(1, 1, 0, 1), Tell(1, TERM)]
+    stage.end(1, -15)
+    assert stage.new() == [Start(0, 1, 1, 0), Start(1, 2, 1, 0)]
+    assert stage.supervision.first == (1, 1)
+
+
+def test_process_of_a_generation_that_cannot_go_on_is_killed_when_it_does_not_end():
+    stage = Stage(2)
+    stage.new()
+    stage.end(0, 1)
+    assert stage.new() == [Tell(1, TERM)]
+    stage.wait(ENDING)
+    assert stage.new() == [Tell(1, KILL)]
+    stage.end(1, -9)
+    assert [deed.generation for deed in stage.new()] == [1, 1]
+
+
+def test_newcomer_whom_no_rank_can_take_in_ends_when_the_others_have_ended_well():
+    stage = formed(2)
+    stage.end(1, 9)
+    stage.new()
+    stage.end(0, 0)
+    assert stage.new() == [Tell(1, TERM)]
+    stage.end(1, -15)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 9
+
+
+def test_lost_process_that_does_not_end_is_killed_and_replaced():
+    stage = formed()
+    stage.lose(2)
+    stage.wait(0.9 * LINGER)
+    assert stage.new() == []
+    stage.wait(0.2 * LINGER)
+    assert stage.new() == [Tell(2, KILL)]
+    stage.end(2, -9)
+    assert stage.new() == [Start(2, 1, 0, 1)]
+
+
+def test_late_report_of_a_loss_does_not_kill_the_successor():
+    stage = formed()
+    stage.lose(2)
+    stage.end(2, -9)
+    stage.lose(2)  # The newcomer has formed nothing yet.
+    stage.form(2, epoch=2)
+    stage.lose(2)
+    stage.new()
+    stage.wait(10 * LINGER)
+    assert stage.new() == []
+    stage.lose(2, epoch=2)
+    stage.wait(LINGER)
+    assert stage.new() == [Tell(2, KILL)]
+
+
+def test_loss_of_a_rank_that_is_none_is_ignored():
+    stage = formed(2)
+    stage.lose(7)
+    stage.wait(10 * LINGER)
+    assert stage.new() == []
+
+
+def test_stop_tells_all_once_waits_and_then_kills():
+    stage = formed(2, grace=5.0)
+    stage.stop()
+    assert stage.new() == [Tell(0, TERM), Tell(1, TERM)]
+    stage.end(0, 0)
+    stage.wait(5.0)
+    assert stage.new() == [Tell(1, KILL)]
+    stage.end(1, -9)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 137
+
+
+def test_second_stop_kills_at_once():
+    stage = formed(2)
+    stage.stop()
+    stage.new()
+    stage.stop()
+    assert stage.new() == [Tell(0, KILL), Tell(1, KILL)]
+
+
+def test_stop_during_a_pause_starts_nothing():
+    stage = formed(2)
+    for _ in range(2):
+        stage.end(1, 1)
+    stage.new()
+    stage.stop()
+    stage.end(0, 0)
+    stage.wait(WINDOW)
+    assert Tell(0, TERM) in stage.deeds
+    assert not any(isinstance(deed, Start) for deed in stage.new())
+    assert stage.supervision.over
+
+
+def test_replacement_goes_from_the_highest_rank_to_0_each_after_the_last_has_formed():
+    stage = formed(3, restart=False)
+    stage.replace()
+    for epoch, rank in enumerate((2, 1, 0), 2):
+        assert stage.new() == [Tell(rank, TERM)]
+        stage.end(rank, 0)
+        assert stage.new() == [Start(rank, 1, 0, 1)]
+        stage.form(*({0, 1, 2} - {rank}), epoch=epoch)
+        assert stage.new() == []
+        stage.form(rank, epoch=epoch)
+    assert stage.new() == []
+    assert stage.said[-1] == "all ranks have been replaced"
+    assert stage.supervision.ready
+    assert stage.supervision.first is None
+
+
+def test_replaced_rank_that_the_others_lose_is_given_its_grace():
+    stage = formed(2, grace=9.0)
+    stage.replace()
+    stage.new()
+    stage.lose(1)
+    stage.wait(8.0)
+    assert stage.new() == []
+    stage.wait(1.0)
+    assert stage.new() == [Tell(1, KILL)]
+    stage.end(1, -9)
+    assert stage.new() == [Start(1, 1, 0, 1)]
+
+
+def test_replacement_goes_on_when_the_successor_dies_before_it_has_formed():
+    stage = formed(2)
+    stage.replace()
+    stage.end(1, 0)
+    stage.end(1, 1)
+    stage.new()
+    stage.form(1, epoch=2)
+    assert stage.new() == [Tell(0, TERM)]
+
+
+def test_only_rank_is_replaced_by_a_new_generation():
+    stage = formed(1)
+    stage.replace()
+    stage.end(0, 0)
+    assert stage.new() == [Tell(0, TERM), Start(0, 1, 1, 0)]
+
+
+def test_replacement_is_refused_before_all_ranks_have_formed():
+    stage = Stage(2)
+    stage.form(0)
+    stage.new()
+    stage.replace()
+    assert stage.new() == []
+    assert "not all have formed" in stage.said[-1]
+
+
+def test_ranks_that_do_not_form_are_named_once():
+    stage = Stage(3)
+    stage.form(0)
+    stage.wait(PATIENCE)
+    stage.wait(PATIENCE)
+    assert stage.said == ["ranks 1, 2 have not formed a communicator after 60 s"]
+
+
+def test_report_of_an_earlier_incarnation_is_ignored():
+    stage = formed(2)
+    stage.end(1, 1)
+    stage._take(stage.supervision.formed(1, 0, "world", 1, stage.now))
+    assert not stage.supervision.ready
+
+
+def test_nothing_waits_for_the_time_once_all_have_formed():
+    stage = formed(2)
+    stage.wait(PATIENCE)
+    assert stage.supervision.deadline is None
