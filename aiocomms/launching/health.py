@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import ByteStream, TaskStatus
 
 from aiocomms.errors import ArgumentError
-from aiocomms.launching.job import At
+from aiocomms.launching.job import At, reason_of
 
 _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
@@ -62,7 +62,7 @@ async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -
     try:
         listener = await anyio.create_tcp_listener(local_host=at.host, local_port=at.port)
     except OSError as error:
-        raise ArgumentError(f"health cannot be asked at {at}: {error.strerror or error}") from None
+        raise ArgumentError(f"health cannot be asked at {at}: {reason_of(error)}") from None
     async with listener:
         task_status.started()
         await listener.serve(handle)

@@ -32,6 +32,7 @@ class RankProcess:
         self.rank, self.incarnation, self.log = rank, incarnation, log
         self.key = f"{rank}.{incarnation}"
         self.pid: int | None = None
+        self.formed = False
         self.pipes: list[int] = []
         self.theirs: list[int] = []
         for _ in range(3):
@@ -171,6 +172,7 @@ class HostProcesses:
         for line in process.reports.feed(data or b""):
             match line.decode(errors="replace").split(" ", 3):
                 case ["formed", epoch, *name] if epoch.isdecimal():
+                    process.formed = True
                     self._tell(("formed", process.rank, process.incarnation, " ".join(name), int(epoch)))
                 case ["lost", rank, epoch, name] if rank.isdecimal() and epoch.isdecimal():
                     self._tell(("lost", int(rank), name, int(epoch)))

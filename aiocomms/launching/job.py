@@ -136,3 +136,8 @@ def place(name: str, text: str) -> At:
     if not (port.isascii() and port.isdigit() and int(port) < 65536) or not host:
         raise ArgumentError(f"{name} is {text!r}, wanted HOST:PORT with a port of 0 to 65535")
     return At(host, int(port))
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a place cannot be used, without the place, which Python may repeat."""
+    return str(error) if error.errno is None else os.strerror(error.errno)

@@ -24,6 +24,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before a rank's second restart within the window, which double each time; before the first there are none."""
 LINGER: Final = 1.0
 """Seconds that a process which the others have lost may take to end by itself."""
+SILENCE: Final = 30.0
+"""Seconds after which the host of a killed process is taken for gone."""
 ENDING: Final = 5.0
 """Seconds that the processes of a generation that cannot go on may take to end by SIGTERM."""
 PATIENCE: Final = 60.0
@@ -235,6 +237,8 @@ class Supervision:
                 self._kill(rank, "is lost to the others, and has not ended")
             case "late" if rank.alive:
                 self._kill(rank, "has not ended in time")
+            case "silent" if rank.alive:
+                self._miss(rank)
 
     def _name_unformed(self, rank: SupervisedRank) -> None:
         late = [it.number for it in self.ranks if it.alive and not it.formed]
@@ -245,6 +249,14 @@ class Supervision:
     def _kill(self, rank: SupervisedRank, why: str) -> None:
         self._say(f"rank {rank.number} {why}: it is killed")
         self._deeds.append(Tell(rank.number, signal.SIGKILL))
+        self._alarm(SILENCE, rank, "silent")
+
+    def _miss(self, rank: SupervisedRank) -> None:
+        """Give up a rank whose supervisor does not say that it has ended: its host is gone, or cut off."""
+        rank.alive, rank.code = False, -signal.SIGKILL
+        if self.stopping is None:
+            self._gave_up = rank.code
+            self._stop(f"rank {rank.number} was killed, and its host does not answer: giving up")
 
     def _after_end(self, rank: SupervisedRank, code: int) -> None:
         if self._anew is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
 import signal
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from aiocomms.errors import ArgumentError, CommError
+from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.launching.health import serve_health
 from aiocomms.launching.host import Event, HostProcesses
-from aiocomms.launching.job import At, Job, place
+from aiocomms.launching.hosts import HostQueue, OtherHosts
+from aiocomms.launching.job import At, Job, place, reason_of
 from aiocomms.launching.output import Printer
-from aiocomms.launching.supervision import Deed, Say, Start, Supervision, Tell
+from aiocomms.launching.supervision import Deed, Say, Start, Supervision
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.lowlevel.sockets import listen_at
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -50,7 +52,7 @@ async def supervise(job: Job) -> int:
     try:
         with contextlib.nullcontext() if listener is None else listener:
             async with anyio.create_task_group() as tasks:
-                supervisor = Supervisor(job, listener, printer, tasks)
+                supervisor = (Supervisor if job.node_rank == 0 else Follower)(job, listener, printer, tasks)
                 try:
                     code = await _supervised(supervisor, job)
                 finally:
@@ -58,13 +60,13 @@ async def supervise(job: Job) -> int:
     except BaseExceptionGroup as group:
         failure = first(group)
     else:
-        for line in supervisor.supervision.summary():
+        for line in supervisor.summary():
             await printer.say(line)
         return code
     raise failure
 
 
-async def _supervised(supervisor: Supervisor, job: Job) -> int:
+async def _supervised(supervisor: HostSupervisor, job: Job) -> int:
     """Run a job, and meanwhile hear signals and answer to HTTP."""
     async with anyio.create_task_group() as beside:
         if threading.current_thread() is threading.main_thread():
@@ -76,8 +78,8 @@ async def _supervised(supervisor: Supervisor, job: Job) -> int:
     return code
 
 
-class Supervisor:
-    """The supervisor of one host, which decides for all.
+class HostSupervisor(ABC):
+    """The supervisor of one host.
 
     :param job: what runs.
     :param tasks: where the tasks run that end with the ranks.
@@ -89,14 +91,66 @@ class Supervisor:
         settings = {"program": list(job.program), "preload": list(job.preload), "grace": job.grace}
         tell = self._send.send_nowait
         self._host = HostProcesses(settings, environment(os.environ), listener, printer, tell, tasks)
+
+    @abstractmethod
+    async def run(self) -> int:
+        """Run the ranks of this host until all have ended; return the exit code."""
+
+    @abstractmethod
+    def state(self) -> Mapping[str, Any]:
+        """Return what ``/readyz`` says: whether the ranks have formed a communicator, and how each rank is."""
+
+    @abstractmethod
+    def summary(self) -> Sequence[str]:
+        """Return the lines that say what became of the job."""
+
+    async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
+        """Take the signals of this process for the ranks'."""
+        with anyio.open_signal_receiver(*_SIGNALS) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                event: Event = ("replace",) if number == signal.SIGHUP else ("stop", f"{name}: all ranks are to end")
+                self._send.send_nowait(event)
+
+    async def aclose(self) -> None:
+        """End what is left."""
+        with anyio.CancelScope(shield=True):
+            await self._host.aclose()
+        self._send.close()
+        self._events.close()
+
+
+class Supervisor(HostSupervisor):
+    """The supervisor of the first host, which decides for all."""
+
+    def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
+        super().__init__(job, listener, printer, tasks)
         self._stores: dict[int, tuple[TCPStore, int]] = {}
         """The store of the generation, and its port."""
+        self._others: OtherHosts | None = None
         self.supervision: Supervision = Supervision(
             job.size, restart=job.restart == "on-failure", most=job.max_restarts, grace=job.grace
         )
 
     async def run(self) -> int:
-        """Start the ranks, and do what is to be done until all have ended; return the exit code."""
+        """Run all ranks; see :class:`HostSupervisor`."""
+        if self._job.rendezvous is None:
+            return await self._run()
+        at = place("rendezvous", self._job.rendezvous)
+        store = await run_in_thread(lambda: _serve_rendezvous(at))
+        queue = await run_in_thread(lambda: HostQueue(at, 0, self._job.nnodes))
+        self._others = OtherHosts(queue, self._job.nnodes, self._send.send_nowait)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._others.hear)
+            code = await self._run()
+            await self._others.end(code)
+        del queue
+        await run_in_thread(store.clear)
+        return code
+
+    async def _run(self) -> int:
+        """Start the ranks, and do what is to be done until all have ended."""
         supervision = self.supervision
         await self._do(supervision.begin(anyio.current_time()))
         while not supervision.over:
@@ -125,32 +179,29 @@ class Supervisor:
 
     async def _do(self, deeds: Sequence[Deed]) -> None:
         for deed in deeds:
-            match deed:
-                case Start():
-                    await self._host.start(deed, await self._variables(deed))
-                case Tell():
-                    await self._host.signal(deed.rank, deed.signal)
-                case Say():
-                    await self._printer.say(deed.text)
+            if isinstance(deed, Say):
+                await self._printer.say(deed.text)
+                continue
+            host = deed.rank // self._job.ranks
+            given = await self._variables(deed) if isinstance(deed, Start) else {}
+            if host and self._others is not None:
+                await self._others.do(host, deed, given)
+            elif isinstance(deed, Start):
+                await self._host.start(deed, given)
+            else:
+                await self._host.signal(deed.rank, deed.signal)
 
     async def _variables(self, deed: Start) -> dict[str, str]:
         """Return the variables that tell a process its place in the job."""
+        given = self._job.rendezvous
+        host = _LOOPBACK if given is None else place("rendezvous", given).host
         if deed.generation not in self._stores:
             await run_in_thread(self._stores.clear)  # An earlier generation's keys would be taken for this one's.
-            self._stores[deed.generation] = await run_in_thread(lambda: open_store(_LOOPBACK))
-        return variables(self._job, deed, At(_LOOPBACK, self._stores[deed.generation][1]))
-
-    async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Take the signals of this process for the ranks'."""
-        with anyio.open_signal_receiver(*_SIGNALS) as signals:
-            task_status.started()
-            async for number in signals:
-                name = signal.Signals(number).name
-                event: Event = ("replace",) if number == signal.SIGHUP else ("stop", f"{name}: all ranks are to end")
-                self._send.send_nowait(event)
+            self._stores[deed.generation] = await run_in_thread(lambda: open_store(host))
+        return variables(self._job, deed, At(host, self._stores[deed.generation][1]))
 
     def state(self) -> Mapping[str, Any]:
-        """Return what ``/readyz`` says: whether all ranks have formed a communicator, and how each rank is."""
+        """Return the state of all ranks; see :class:`HostSupervisor`."""
         processes = self._host.processes
         ranks = [
             {
@@ -161,13 +212,91 @@ class Supervisor:
         ]  # fmt: skip
         return {"ready": self.supervision.ready, "generation": self.supervision.generation, "ranks": ranks}
 
+    def summary(self) -> Sequence[str]:
+        """Return the summary; see :class:`HostSupervisor`."""
+        return self.supervision.summary()
+
     async def aclose(self) -> None:
-        """End what is left."""
+        """End what is left, and the store after it."""
+        await super().aclose()
         with anyio.CancelScope(shield=True):
-            await self._host.aclose()
             await run_in_thread(self._stores.clear, anyhow=True)
-        self._send.close()
-        self._events.close()
+
+
+class Follower(HostSupervisor):
+    """The supervisor of another host than the first, which does what that one says."""
+
+    _stops = 0
+
+    async def run(self) -> int:
+        """Run the ranks of this host; see :class:`HostSupervisor`.
+
+        :raises CommError: the first host does not come, or is gone.
+        """
+        assert self._job.rendezvous is not None
+        at, mine = place("rendezvous", self._job.rendezvous), self._job.node_rank
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._end_early)
+            queue = await run_in_thread(lambda: HostQueue(at, mine, self._job.nnodes))
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._report, queue)
+            code = await self._obey(queue)
+            tasks.cancel_scope.cancel()
+        await run_in_thread(lambda: queue.send(0, ["left", mine]))
+        return code
+
+    async def _end_early(self) -> None:
+        """End this host if it is told to while it waits for the first one."""
+        while (await self._events.receive())[0] != "stop":
+            pass
+        raise CommError("it was told to end before the first host had come")
+
+    async def _obey(self, queue: HostQueue) -> int:
+        while True:
+            match await run_in_thread(queue.receive):
+                case ["start", rank, incarnation, generation, restarts, given]:
+                    await self._host.start(Start(rank, incarnation, generation, restarts), given)
+                case ["signal", rank, number]:
+                    await self._host.signal(rank, number)
+                case ["over", code]:
+                    return int(code)
+
+    async def _report(self, queue: HostQueue) -> None:
+        """Report this host's events to the first one."""
+        async for event in self._events:
+            self._stops += event[0] == "stop"
+            if self._stops > 1:  # The first host may not answer.
+                for rank in list(self._host.processes):
+                    await self._host.signal(rank, signal.SIGKILL)
+            with contextlib.suppress(StoreLostError):  # _obey() hears of it, too.
+                await run_in_thread(functools.partial(queue.send, 0, list(event)))
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the state of this host's ranks; see :class:`HostSupervisor`."""
+        ranks = [
+            {"rank": rank, "alive": True, "formed": process.formed, "restarts": process.incarnation, "pid": process.pid}
+            for rank, process in sorted(self._host.processes.items())
+        ]
+        ready = len(ranks) == self._job.ranks and all(rank["formed"] for rank in ranks)
+        return {"ready": ready, "ranks": ranks}
+
+    def summary(self) -> Sequence[str]:
+        """Return nothing: the first host says what became of the job."""
+        return []
+
+
+def _serve_rendezvous(at: At) -> list[TCPStore]:
+    """Serve the store in which supervisors meet, until the list is emptied.
+
+    :raises ArgumentError: it cannot be there.
+    """
+    try:
+        return [open_store(at.host, at.port)[0]]
+    except OSError as error:
+        raise ArgumentError(
+            f"rendezvous cannot be at {at}: {reason_of(error)}; is there another supervisor of node_rank 0?"
+        ) from None
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -207,7 +336,7 @@ def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
     from torch.distributed import TCPStore
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = listen_at(host) if port == 0 else socket.create_server((host, port), family=family)
+    listener = socket.create_server((host, port), family=family)
     port = int(listener.getsockname()[1])
     server = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server), port
@@ -218,7 +347,7 @@ def _listen(at: At) -> socket.socket:
         family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
         listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
-        raise ArgumentError(f"listen cannot be at {at}: {error.strerror or error}") from None
+        raise ArgumentError(f"listen cannot be at {at}: {reason_of(error)}") from None
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Inherited by connections.
     return listener
 

@@ -42,7 +42,7 @@ PAGES = sorted(
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 # Pages whose code waits for no clock, and starts no process.
 BY_THEMSELVES = {"arrays.md", "cancellation.md", "index.md", "metrics.md", "recovery.md", "reference.md", "serving.md"}
-FOR_HOSTS = ["ray.md"]  # their code is run by tests/hosts, where the hosts are
+FOR_HOSTS = ["ray.md", "running.md"]  # tests/hosts and tests/launchers run their code
 BOUND = 240.0  # seconds after which a command hangs
 
 FENCE = re.compile(r"(?:^<!-- (run|file: (\S+)) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

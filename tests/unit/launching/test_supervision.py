@@ -12,6 +12,7 @@ from aiocomms.launching.supervision import (
     FIRST_PAUSE,
     LINGER,
     PATIENCE,
+    SILENCE,
     WINDOW,
     Deed,
     Say,
@@ -319,3 +320,16 @@ def test_nothing_waits_for_the_time_once_all_have_formed():
     stage = formed(2)
     stage.wait(PATIENCE)
     assert stage.supervision.deadline is None
+
+
+def test_killed_rank_whose_host_does_not_answer_ends_the_job():
+    stage = formed(2, grace=3.0)
+    stage.lose(1)
+    stage.wait(LINGER)
+    stage.new()
+    stage.wait(SILENCE)
+    assert stage.new() == [Tell(0, TERM)]
+    assert "its host does not answer" in stage.said[-1]
+    stage.end(0, 0)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 137
