@@ -123,7 +123,7 @@ def running(tmp_path: Path) -> Iterator[object]:
         job.process.kill()
         job.process.wait()
         assert job.process.stdout is not None
-        job.process.stdout.read()  # It ends when the last of its processes has.
+        job.process.stdout.read()  # The pipe ends when the last of the processes has.
         job.process.stdout.close()
 
 
@@ -151,7 +151,7 @@ def test_ranks_that_die_or_hang_are_replaced_then_all_one_by_one_and_then_they_l
     assert [rank["pid"] for rank in body["ranks"]] == first
     os.kill(first[1], signal.SIGKILL)
     second = job.formed(1)
-    os.kill(first[0], signal.SIGSTOP)  # It is lost to the other after 2 s, and then killed.
+    os.kill(first[0], signal.SIGSTOP)  # The other rank loses it after 2 s, and then it is killed.
     third = job.formed(0)
     while readiness(port)[0] != 200:
         pass
@@ -253,7 +253,7 @@ def test_ranks_of_two_supervisors_are_one_job(running):
     second.formed(1)
     assert running(*places, "server.py", **token).end() == 1  # The place is taken.
     assert running(*places, "--node-rank", "1", "server.py", **token).end() == 1
-    second.process.send_signal(signal.SIGTERM)  # It ends all of them.
+    second.process.send_signal(signal.SIGTERM)  # The job ends on both hosts.
     assert first.end() == 0
     assert second.end() == 0
     assert "2 ranks, 1 restart; rank 0: exit code 0; rank 1: exit code 0" in first.output
