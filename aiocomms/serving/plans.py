@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextvars import ContextVar
 from traceback import format_exception, format_exception_only
 from typing import Any, cast
 
@@ -41,6 +42,9 @@ class Plan:
     number: int
     ended: anyio.Event
     over: anyio.Event
+    cancelled: bool
+    current: ContextVar[Plan] = ContextVar("aiocomms plan")
+    """The plan that this task carries out."""
 
     def __init__(self, comm: Communicator, number: int, in_order: bool) -> None:
         self.number, self._core = number, comm._core
@@ -48,6 +52,7 @@ class Plan:
         self._scope = anyio.CancelScope()
         self._begun: int | None = None  # The number of ops that had been called outside of lanes.
         self._in_step = True
+        self.cancelled = False  # Whether its caller has been cancelled.
         self.ended, self.over = anyio.Event(), anyio.Event()  # Events for the end here, and for the end on all ranks.
         self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
         self.result: Any = None
@@ -62,7 +67,10 @@ class Plan:
             with self._scope:
                 if before is not None:
                     await before.ended.wait()
+                if self._scope.cancel_called:
+                    return None
                 self._begun = self._called()
+                self.current.set(self)
                 with self._lane or contextlib.nullcontext():
                     self.result = await execute(what)
             return None
@@ -80,6 +88,11 @@ class Plan:
         self._scope.cancel()
         if self._lane is not None:
             self._lane.abort(reason)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it is in no lane, and in the order of the calls."""
+        return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
         """Return whether no rank has called an op that another rank may never match, or matches by a later one.

@@ -11,9 +11,18 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError, as_reason
+from aiocomms.errors import (
+    ArgumentError,
+    CommClosedError,
+    CommError,
+    LaneAbortedError,
+    PlanLostError,
+    WorkerError,
+    as_reason,
+)
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving.current import CurrentComm
@@ -86,6 +95,20 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         with _signals_ignored():
             await Worker(self.comm, self._recover, self._numbers, execute)._serve()
 
+    async def cancelled(self) -> bool:
+        """Ask on every rank, within a plan that runs in order, whether its caller has been cancelled; a collective.
+
+        So all ranks end the plan at the same step. It costs one small message of rank 0 to each other rank, and no
+        round trip: ask at each step of a loop, or at every tenth.
+
+        :returns: what rank 0 knew when it asked; the same on all ranks.
+        :raises ArgumentError: this task carries out no plan.
+        """
+        plan = Plan.current.get(None)
+        if plan is None:
+            raise ArgumentError("cancelled() is asked within a plan", comm=self.comm.name, rank=self.comm.rank)
+        return bool(await self.comm.broadcast_object(plan.cancelled, 0))
+
 
 @contextlib.contextmanager
 def _signals_ignored() -> Iterator[None]:
@@ -121,7 +144,8 @@ class Driver(Worker):
     async def run(self, plan: Any) -> Any:
         """Have every rank carry out a plan at the same time as others, in a lane of its own; any number of tasks.
 
-        Its collectives, messages and objects meet those of this plan only. A cancelled caller leaves it to its end.
+        Its collectives, messages and objects meet those of this plan only. If the caller is cancelled, so is the plan,
+        on every rank: the caller goes on at once, and ``execute`` is cancelled amid the operation under way.
 
         :param plan: what objects may hold, see :meth:`Communicator.send_object`; its tensors are not to be changed.
         :returns: what ``execute`` returns on this rank, once it has ended on all ranks.
@@ -137,7 +161,8 @@ class Driver(Worker):
         """Run a plan in no lane: every rank carries such plans out one by one, in the order of the calls.
 
         So its collectives are the communicator's own, which a transport may carry natively. When one fails that has
-        called an op, the ranks are out of step: the communicator is lost.
+        called an op, the ranks are out of step: the communicator is lost. So a cancelled caller leaves the plan to its
+        end, unless ``execute`` asks :meth:`Service.cancelled`.
         """
         return await self._run(plan, in_order=True)
 
@@ -152,6 +177,7 @@ class Driver(Worker):
             await self._turn.wait()
 
     async def _run(self, what: Any, *, in_order: bool) -> Any:
+        await checkpoint_if_cancelled()  # A plan that nobody waits for is not begun.
         comm = self._comm
         if self._draining:
             raise CommClosedError("the driver is ending", comm=comm.name, op="run", rank=0)
@@ -160,10 +186,26 @@ class Driver(Worker):
         number = next(self._numbers)
         self._tell(range(1, comm.size), number, in_order, what)
         plan = self._begin(number, in_order, what)
-        await plan.over.wait()
+        try:
+            await plan.over.wait()
+        finally:
+            self._leave(plan)
         if plan.error is not None:
             raise plan.error
         return plan.result
+
+    def _leave(self, plan: Plan) -> None:
+        """Note that nobody waits for a plan any more. One that is under way is given up, unless it runs in order."""
+        plan.cancelled = True
+        if not plan.over.is_set() and not plan.in_order:
+            self._give_up(plan, LaneAbortedError("the plan was cancelled", rank=0, peer=0), "its caller was cancelled")
+
+    def _give_up(self, plan: Plan, error: Exception, why: str) -> None:
+        """Give a plan up on all ranks, unless that has happened."""
+        if plan.error is None:
+            plan.error = error
+            plan.give_up(why)
+            self._tell(plan.waiting - {0}, plan.number)
 
     async def _serve(self) -> None:
         """Carry out plans as every rank does. An error is raised to the tasks that wait, and the workers hear of it."""
@@ -205,10 +247,8 @@ class Driver(Worker):
             cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"
             error = WorkerError(text, comm=self._comm.name, rank=0, peer=0)
             error.__cause__ = cause
-        if error is not None and plan.error is None:
-            plan.error = error
-            plan.give_up(f"it failed on rank {rank}")
-            self._tell(plan.waiting - {0}, plan.number)
+        if error is not None:
+            self._give_up(plan, error, f"it failed on rank {rank}")
         if not plan.in_step(in_step) and plan.error is not None:  # A thread may wait there for ever.
             self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
         elif not plan.waiting:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import random
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -601,7 +602,7 @@ def test_driver_exit_waits_for_pending_plans_and_refuses_new_ones(run):
     assert set(order[3:]) == {"answer", "drained", "left 1", "left 2"}
 
 
-def test_cancelled_caller_leaves_its_plan_running(run):
+def test_cancelled_caller_leaves_a_plan_in_order_to_its_end(run):
     ended = []
 
     def make(comm):
@@ -618,8 +619,10 @@ def test_cancelled_caller_leaves_its_plan_running(run):
         go_on = anyio.Event()
 
         async def body(driver):
-            with anyio.move_on_after(0):
-                await driver.run("x")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(driver.run_in_order, "x")
+                await turns(3)
+                tasks.cancel_scope.cancel()
             assert not ended
             go_on.set()
 
@@ -628,6 +631,168 @@ def test_cancelled_caller_leaves_its_plan_running(run):
         assert ended == [2.0, 2.0]
 
     run(main)
+
+
+@pytest.mark.parametrize("where", ["loop", "thread"])
+def test_cancelled_caller_ends_its_plan_on_all_ranks(run, where):
+    """A task is cancelled; a thread gets an error from its operation, or from the next one that it calls."""
+    seen = {rank: [] for rank in range(3)}
+
+    def make(comm):
+        def forward():
+            while True:
+                seen[comm.rank].append("step")
+                comm.portal().all_reduce(torch.ones(1)).wait()
+
+        async def execute(plan):
+            if plan == "next":
+                return (await comm.all_reduce(torch.ones(1))).item()
+            try:
+                if where == "thread":
+                    await anyio.to_thread.run_sync(forward)
+                while True:
+                    seen[comm.rank].append("step")
+                    await comm.all_reduce(torch.ones(1))
+            except BaseException as error:
+                seen[comm.rank].append(type(error))
+                raise
+
+        return execute
+
+    async def body(driver):
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(driver.run, "endless")
+                while min(map(len, seen.values())) < 10:
+                    await turns()
+                scope.cancel()
+        while driver._plans:
+            await turns()
+        ends = {steps.pop() for steps in seen.values()}
+        assert ends <= (
+            {LaneAbortedError} if where == "thread" else {LaneAbortedError, anyio.get_cancelled_exc_class()}
+        )
+        steps = [len(steps) for steps in seen.values()]
+        assert max(steps) - min(steps) <= 2
+        assert await driver.run("next") == 3.0
+        assert [len(steps) for steps in seen.values()] == steps
+
+    drive(run, 3, make, body)
+
+
+def test_caller_that_is_cancelled_already_begins_no_plan(run):
+    seen = []
+
+    def make(comm):
+        async def execute(plan):
+            seen.append(plan)
+
+        return execute
+
+    async def body(driver):
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await driver.run("never")
+        assert await driver.run("next") is None
+        assert "never" not in seen
+
+    drive(run, 2, make, body)
+
+
+def test_all_ranks_end_a_plan_in_order_at_the_step_at_which_rank_0_was_cancelled(run):
+    steps = {}
+
+    async def one(comm, began) -> None:
+        async with Service(comm) as service:
+
+            async def execute(plan):
+                step = 0
+                while not await service.cancelled():
+                    await comm.all_reduce(torch.ones(1))
+                    step += 1
+                    if step == 5:
+                        began.set()
+                steps[comm.rank] = step
+
+            if comm.rank:
+                await service.work(execute)
+                return
+            with pytest.raises(ArgumentError, match="within a plan"):
+                await service.cancelled()
+            async with service.drive(execute) as driver, anyio.create_task_group() as tasks:
+                tasks.start_soon(driver.run_in_order, "endless")
+                await began.wait()
+                tasks.cancel_scope.cancel()
+            assert driver.failure is None
+
+    async def main():
+        began = anyio.Event()
+        async with local_world(3) as world:
+            await ranks(world, lambda comm: one(comm, began))
+
+    run(main)
+    assert len(set(steps.values())) == 1
+    assert set(steps) == {0, 1, 2}
+
+
+def stepping(comm):
+    """A plan is a number of steps."""
+
+    async def execute(steps):
+        for _ in range(steps):
+            await comm.all_reduce(torch.ones(1))
+            await comm.broadcast_object("a token", 0)
+
+    return execute
+
+
+def stepping_in_threads(comm):
+    def forward(steps):
+        for _ in range(steps):
+            comm.portal().all_reduce(torch.ones(1)).wait()
+
+    async def execute(steps):
+        await anyio.to_thread.run_sync(forward, steps)
+
+    return execute
+
+
+async def left_behind(driver):
+    """What there is when no plan is under way: pending operations, turns of lanes, tasks, objects."""
+    while driver._plans:
+        await turns()
+    await turns(50)
+    gc.collect()
+    core = driver._comm._core
+    return len(core.router.turns), len(core.in_flight.look()), len(asyncio.all_tasks()), len(gc.get_objects())
+
+
+@pytest.mark.parametrize(("make", "count"), [(stepping, 600), (stepping_in_threads, 200)])
+def test_plans_that_are_cancelled_at_random_leave_nothing_behind(monkeypatch, make, count):
+    """What is kept of lanes that were given up is bounded: their keys, so that nobody uses one again."""
+    monkeypatch.setattr("aiocomms.lowering.lane_abort.REMEMBERED", 100)
+    draws = random.Random(7)
+
+    async def clients(driver):
+        for _ in range(count):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(driver.run, draws.randrange(1, 6))
+                await turns(draws.randrange(12))
+                if draws.random() < 0.9:
+                    tasks.cancel_scope.cancel()
+
+    async def body(driver):
+        for _ in range(2):  # The flight recorder is full then, too.
+            await clients(driver)
+        *before, objects = await left_behind(driver)
+        for _ in range(2):
+            await clients(driver)
+        *after, more = await left_behind(driver)
+        assert after == before
+        assert more < objects + 100
+        assert driver.failure is None
+
+    drive(anyio.run, 2, make, body)
 
 
 def test_service_can_drive_and_work_repeatedly(run):
