@@ -27,8 +27,10 @@ __all__ = [
     "MismatchError",
     "PeerDiedError",
     "PlanLostError",
+    "PlanTimeoutError",
     "ProtocolError",
     "RegionError",
+    "ServiceBusyError",
     "StoreLostError",
     "UnsupportedOperation",
     "WorkCancelledError",
@@ -226,6 +228,17 @@ class PlanLostError(CommError):
 
     The communicator is poisoned. The plan may be given out again, if carrying it out twice does no harm.
     """
+
+
+class PlanTimeoutError(CommTimeoutError):
+    """Raised on rank 0 when a plan is not done in time; says on which ranks, the ``late`` ones, in which operations.
+
+    The plan was given up on all ranks. The communicator stays usable.
+    """
+
+
+class ServiceBusyError(CommError):
+    """Raised when as many plans wait for their turn as may wait: nothing was sent. The communicator stays usable."""
 
 
 class ProtocolError(CommError):

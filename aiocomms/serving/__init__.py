@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiocomms.serving.current import CurrentComm
-from aiocomms.serving.service import Driver, Service
+from aiocomms.serving.driver import Driver
+from aiocomms.serving.service import Service
 
 __all__ = ["CurrentComm", "Driver", "Service"]

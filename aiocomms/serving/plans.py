@@ -1,7 +1,8 @@
 """The part of a service that every rank has: it carries out plans, on one communicator after the other.
 
-In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, and ``()`` at the end.
-A worker sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``.
+In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, ``(number, None)`` to
+ask where it stands, and ``()`` at the end. A worker sends, for each plan, ``(number, what was raised, its traceback,
+whether it is in step)``, where it was asked ``(number, where it stands)``, and ``(LEAVES,)`` when it is to leave.
 
 An exception that the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that was not meant
 for the task.
@@ -11,27 +12,41 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextvars import ContextVar
 from traceback import format_exception, format_exception_only
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import anyio
 
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
-from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
+from aiocomms.diagnosis.recorder import called
+from aiocomms.errors import (
+    ArgumentTypeError,
+    CommAbortedError,
+    CommError,
+    DriverLostError,
+    PeerDiedError,
+    PlanLostError,
+    as_reason,
+)
 from aiocomms.lowering.lane_messages import number_of
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.serving.current import CurrentComm
 
-Execute = Callable[[Any], Awaitable[Any]]
-"""A function that carries out a plan on one rank; its result on rank 0 is the plan's."""
+Execute = Callable[[Any], Awaitable[Any] | AsyncGenerator[Any]]
+"""A function that carries out a plan on one rank; its result on rank 0 is the plan's, or what it yields there is."""
+Take = Callable[[Any], Awaitable[object]]
+"""A function that is given what a plan yields on rank 0, one item after the other."""
 Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator and returns the one that goes on in its place."""
+LEAVES: Final = -1
+"""The number that a worker says in place of a plan's when it is to leave."""
 _LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
@@ -57,6 +72,9 @@ class Plan:
         self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
         self.result: Any = None
         self.error: Exception | None = None
+        self.take: Take | None = None
+        self.stands: dict[int, str] = {}  # Where ranks that were asked stand.
+        self.answered = anyio.Event()
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
         """Carry it out, behind the plan ``before`` it.
@@ -72,7 +90,7 @@ class Plan:
                 self._begun = self._called()
                 self.current.set(self)
                 with self._lane or contextlib.nullcontext():
-                    self.result = await execute(what)
+                    await self._carry_out(execute(what))
             return None
         except BaseException as error:
             if ends_task(error):
@@ -83,6 +101,35 @@ class Plan:
             self.in_step()  # This comes before the next plan begins.
             self.ended.set()
 
+    async def _carry_out(self, made: Awaitable[Any] | AsyncGenerator[Any]) -> None:
+        if not isinstance(made, AsyncGenerator):
+            self.result = await made
+            if self.take is not None:
+                raise ArgumentTypeError("execute is no async generator for this plan: it yields nothing to stream")
+            return
+        self.result = []
+        take = self.take or self._keep
+        async with contextlib.aclosing(made) as items:
+            async for item in items:
+                if self._core.rank == 0:
+                    await take(item)
+
+    async def _keep(self, item: Any) -> None:
+        self.result.append(item)
+
+    def where(self) -> str:
+        """Say where it stands on this rank."""
+        if self.ended.is_set():
+            return "has ended it"
+        if self._begun is None:
+            return "has not begun it"
+        number = 0 if self._lane is None else number_of(self._lane.key)
+        flying = [one for one in self._core.in_flight.look() if getattr(one.work, "number", 0) == number]
+        if not flying:
+            return "is in no operation of it"
+        oldest = min(flying, key=lambda one: one.posted)
+        return f"has been in {called(oldest.work.op)} for {clock.now() - oldest.posted:.2f} s"
+
     def give_up(self, reason: str) -> None:
         """End it, and the ops of its lane on all ranks; a thread that waits for one of these gets an error."""
         self._scope.cancel()
@@ -91,7 +138,7 @@ class Plan:
 
     @property
     def in_order(self) -> bool:
-        """Whether it is in no lane, and in the order of the calls."""
+        """True if it is in no lane, and in the order of the calls."""
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
@@ -111,6 +158,7 @@ class Worker(Handle):
     """Every rank but 0. The driver is one, too, whose plans come from its callers."""
 
     _drives = False
+    _leaving = False
 
     def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
@@ -133,8 +181,7 @@ class Worker(Handle):
             async with anyio.create_task_group() as self._tasks:
                 for rank in [0] if comm.rank else range(1, comm.size):
                     self._tasks.start_soon(self._hear, comm, rank)
-                self._turn.set()
-                self._turn = anyio.Event()
+                self._opened()
                 failure = await comm.lost()
                 self._fail(PlanLostError(f"the plan is lost: {failure}", comm=comm.name, rank=comm.rank), failure)
             if failure is None:
@@ -143,6 +190,18 @@ class Worker(Handle):
                 raise failure.about()
             _log.warning("recovering: %s", failure)
             self._current.turn_to(await self._recovered(comm, self._recover))
+
+    def _opened(self) -> None:
+        """Note that there is a communicator again."""
+        self._turn.set()
+        self._turn = anyio.Event()
+        if self._leaving:
+            self.leave()
+
+    def leave(self) -> None:
+        """Ask rank 0 to let this rank go once no plan is under way; on the next communicator, if this one is lost."""
+        self._leaving = True
+        self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator:
         """Have the program form the next one: in a task of its own, which tells whether it is cancelled."""
@@ -186,8 +245,9 @@ class Worker(Handle):
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(_LANE).send_object(message, rank).add_done_callback(Work.exception)
 
-    def _begin(self, number: int, in_order: bool, what: Any) -> Plan:
+    def _begin(self, number: int, in_order: bool, what: Any, take: Take | None = None) -> Plan:
         plan = self._plans[number] = Plan(self._comm, number, in_order)
+        plan.take = take
         self._tasks.start_soon(self._carry_out, plan, what, self._last if in_order else None)
         self._last = plan if in_order else self._last
         return plan
@@ -211,9 +271,11 @@ class Worker(Handle):
         self._plans.clear()
 
     def _heard(self, rank: int, number: int, *plan: Any) -> None:
-        """Rank 0 has given out a plan, or given it up."""
-        if plan:
+        """Rank 0 has given out a plan, asks where it stands, or has given it up."""
+        if len(plan) > 1:
             self._begin(number, *plan)
+        elif plan:
+            self._tell([0], number, self._plans[number].where() if number in self._plans else "has ended it")
         elif number in self._plans:  # The end of a plan that is not here is on the way to rank 0.
             self._plans[number].give_up("rank 0 has given it up")
 

@@ -758,7 +758,7 @@ def stepping_in_threads(comm):
 
 
 async def left_behind(driver):
-    """What there is when no plan is under way: pending operations, turns of lanes, tasks, objects."""
+    """Return what there is when no plan is under way: pending operations, turns of lanes, tasks, objects."""
     while driver._plans:
         await turns()
     await turns(50)
@@ -769,7 +769,7 @@ async def left_behind(driver):
 
 @pytest.mark.parametrize(("make", "count"), [(stepping, 600), (stepping_in_threads, 200)])
 def test_plans_that_are_cancelled_at_random_leave_nothing_behind(monkeypatch, make, count):
-    """What is kept of lanes that were given up is bounded: their keys, so that nobody uses one again."""
+    """Lanes that were given up are remembered up to a bound: their keys, so that nobody uses one again."""
     monkeypatch.setattr("aiocomms.lowering.lane_abort.REMEMBERED", 100)
     draws = random.Random(7)
 

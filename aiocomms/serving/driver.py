@@ -1,0 +1,366 @@
+"""The class ``Driver``, of rank 0: it gives out plans, when there is room for them, and gathers how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from aiocomms import arguments
+from aiocomms.core.postmortem import PATIENCE
+from aiocomms.diagnosis.hang_report import NO_ANSWER
+from aiocomms.errors import (
+    CommClosedError,
+    CommError,
+    LaneAbortedError,
+    PlanLostError,
+    PlanTimeoutError,
+    ServiceBusyError,
+    WorkerError,
+    as_reason,
+)
+from aiocomms.serving.admission import Admission
+from aiocomms.serving.current import CurrentComm
+from aiocomms.serving.plans import LEAVES, Execute, Plan, Recover, Take, Worker
+
+T = TypeVar("T")
+ATTEMPTS: Final = 3
+"""The number of times that a plan is carried out that may be retried: it may itself be what ends ranks."""
+GRACE: Final = 1.0
+"""Seconds in which rank 0 may turn out to end, too, before a worker that is to leave is let go."""
+_SHOWN: Final = 8
+_log = logging.getLogger("aiocomms")
+
+
+class _TimeLimit(NamedTuple):
+    """The time that a plan may take, and the end of that by the loop's clock."""
+
+    seconds: float
+    ends: float
+
+    @classmethod
+    def of(cls, timeout: arguments.Timeout) -> _TimeLimit:
+        seconds = arguments.deadline("timeout", timeout)
+        return cls(seconds, anyio.current_time() + seconds)
+
+    async def wait(self, call: Callable[[], Awaitable[T]]) -> tuple[T] | None:
+        """Await a call until then; None: it was not done."""
+        with anyio.CancelScope(deadline=self.ends):
+            return (await call(),)
+        return None
+
+
+class Driver(Worker):
+    """Rank 0 of a service, which gives out plans; made by :meth:`Service.drive`."""
+
+    _drives = True
+    _draining = False
+    _ending = False  # Whether this process was told to end.
+    _over: Exception | None = None  # The reason why there will be no other communicator.
+
+    def __init__(
+        self,
+        current: CurrentComm,
+        recover: Recover | None,
+        numbers: Iterator[int],
+        execute: Execute,
+        most: tuple[float, float] = (math.inf, math.inf),
+    ) -> None:
+        super().__init__(current, recover, numbers, execute)
+        self._most_running, self._most_waiting = most
+        self._turns = Admission(self._room)
+        self._parting: set[int] = set()  # The workers that leave.
+
+    @property
+    def failure(self) -> CommError | None:
+        """The reason why no plan can be carried out: the ranks recover, or cannot; None while they can."""
+        failure = self._comm._core.life.failure
+        return None if failure is None else failure.error
+
+    async def run(
+        self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None, retry: bool = False
+    ) -> Any:
+        """Have every rank carry out a plan at the same time as others, in a lane of its own; any number of tasks.
+
+        Its collectives, messages and objects meet those of this plan only. If the caller is cancelled, so is the plan,
+        on every rank: the caller goes on at once, and ``execute`` is cancelled amid the operation under way.
+
+        :param plan: what objects may hold, see :meth:`Communicator.send_object`; its tensors are not to be changed.
+        :param priority: where plans wait for their turn, the lowest goes first, and among equals who came first.
+        :param timeout: seconds from now on until it is done; None: for ever.
+        :param retry: whether carrying it out twice does no harm: what is lost with a rank is then run again once the
+            ranks have recovered, up to three times in all; and what comes meanwhile waits for that.
+        :returns: what ``execute`` returns on this rank, once it has ended on all ranks; a list of what it yields, if it
+            is an async generator.
+        :raises WorkerError: it failed on another rank, and was given up on all. What is raised here is raised as it is,
+            if it is an :class:`Exception`; of others, such as a ``CancelledError``, this is raised, too.
+        :raises PlanLostError: a rank was lost meanwhile, or is not replaced yet.
+        :raises PlanTimeoutError: it was not done in time, and was given up on all ranks.
+        :raises ServiceBusyError: too many plans wait already.
+        :raises CommClosedError: the driver is ending.
+        :raises ArgumentError: the plan cannot be sent.
+        """
+        limit = _TimeLimit.of(timeout)
+        for more in reversed(range(ATTEMPTS if retry else 1)):
+            try:
+                return await self._run(plan, priority, limit, patient=retry)
+            except PlanLostError:
+                if not more:
+                    raise
+        raise AssertionError
+
+    async def run_in_order(self, plan: Any) -> Any:
+        """Run a plan in no lane: every rank carries such plans out one by one, in the order of the calls.
+
+        So its collectives are the communicator's own, which a transport may carry natively. When one fails that has
+        called an op, the ranks are out of step: the communicator is lost. So a cancelled caller leaves the plan to its
+        end, unless ``execute`` asks :meth:`Service.cancelled`.
+        """
+        return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
+
+    def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
+        """Run a plan whose ``execute`` is an async generator function, and give what it yields on this rank.
+
+        It waits while nobody takes an item, for at most half of the communicator's deadline, as the other ranks wait
+        for it in their next operation. What other ranks yield is ignored. When the iterator is closed or dropped, or
+        its task cancelled, the plan is cancelled on every rank; ``contextlib.aclosing`` closes it at once.
+
+        :param plan: see :meth:`run`, as for all else.
+        :param timeout: seconds from the first request for an item on.
+        :raises PlanTimeoutError: it was not done in time, or nobody has taken an item.
+        """
+        arguments.deadline("timeout", timeout)
+        self._refuse(patient=False)  # Now, when a web server can still answer with another status.
+        return self._stream(plan, priority, timeout)
+
+    async def ready(self) -> None:
+        """Wait until plans can be carried out, again if ranks were lost.
+
+        :raises CommError: the communicator was lost, and there will be no other; or what ``recover`` has raised.
+        """
+        while self.failure is not None:
+            if self._over is not None:
+                raise self._over
+            await self._turn.wait()
+
+    # ----------------------------------------------------------------------------------------------- one plan's way
+
+    async def _run(
+        self, what: Any, priority: float, limit: _TimeLimit, *, in_order: bool = False, patient: bool = False
+    ) -> Any:
+        plan = await self._begun(what, priority, limit, in_order=in_order, patient=patient)
+        try:
+            return await self._outcome(plan, limit)
+        finally:
+            self._leave(plan)
+
+    async def _stream(self, what: Any, priority: float, timeout: arguments.Timeout) -> AsyncGenerator[Any]:
+        limit = _TimeLimit.of(timeout)
+        give, items = anyio.create_memory_object_stream[Any](0)
+        with give, items:
+            plan = await self._begun(what, priority, limit, take=_hand_over(give, self._comm.timeout))
+            try:
+                self._tasks.start_soon(_close_behind, plan, give)
+                with contextlib.suppress(anyio.EndOfStream):
+                    while (item := await limit.wait(items.receive)) is not None:
+                        yield item[0]
+                await self._outcome(plan, limit)
+            finally:
+                self._leave(plan)
+
+    async def _begun(
+        self,
+        what: Any,
+        priority: float,
+        limit: _TimeLimit,
+        *,
+        in_order: bool = False,
+        patient: bool = False,
+        take: Take | None = None,
+    ) -> Plan:
+        """Begin a plan when it is its turn."""
+        await checkpoint_if_cancelled()  # A plan that nobody waits for is not begun.
+        self._refuse(patient=patient)
+        if await limit.wait(lambda: self._turns.wait(priority)) is None:
+            why = f"the plan has waited {limit.seconds:g} s for its turn, and {len(self._plans)} are under way"
+            raise PlanTimeoutError(why, comm=self._comm.name, op="run", rank=0)
+        number = next(self._numbers)
+        try:
+            self._tell(range(1, self._comm.size), number, in_order, what)
+            return self._begin(number, in_order, what, take)
+        except BaseException:
+            self._turns.look()  # There is still room for another one.
+            raise
+
+    def _refuse(self, *, patient: bool) -> None:
+        """Refuse a plan that comes now.
+
+        :param patient: whether it waits for a recovery.
+        """
+        name = self._comm.name
+        if self._draining:
+            raise CommClosedError("the driver is ending", comm=name, op="run", rank=0)
+        if self.failure is not None and not ((patient or self._parting) and self._over is None):
+            raise PlanLostError(f"the plan is lost: {self.failure}", comm=name, rank=0) from self.failure
+        waiting = self._turns.waiting
+        if waiting >= self._most_waiting and (waiting or not self._room()):
+            why = f"{len(self._plans)} plans are under way, and {waiting} wait for their turn: try again later"
+            raise ServiceBusyError(why, comm=name, op="run", rank=0)
+
+    def _room(self) -> bool:
+        """Return whether another plan may begin now.
+
+        :raises CommError: none will any more.
+        """
+        if self._over is not None:
+            raise PlanLostError(f"the plan is lost: {self._over}", comm=self._comm.name, rank=0) from self._over
+        held = self.failure is not None or (self._parting and not self._ending)
+        return not held and len(self._plans) < self._most_running
+
+    async def _outcome(self, plan: Plan, limit: _TimeLimit) -> Any:
+        if await limit.wait(plan.over.wait) is None:
+            await self._late(plan, limit)
+        if plan.error is not None:
+            raise plan.error
+        return plan.result
+
+    async def _late(self, plan: Plan, limit: _TimeLimit) -> None:
+        """Give up a plan that is not done in time, and say where it stands on each rank, as far as these answer."""
+        others = plan.waiting - {0}
+        self._tell(others, plan.number, None)
+        if others:
+            with anyio.move_on_after(PATIENCE):
+                await plan.answered.wait()
+        late = sorted(plan.waiting)
+        plan.stands[0] = plan.where()
+        words = [f"rank {rank} {plan.stands.get(rank, f'does {NO_ANSWER}')}" for rank in late]
+        more = [f"and {len(words) - _SHOWN} more"] if len(words) > _SHOWN else []
+        why = f"plan {plan.number} was not done within {limit.seconds:g} s: {', '.join([*words[:_SHOWN], *more])}"
+        if not plan.over.is_set():
+            error = PlanTimeoutError(why, comm=self._comm.name, op="run", rank=0, late=late)
+            self._give_up(plan, error, f"it was not done within {limit.seconds:g} s")
+
+    def _leave(self, plan: Plan) -> None:
+        """Note that nobody waits for a plan any more. One that is under way is given up, unless it runs in order."""
+        plan.cancelled = True
+        if not plan.over.is_set() and not plan.in_order:
+            self._give_up(plan, LaneAbortedError("the plan was cancelled", rank=0, peer=0), "its caller was cancelled")
+
+    def _give_up(self, plan: Plan, error: Exception, why: str) -> None:
+        """Give a plan up on all ranks, unless that has happened."""
+        if plan.error is None:
+            plan.error = error
+            plan.give_up(why)
+            self._tell(plan.waiting - {0}, plan.number)
+
+    # ---------------------------------------------------------------------------------------------- the ranks' life
+
+    async def _serve(self) -> None:
+        """Carry out plans as every rank does. An error is raised to the tasks that wait, and the workers hear of it."""
+        try:
+            await super()._serve()
+        except Exception as error:
+            _log.exception("the service cannot go on")
+            self._over = error
+            self._comm.abort(error)  # This does nothing if the communicator is lost.
+        finally:
+            ended = CommClosedError("the driver has ended", comm=self._comm.name, op="run", rank=0)
+            self._over = self._over or ended
+            self._draining |= self.failure is None
+            self._fail(ended)
+            self._turn.set()
+            self._turns.look()
+
+    def _opened(self) -> None:
+        self._parting.clear()
+        super()._opened()
+        self._turns.look()
+
+    async def _drain(self) -> None:
+        """Let the plans under way end, and those that wait; then let the workers leave."""
+        self._draining = True
+        if self._turns.waiting:
+            with contextlib.suppress(PlanLostError):
+                await self._turns.wait(math.inf)
+        while self._plans:
+            await next(iter(self._plans.values())).over.wait()
+        await self.ready()
+        self._tell(range(1, self._comm.size))
+
+    def _heard(self, rank: int, number: int, *outcome: Any) -> None:
+        """Note that a worker has ended a plan, says where that stands, or is to leave."""
+        if number == LEAVES:
+            self._tasks.start_soon(self._let_go, self._comm, rank)
+        elif number in self._plans:
+            plan = self._plans[number]
+            if len(outcome) == 1:
+                plan.stands[rank] = arguments.short(outcome[0]) if type(outcome[0]) is not str else outcome[0]
+                if plan.waiting <= {0, *plan.stands}:
+                    plan.answered.set()
+                return
+            raised, trace, in_step = outcome
+            error = WorkerError(f"plan {number} failed on rank {rank}: {raised}", rank=0, peer=rank) if raised else None
+            if error is not None:
+                error.__cause__ = Exception(f"on rank {rank}:\n{trace}")
+            self._ended(plan, error, rank, in_step)
+
+    def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
+        """Note that a rank has ended a plan. The first that fails has it given up on all."""
+        plan.waiting.discard(rank)
+        # The exception, if raised, would end the caller's task.
+        if error is not None and not isinstance(error, Exception):
+            cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"
+            error = WorkerError(text, comm=self._comm.name, rank=0, peer=0)
+            error.__cause__ = cause
+        if error is not None:
+            self._give_up(plan, error, f"it failed on rank {rank}")
+        if not plan.in_step(in_step) and plan.error is not None:  # A thread may wait there for ever.
+            self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
+        elif not plan.waiting:
+            del self._plans[plan.number]
+            plan.over.set()
+            self._turns.look()
+            self._see_off()
+
+    async def _let_go(self, comm: Any, rank: int) -> None:
+        """Let a worker leave that is to: hold plans back, and have it go when none is under way."""
+        with anyio.move_on_after(GRACE):
+            await comm.lost()  # Then it asks again, on the next one.
+            return
+        if not self._ending and not self._draining:
+            _log.warning("rank %d leaves, and plans wait until another process has taken its place", rank)
+            self._parting.add(rank)
+            self._see_off()
+
+    def _see_off(self) -> None:
+        if self._parting and not self._plans and not self._ending:
+            self._tell(self._parting)
+
+    def _told_to_end(self) -> None:
+        """Note that this process ends: its workers stay until it has drained."""
+        self._ending = True
+        self._turns.look()
+
+
+def _hand_over(give: Any, timeout: float | None) -> Take:
+    """Return what gives one item after the other to whoever takes them."""
+    seconds = math.inf if timeout is None else timeout / 2
+
+    async def take(item: Any) -> None:
+        with anyio.move_on_after(seconds):
+            await give.send(item)
+            return
+        why = f"nobody has taken an item for {seconds:g} s, and the other ranks wait meanwhile"
+        raise PlanTimeoutError(why, op="stream", rank=0, late=[0])
+
+    return take
+
+
+async def _close_behind(plan: Plan, give: Any) -> None:
+    await plan.ended.wait()
+    give.close()
