@@ -162,6 +162,7 @@ class Worker(Handle):
 
     def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
+        self._comm = current.current
         self._plans: dict[int, Plan] = {}
         self._last: Plan | None = None  # The last plan of those that run in order.
         self._turn = anyio.Event()  # An event that is set when there is another communicator, or will be none.

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
-import signal
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -16,13 +13,11 @@ import anyio
 from aiocomms.arguments import as_int, wrong_type
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError
-from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.serving import signals
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.driver import Driver
 from aiocomms.serving.plans import Execute, Plan, Recover, Worker
-
-_log = logging.getLogger("aiocomms")
 
 
 class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
@@ -38,6 +33,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         self.comm: CurrentComm = CurrentComm(comm)
         """The communicator that layers hold, which follows a recovery."""
         self._recover = recover
+        self._worker: Worker | None = None
         self._numbers = itertools.count()
 
     @property
@@ -72,7 +68,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(driver._serve)
                 await driver._turn.wait()
-                yield driver
+                with signals.noted(driver):
+                    yield driver
                 await driver._drain()
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:  # The group is around the exception that the block has raised.
@@ -84,7 +81,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """Carry out plans, on every rank but 0, until the driver ends; idle for hours, if there are none.
 
         Meanwhile SIGINT and SIGTERM do not end this process if this is the main thread: rank 0 got them, too, and
-        ends the workers when it has drained. If it does not, its death is noticed.
+        ends the workers when it has drained. If it does not, its death is noticed. SIGTERM to this process alone has
+        it :meth:`leave`, if there is a ``recover``.
 
         :param execute: an async function that carries out a plan. What it raises, its plan's ``run`` raises on rank 0.
         :raises ArgumentError: this is rank 0.
@@ -93,8 +91,26 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """
         if self.comm.rank == 0:
             raise ArgumentError("rank 0 drives, and does not work()", comm=self.comm.name, rank=0)
-        with _signals_ignored():
-            await Worker(self.comm, self._recover, self._numbers, execute)._serve()
+        self._worker = worker = Worker(self.comm, self._recover, self._numbers, execute)
+        try:
+            with signals.held(worker):
+                await worker._serve()
+        finally:
+            self._worker = None
+
+    def leave(self) -> None:
+        """Have another process take the place of this worker, without a plan that fails; ``work`` then returns.
+
+        Rank 0 goes on for a second, then holds new plans back, and lets this rank go when those under way have ended.
+        The end of the service closes the communicator here; the other ranks ``recover``, with the newcomer, and carry
+        out what has waited. If rank 0 was itself told to end by SIGTERM, it ends all ranks instead when it has drained.
+
+        :raises ArgumentError: ``work`` does not run here, or there is no ``recover``.
+        """
+        if self._worker is None or self._recover is None:
+            why = "work() does not run" if self._recover else "there is no recover: without this rank the service ends"
+            raise ArgumentError(why, comm=self.comm.name, op="leave", rank=self.comm.rank)
+        self._worker.leave()
 
     async def cancelled(self) -> bool:
         """Ask on every rank, within a plan that runs in order, whether its caller has been cancelled; a collective.
@@ -120,21 +136,3 @@ def _most(name: str, value: object, least: int) -> float:
     if count < least:
         raise ArgumentError(f"{name} is {count}, wanted at least {least}, or None for any number", op="drive")
     return count
-
-
-@contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    before, mine = {}, clock.simulation is None and threading.current_thread() is threading.main_thread()
-    if mine and signal.getsignal(signal.SIGINT) is not _ignore:
-        before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Do nothing but say so; unlike SIG_IGN it is not passed on to programs that are started."""
-    if number == signal.SIGTERM:  # The sender of SIGTERM to one process alone waits for its end.
-        _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")

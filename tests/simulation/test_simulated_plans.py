@@ -402,3 +402,107 @@ def test_every_caller_hears_the_end_whatever_goes_wrong(seed):
     faults = Faults(deaths=1, restarts=True, pauses=1, cuts=1, within=2.0)
     history = simulate(program, 3, seed=seed, faults=faults)
     assert history.seconds < 200
+
+
+# -------------------------------------------------------------------------------------------------------- replacement
+
+
+async def serve_with_replacements(drive: Drive, leaves: Callable[[], Any], **limits: Any) -> Any:
+    """Serve; each worker leaves at some moment, and another process takes its place, as a supervisor has it."""
+    me = here()
+    comm = await aiocomms.new_comm(timeout=60, join=me.restarts > 0)
+    async with Service(comm, with_a_newcomer) as service:
+        model = MODELS[comm.rank] = Model(service)
+        if comm.rank:
+            if not me.restarts and (delay := leaves()) is not None:
+                asyncio.get_running_loop().call_later(delay, service.leave)
+            await service.work(model.execute)
+        else:
+            async with service.drive(model.execute, **limits) as driver:
+                return await drive(driver, service)
+    if not DONE:
+        me.world.start(me.rank, 0.5)
+    return "left"
+
+
+DONE: list[bool] = []
+"""An item once the requests are answered: no process is started then."""
+
+
+async def ask_all_the_time(driver: Driver, service: Service) -> Any:
+    """Have requests come all the time; no one fails."""
+    DONE.clear()
+
+    async def client(number: int) -> None:
+        await asyncio.sleep(0.1 * number)
+        if number % 5 == 4:
+            items = [item async for item in driver.stream({"x": number, "yields": True})]
+            assert items == [number * service.comm.size] * 5
+        else:
+            run = driver.run if number % 5 else driver.run_in_order
+            assert await run({"x": number}) == number * service.comm.size
+
+    await asyncio.gather(*map(client, range(60)))
+    DONE.append(True)
+    return service.comm.name
+
+
+def test_workers_are_replaced_and_no_request_fails():
+    async def program() -> Any:
+        return await serve_with_replacements(ask_all_the_time, lambda: 5 * random.random(), max_running=4)
+
+    for seed in range(6):
+        results = repeated(program, 3, seed=seed).results
+        assert results[0] in ("world@2", "world@3")
+        assert results[1:] == ["left", "left"]
+
+
+def test_worker_leaves_although_another_one_dies():
+    """The requests that are under way at the death fail, or are carried out again, and no others."""
+
+    async def drive(driver: Driver, service: Service) -> Any:
+        DONE.clear()
+
+        async def client(number: int) -> None:
+            await asyncio.sleep(0.1 * number)
+            assert await driver.run({"x": number}, retry=True) == number * service.comm.size
+
+        await asyncio.gather(*map(client, range(60)))
+        DONE.append(True)
+        return service.comm.size
+
+    async def program() -> Any:
+        if here().rank == 2 and not here().restarts:
+            delay = random.choice([2.4 * random.random(), 4 + random.random()])  # before it leaves, or behind that
+            asyncio.get_running_loop().call_later(delay, here().world.kill, 2, 0.5)
+        return await serve_with_replacements(drive, lambda: 1.5 if here().rank == 1 else None)
+
+    for seed in range(8):
+        assert simulate(program, 3, seed=seed).results[0] == 3
+
+
+async def leave_in_vain(driver: Driver, service: Service) -> Any:
+    """Rank 0 was told to end, too: it answers what is under way, and then all ranks end."""
+    DONE.append(True)
+    task = asyncio.create_task(driver.run({"x": 1, "steps": 300}))
+    await asyncio.sleep(0.5)
+    driver._told_to_end()
+    await asyncio.sleep(1)
+    assert await driver.run({"x": 2}) == 6.0
+    assert await task == 3.0
+    return service.comm.name
+
+
+def test_workers_stay_until_a_driver_that_was_told_to_end_has_drained():
+    results = simulate(lambda: serve_with_replacements(leave_in_vain, lambda: 0.2), 3).results
+    assert results == ["world", "left", "left"]
+
+
+async def leave_without_recover(driver: Driver, service: Service) -> Any:
+    with pytest.raises(aiocomms.errors.ArgumentError, match=r"does not run|no recover"):
+        service.leave()
+
+
+def test_worker_cannot_leave_what_cannot_go_on_without_it():
+    simulate(lambda: serve(leave_without_recover), 2)
+    simulate(lambda: serve(leave_without_recover, with_a_newcomer), 2)

@@ -27,6 +27,7 @@ from aiocomms.errors import (
     WorkerError,
 )
 from aiocomms.serving import CurrentComm, Driver, Service
+from aiocomms.serving.plans import LEAVES
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -1007,6 +1008,65 @@ def test_worker_ignores_signals_and_restores_their_handlers(run, caplog):
     assert [text for text in caplog.messages if "SIG" in text] == [
         "SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there"
     ]
+
+
+def test_sigterm_has_a_worker_leave_and_the_others_recover(run, monkeypatch):
+    """The plan that is under way ends before, and the next one waits."""
+    monkeypatch.setattr("aiocomms.serving.driver.GRACE", -math.inf)
+    ended = []
+
+    async def recover(lost):
+        return await lost.reconfigure(ranks=[0])
+
+    def make(comm):
+        async def execute(plan):
+            await turns(plan)
+            await comm.barrier()
+            return comm.size
+
+        return execute
+
+    async def body(driver):
+        async def under_way():
+            ended.append(await driver.run(50))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(under_way)
+            await turns(5)
+            signal.raise_signal(signal.SIGTERM)
+            while not driver._parting:
+                await turns()
+            ended.append(await driver.run(0))
+
+    drive(run, 2, make, body, recover)
+    assert ended == [2, 1]
+
+
+def test_driver_knows_of_the_sigterm_that_its_program_takes(run, monkeypatch):
+    """The program's own handler runs, as uvicorn's does; the workers got the signal, too, and stay."""
+    told = []
+    monkeypatch.setattr("aiocomms.serving.driver.GRACE", -math.inf)
+
+    async def body(driver):
+        signal.raise_signal(signal.SIGTERM)
+        while not driver._ending:
+            await turns()
+        driver._heard(1, LEAVES)
+        await turns(20)
+        assert not driver._parting
+        assert (await driver.run((1, torch.ones(1)))).item() == 1.0
+
+    async def recover(lost):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        drive(run, 1, summing, body, recover)
+        assert told == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv_object", "broadcast_object"])

@@ -1,0 +1,72 @@
+"""SIGINT and SIGTERM on the ranks of a service, on the main thread: rank 0's program takes them, and the workers wait.
+
+Who ends a whole job sends them to all ranks; who replaces a worker sends SIGTERM to that one alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from aiocomms.lowlevel import clock
+from aiocomms.serving.driver import Driver
+from aiocomms.serving.plans import Worker
+
+_log = logging.getLogger("aiocomms")
+_workers: list[Worker] = []
+"""The workers of this process."""
+
+
+def _mine() -> bool:
+    return clock.simulation is None and threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def held(worker: Worker) -> Iterator[None]:
+    """Have SIGINT do nothing within the block, and SIGTERM have the worker leave."""
+    before = {}
+    if _mine() and signal.getsignal(signal.SIGINT) is not _take:
+        before = {number: signal.signal(number, _take) for number in (signal.SIGINT, signal.SIGTERM)}
+    _workers.append(worker)
+    try:
+        yield
+    finally:
+        _workers.remove(worker)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _take(number: int, frame: object) -> None:
+    """Take a signal; unlike SIG_IGN this is not passed on to programs that are started."""
+    if number != signal.SIGTERM:
+        return
+    leaving = [worker for worker in _workers if worker._recover is not None]
+    for worker in leaving:
+        worker._comm._core.driver.call_threadsafe(worker.leave)
+    if not leaving:  # The sender of SIGTERM to one process alone waits for its end.
+        _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")
+
+
+@contextlib.contextmanager
+def noted(driver: Driver) -> Iterator[None]:
+    """Have the driver know of a SIGTERM that the program takes, as uvicorn does: the workers got it, too, and stay."""
+    before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
+    if not callable(before) or before is _take:  # Nobody takes it, or a worker of this process does.
+        yield
+        return
+    take = before
+
+    def note(number: int, frame: FrameType | None) -> None:
+        driver._comm._core.driver.call_threadsafe(driver._told_to_end)
+        take(number, frame)
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is note:
+            signal.signal(signal.SIGTERM, before)
