@@ -16,6 +16,7 @@ __all__ = [
     "AuthError",
     "BufferBusyError",
     "CapturedWorkError",
+    "ClientLeftError",
     "CommAbortedError",
     "CommClosedError",
     "CommError",
@@ -239,6 +240,13 @@ class PlanTimeoutError(CommTimeoutError):
 
 class ServiceBusyError(CommError):
     """Raised when as many plans wait for their turn as may wait: nothing was sent. The communicator stays usable."""
+
+
+class ClientLeftError(CommError):
+    """Raised in a web server's handler when the client has gone: what it waited for was cancelled, on all ranks.
+
+    The communicator stays usable.
+    """
 
 
 class ProtocolError(CommError):

@@ -55,7 +55,7 @@ def _take(number: int, frame: object) -> None:
 def noted(driver: Driver) -> Iterator[None]:
     """Have the driver know of a SIGTERM that the program takes, as uvicorn does: the workers got it, too, and stay."""
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
-    if not callable(before) or before is _take:  # Nobody takes it, or a worker of this process does.
+    if not callable(before) or before is _take:  # By default this process ends, or a worker of it leaves.
         yield
         return
     take = before
