@@ -23,9 +23,10 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
+
+from aiocomms.lowlevel import clock
 
 LARGEST: Final = 2**18
 """Bytes of a message, which is at most a rank's environment."""
@@ -142,11 +143,11 @@ class _Server:
 
     def _end(self) -> None:
         """End all children, and wait for them."""
-        ends = time.monotonic() + self._grace
+        ends = clock.now() + self._grace
         for key in self._children:
             self._signal(key, signal.SIGTERM)
         while self._children:
-            left = ends - time.monotonic()
+            left = ends - clock.now()
             if left <= 0:
                 for key in self._children:
                     self._signal(key, signal.SIGKILL)

@@ -296,13 +296,21 @@ class Supervision:
         if any(it.alive and it.formed for it in self.ranks):
             rank.due = True
             self._alarm(pause, rank, "start")
-            return
+        else:
+            self._end_generation(pause)
+
+    def _end_generation(self, pause: float) -> None:
+        """End what is left of a generation, in which nobody could take in a newcomer; the next one follows."""
         self._anew, self._rolling = pause, []
         if any(it.alive for it in self.ranks):
             self._say("no rank is left that could take in another: all are started anew")
         for it in self.ranks:
             it.due = False
-        self._tell_all(signal.SIGTERM, ENDING)
+            if it.alive and it.restarts:  # It has waited to be taken in, and done nothing else.
+                self._deeds.append(Tell(it.number, signal.SIGKILL))
+            elif it.alive:
+                self._deeds.append(Tell(it.number, signal.SIGTERM))
+                self._alarm(ENDING, it, "late")
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -310,9 +318,13 @@ class Supervision:
             self._alarm(self._anew, self.ranks[0], "anew")
 
     def _look_for_newcomers(self) -> None:
-        """End the job if newcomers wait for ranks that have all ended."""
+        """End the job if newcomers wait for ranks that have all ended; while ranks are replaced, start all anew."""
         waiting = [it for it in self.ranks if it.due or (it.alive and it.restarts and not it.formed)]
-        if waiting and not any(it.alive and it.formed for it in self.ranks):
+        if not waiting or any(it.alive and it.formed for it in self.ranks):
+            return
+        if self._rolling:  # The program ends all its ranks with the one that was replaced.
+            self._end_generation(0.0)
+        else:
             self._gave_up = waiting[0].code
             self._stop(f"rank {waiting[0].number} was restarted, and the ranks that could take it in have ended")
 

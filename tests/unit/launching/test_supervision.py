@@ -152,8 +152,8 @@ def test_all_start_anew_when_no_rank_is_left_that_has_formed():
     stage = formed(2)
     stage.end(1, 1)
     stage.end(0, 1)
-    assert stage.new() == [Start(1, 1, 0, 1), Tell(1, TERM)]
-    stage.end(1, -15)
+    assert stage.new() == [Start(1, 1, 0, 1), Tell(1, KILL)]
+    stage.end(1, -9)
     assert stage.new() == [Start(0, 1, 1, 0), Start(1, 2, 1, 0)]
     assert stage.supervision.first == (1, 1)
 
@@ -290,6 +290,22 @@ def test_only_rank_is_replaced_by_a_new_generation():
     stage.replace()
     stage.end(0, 0)
     assert stage.new() == [Tell(0, TERM), Start(0, 1, 1, 0)]
+
+
+def test_all_start_anew_when_the_others_end_with_the_rank_that_is_replaced():
+    stage = formed(2)
+    stage.replace()
+    stage.end(1, 0)
+    stage.form(0, epoch=2)
+    stage.form(1, epoch=2)
+    stage.new()
+    stage.end(0, 0)
+    assert stage.new() == [Start(0, 1, 0, 1)]
+    stage.end(1, 0)
+    assert stage.new() == [Tell(0, KILL)]
+    stage.end(0, -9)
+    assert stage.new() == [Start(0, 2, 1, 0), Start(1, 2, 1, 0)]
+    assert stage.supervision.stopping is None
 
 
 def test_replacement_is_refused_before_all_ranks_have_formed():
