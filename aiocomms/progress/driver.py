@@ -26,6 +26,8 @@ from aiocomms.progress.loops import Loop, Parkable, Waiter, running_loop
 from aiocomms.transport import Capabilities
 
 _DRIVER: Final = "driver"
+TURN: Final = 0.002
+"""Seconds for which tasks may go on whose ops end within their calls, before the loop has its turn."""
 _local = threading.local()
 
 
@@ -87,6 +89,9 @@ class LoopDriver:
         self._scheduled = False
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # The calls from other threads.
         self._blocked: Waker | None = None  # The waker of the loop's thread while it waits in block().
+        self.give_way: Callable[[], Generator[Any, Any, None]] = loop.give_way
+        self._had_turn = 0.0  # The time at which the loop had its turn, as far as overdue() has asked for one.
+        self._asked: float | None = None  # The time at which it has asked.
 
     @classmethod
     def current(cls) -> LoopDriver:
@@ -139,6 +144,19 @@ class LoopDriver:
         if not self._scheduled:
             self._scheduled = True
             self.call_soon(self._turn)
+
+    def overdue(self) -> bool:
+        """Return whether the loop has had no turn for long, as tasks go on whose ops end within their calls."""
+        now = clock.now()
+        if self._asked is None:
+            if now - self._had_turn > TURN:
+                self._asked = now
+                self.call_soon(self._has_turn)
+            return False
+        return now - self._asked > TURN
+
+    def _has_turn(self) -> None:
+        self._asked, self._had_turn = None, clock.now()
 
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.

@@ -55,6 +55,10 @@ class Loop(ABC):
         """Suspend the current task until ``what`` sets its waiter's result."""
 
     @abstractmethod
+    def give_way(self) -> Generator[Any, Any, None]:
+        """Suspend the current task until the loop has had a turn."""
+
+    @abstractmethod
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """Call ``fn`` on the loop's next turn."""
 
@@ -114,6 +118,10 @@ class AsyncioLoop(Loop):
         except BaseException:
             what.detach(future)
             raise
+
+    def give_way(self) -> Generator[Any, Any, None]:
+        """See :meth:`Loop.give_way`."""
+        yield  # A task of asyncio that yields nothing goes on in the next turn.
 
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """See :meth:`Loop.call_soon`."""
@@ -209,6 +217,10 @@ class TrioLoop(Loop):
 
         what.waiting.append(waiter)
         yield from lowlevel.wait_task_rescheduled(abort).__await__()
+
+    def give_way(self) -> Generator[Any, Any, None]:
+        """See :meth:`Loop.give_way`."""
+        yield from self._trio.lowlevel.cancel_shielded_checkpoint().__await__()
 
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """See :meth:`Loop.call_soon`."""

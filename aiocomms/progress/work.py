@@ -96,8 +96,11 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
         return self.op.name
 
     def __await__(self) -> Generator[Any, Any, T_co]:
+        driver = self._owner.driver
         if not self._state:
-            yield from self._owner.driver.park(self._waiting())
+            yield from driver.park(self._waiting())
+        elif driver.overdue():
+            yield from driver.give_way()
         if self._error is None:  # This does the same as result(), without the call.
             value = self._value
             return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]

@@ -24,11 +24,44 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms.errors import CommAbortedError
 from aiocomms.lowlevel import Inbox, Waker, run_in_thread
+from aiocomms.progress import driver
 from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
+
+# --------------------------------------------------------------------------------------------- other tasks' turns
+
+
+@pytest.mark.parametrize("transport", ["local", "ucx"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_tasks_whose_ops_end_within_their_calls_let_the_loop_have_its_turn(loop, transport, monkeypatch):
+    """Works that are done when they are awaited suspend nobody: a heartbeat waited until the last of them."""
+    monkeypatch.setattr(driver, "TURN", -1.0)  # The loop has waited long enough at any time.
+    beats, over = 0, False
+
+    async def beat():
+        nonlocal beats
+        while not over:
+            beats += 1
+            await anyio.lowlevel.checkpoint()
+
+    async def main():
+        nonlocal over
+        async with local_world(2, transport) as comms, anyio.create_task_group() as tasks:
+            tasks.start_soon(beat)
+            await turns()
+            before = beats
+            for _ in range(1000):
+                sent = comms[0].send(torch.ones(1), 1)
+                await comms[1].recv(torch.ones(1), 0)
+                await sent
+            assert beats - before > 20
+            over = True
+
+    run_on(loop, main)
+
 
 # ------------------------------------------------------------------------------------------------ sleeping
 

@@ -992,7 +992,11 @@ struct AwaitMethod {
   PyTypeObject* cls;
   PyObject* op_result;  // the value of a work that is done, and whose result is its op's
   PySlot state, error, value;
+  std::uint32_t awaited;
 };
+
+// Of so many awaits of what is done the method itself answers one, and may let the loop have its turn.
+constexpr std::uint32_t kAwaits = 32;
 
 PyObject* call_function(Method* method, Arguments args, size_t count, PyObject* names) {
   return PyObject_Vectorcall(method->function, args, count, names);
@@ -1038,7 +1042,7 @@ PyObject* call_await(PyObject* self, Arguments args, size_t flagged, PyObject* n
     PyObject* value = it->value.of(args[0]);
     // DONE, and not ABANDONED, which has an error.
     const bool done = it->error.of(args[0]) == Py_None && PyObject_IsTrue(it->state.of(args[0])) == 1;
-    if (done && value != it->op_result) return ended_of(value);
+    if (done && value != it->op_result && ++it->awaited % kAwaits != 0) return ended_of(value);
   }
   return call_function(&it->method, args, flagged, names);
 }
@@ -1132,6 +1136,7 @@ nb::object await_of(nb::handle cls, nb::handle op_result) {
   method->state = state;
   method->error = error;
   method->value = value;
+  method->awaited = 0;
   return finished(method);
 }
 
