@@ -306,7 +306,7 @@ class Supervision:
             self._say("no rank is left that could take in another: all are started anew")
         for it in self.ranks:
             it.due = False
-            if it.alive and it.restarts:  # It has waited to be taken in, and done nothing else.
+            if it.alive and it.restarts:  # A newcomer has waited to be taken in, and done nothing else.
                 self._deeds.append(Tell(it.number, signal.SIGKILL))
             elif it.alive:
                 self._deeds.append(Tell(it.number, signal.SIGTERM))
