@@ -48,6 +48,8 @@ class SimulatedWorld(Clockwork):
         self.store = self._store(0)
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
+        self._living = 0
+        """How many of them have not ended."""
         self.current: Process | None = None
         self._stores: dict[str, SimulatedStore] = {}
         self.failed: Process | None = None
@@ -75,10 +77,11 @@ class SimulatedWorld(Clockwork):
         self._program = program
         for rank in range(self.ranks):
             self.start(rank, _START * self.random.random())
-        while not all(process.over for process in self.processes):
-            if self.next_time == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
+        while self._living:
+            coming = self.next_time
+            if coming == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
                 raise SimulationError(f"nothing will happen any more, for all wait:\n{self._waiting()}")
-            if self.next_time > longest:
+            if coming > longest:
                 raise SimulationError(f"the history takes longer than {longest:g} s:\n{self._waiting()}")
             self.step()
             if self.failed is not None:
@@ -119,6 +122,7 @@ class SimulatedWorld(Clockwork):
         before = [process for process in self.processes if process.rank == rank]
         process = Process(self, rank, len(before))
         self.processes.append(process)
+        self._living += 1
         self.note(process, "starts")
         assert self._program is not None
         self.at(self.time + after, process, process.begin, self._program, self.left)
@@ -127,6 +131,7 @@ class SimulatedWorld(Clockwork):
     def left(self, process: Process) -> None:
         """Note that a process has ended by itself."""
         process.end()
+        self._living -= 1
         self.note(process, "ends")
         self.network.close(process)
         if process.error is not None and self.failed is None:
@@ -144,6 +149,7 @@ class SimulatedWorld(Clockwork):
         if (process := self.living(rank)) is not None:
             process.dead = True
             process.end()
+            self._living -= 1
             self.note(process, "dies")
             self.network.die(process)
             if restart is not None:
