@@ -49,7 +49,7 @@ class SimulatedWorld(Clockwork):
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
         self._living = 0
-        """How many of them have not ended."""
+        """The number of those that have not ended."""
         self.current: Process | None = None
         self._stores: dict[str, SimulatedStore] = {}
         self.failed: Process | None = None
