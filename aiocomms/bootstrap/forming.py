@@ -2,27 +2,33 @@
 
 Ranks wait for each other while they form: in the store, and in a transport for connections. One that has failed in
 between comes nowhere any more, and as long as its process lives no connection says so.
+
+A communicator that takes another one's place is used once all its ranks, newcomers too, have said that they have formed
+it. So the attempt has one end for all ranks, and what is said of it first counts: it is carried out, or given up.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
 
 import anyio
 
 from aiocomms import ops
+from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.records import pauses
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.failures import Reason
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
 
-_PAUSE: Final = 1.0
+_PAUSE: Final = 0.1
 """Seconds between the looks whether another rank has failed; less if the time is short."""
 _PARTS: Final = 16
 """Looks at least in the time that a communicator has to form: ranks that recover wait for no late one for a quarter."""
@@ -30,27 +36,36 @@ _LOOKS: Final = 1000
 """Looks per second that all ranks of a communicator together take at most."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
 """The errors that the other ranks find out by themselves, or have said."""
-_KEY: Final = "failed"
+FORMS_AGAIN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError)
+"""The errors of an attempt after which the ranks that are left make another one."""
+_END: Final = "end"
+_CARRIED_OUT: Final = b""
+_FORMED: Final = "formed"
 _REASONS: Final = ControlCodec[Reason](Reason, "why a rank has failed")
 
-_Transports = dict[ops.Family, Transport]
+Transports = dict[ops.Family, Transport]
+Missing = Callable[[], CommError | None]
+"""A function that returns why an attempt is in vain; None: it is not. It is called in a thread."""
 
 
-async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -> _Transports:
+async def formed(
+    rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing = lambda: None
+) -> Transports:
     """Await what opens this rank's transports, and give up if another rank has.
 
+    :param missing: is called from time to time.
     :raises CommAbortedError: it has failed on another rank, or was cancelled there.
     """
     if rendezvous.store is None or rendezvous.size == 1:
         return await opening
-    opened: _Transports = {}
+    opened: Transports = {}
     heard: list[CommError] = []
     # The task that hears has a scope of its own. To cancel the whole group would throw into this task, too, and CPython
     # 3.11 then forgets who has awaited it.
     hearing = anyio.CancelScope()
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hear, rendezvous, heard, hearing, tasks.cancel_scope)
+            tasks.start_soon(_hear, rendezvous, missing, heard, hearing, tasks.cancel_scope)
             try:
                 opened = await opening
             finally:
@@ -64,22 +79,96 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
             return opened
         raise heard.pop()  # The error holds this frame, which must not hold the error.
     try:
-        with anyio.CancelScope(shield=True):
-            if not isinstance(failure, _KNOWN):
-                await tell(rendezvous, failure)
-            # There are some here only if this rank was cancelled at the last moment.
-            await close_transports({*opened.values()})
+        await _break_off(rendezvous, opened, failure)
         raise failure
     finally:
         del failure  # The error holds this frame, too.
 
 
-async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
-    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once."""
-    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
-    reason = Reason.of(CommAbortedError(f"rank {rendezvous.rank} could not form it: {why}"), rendezvous.rank)
+async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> None:
+    with anyio.CancelScope(shield=True):
+        if not isinstance(failure, _KNOWN):
+            await tell(rendezvous, failure)
+        # There are some here only if this rank was cancelled at the last moment.
+        await close_transports({*opened.values()})
+
+
+async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> bool:
+    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once.
+
+    :returns: whether it had been carried out before.
+    """
+    told = [False]
+
+    def say() -> None:
+        told[0] = not give_up(rendezvous, rendezvous.rank, failure)
+
     with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
-        await run_in_thread(partial(rendezvous.decide, _KEY, _REASONS.encode(reason)))
+        await run_in_thread(say)
+    return told[0]
+
+
+def give_up(board: Board, rank: int, failure: BaseException) -> bool:
+    """Say that a rank cannot form a communicator, on that one's board. Blocks.
+
+    :returns: False: it is too late, for the communicator has been formed by all.
+    :raises StoreLostError: the store is gone.
+    """
+    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
+    reason = Reason.of(CommAbortedError(f"rank {rank} could not form it: {why}"), rank)
+    return board.decide(_END, _REASONS.encode(reason)) != _CARRIED_OUT
+
+
+def given_up(board: Board) -> bool:
+    """Return whether a rank has said that a communicator cannot be formed. Blocks.
+
+    :raises StoreLostError: the store is gone.
+    """
+    return board.decided(_END) not in (None, _CARRIED_OUT)
+
+
+async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
+    """Return whether what this rank has formed is carried out, by all ranks; close it if not."""
+    done = False
+    try:
+        done = await _carried_out(rendezvous, transports)
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            await tell(rendezvous, error)
+        raise
+    finally:
+        if not done:
+            with anyio.CancelScope(shield=True):
+                await close_transports({*transports.values()})
+    return done
+
+
+async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> bool:
+    stop = clock.event()
+    try:
+        with anyio.move_on_after(max(0.0, rendezvous.left()) + PROBE):
+            return await run_in_thread(partial(_wait_for_end, rendezvous, transports, stop))
+        return False  # This rank may have stood still, and the others have gone on.
+    except StoreLostError:
+        return True  # The others hear of no end, either.
+    finally:
+        stop.set()
+
+
+def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clock.ThreadEvent) -> bool:
+    """Say that this rank has formed it, and wait for the end or bring it about; in a thread."""
+    forming = set(range(rendezvous.size))
+    rendezvous.tell(_FORMED, b"1")
+    for pause in pauses(rendezvous.size):
+        if (end := rendezvous.decided(_END)) is not None:
+            return end == _CARRIED_OUT
+        forming = {rank for rank in forming if rendezvous.told(_FORMED, rank) is None}
+        lost = any(transport.early_failure for transport in transports.values())
+        if not forming:
+            return rendezvous.decide(_END, _CARRIED_OUT) == _CARRIED_OUT
+        if lost or rendezvous.left() < 0 or stop.wait(pause):
+            return not give_up(rendezvous, rendezvous.rank, CommAbortedError(f"ranks {sorted(forming)} have not"))
+    raise AssertionError
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
@@ -112,14 +201,23 @@ def _renumbered(error: CommError, members: Sequence[int]) -> CommError:
 
 
 async def _hear(
-    rendezvous: StoreRendezvous, heard: list[CommError], hearing: anyio.CancelScope, forming: anyio.CancelScope
+    rendezvous: StoreRendezvous,
+    missing: Missing,
+    heard: list[CommError],
+    hearing: anyio.CancelScope,
+    forming: anyio.CancelScope,
 ) -> None:
     """Cancel what forms this rank's part when another rank has failed; until that is formed."""
+
+    def look() -> CommError | None:
+        told = rendezvous.decided(_END)
+        return missing() if told is None else _REASONS.decode(told).to_error()
+
     with hearing:
         while not heard:
             await anyio.sleep(max(min(_PAUSE, rendezvous.timeout / _PARTS), rendezvous.size / _LOOKS))
             with contextlib.suppress(CommError):  # The task that forms meets the same error, and raises it.
-                told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
-                if told is not None:
-                    heard.append(_REASONS.decode(told).to_error())
+                failure = await rendezvous.run("looking whether a rank has failed", look)
+                if failure is not None:
+                    heard.append(failure)
         forming.cancel()

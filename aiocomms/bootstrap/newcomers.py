@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, kept
 from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
@@ -45,11 +47,19 @@ class Claims:
 
         :raises StoreLostError: the store is gone.
         """
+        claim = self.last(rank)
+        return "" if not claim or self._store.check([f"join/{rank}/{claim}"]) else claim
+
+    @store_errors()
+    def last(self, rank: int) -> str:
+        """Return the last claim to a rank, answered or not; an empty text: there is none.
+
+        :raises StoreLostError: the store is gone.
+        """
         try:
-            claim = self._claim(rank)
+            return self._claim(rank) or ""
         except ProtocolError:  # AuthError is a ProtocolError: the claimant does not belong to the job.
             return ""
-        return "" if claim is None or self._store.check([f"join/{rank}/{claim}"]) else claim
 
     @store_errors()
     def answer(self, rank: int, claim: str, invitation: Invitation) -> None:
@@ -85,14 +95,30 @@ class Claims:
         return None if claim is None else claim.decode(errors="replace")
 
 
-async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
-    """Wait until the ranks of an earlier epoch take this one in.
+async def join(
+    newcomer: StoreRendezvous, root: Store, form: Callable[[StoreRendezvous], Awaitable[Transports]]
+) -> tuple[StoreRendezvous, Transports]:
+    """Form the next epoch with the ranks of an earlier one; once more if that is in vain, as long as there is time.
 
     :param newcomer: says as which rank of how many, and how long it waits.
-    :returns: the rendezvous with them.
-    :raises CommTimeoutError: no rank did.
+    :param form: opens the transports of an epoch.
+    :returns: the rendezvous with them, and what was opened.
+    :raises CommTimeoutError: no rank took this one in.
     :raises StoreLostError: the store is gone.
     """
+    while True:
+        rendezvous = await _invited(newcomer, root)
+        try:
+            transports = await formed(rendezvous, form(rendezvous))
+            if await kept(rendezvous, transports):
+                return rendezvous, transports
+        except FORMS_AGAIN:
+            if newcomer.left() <= 0:
+                raise
+
+
+async def _invited(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
+    """Wait until the ranks of an earlier epoch invite this one."""
     rank, size, given_up = newcomer.rank, newcomer.size, clock.event()
     claims = Claims(newcomer, root)
     try:

@@ -3,33 +3,31 @@
 They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says that it has come, and the lowest
 proposes: the first proposal is the decision, for the store takes no second one. A rank that is not in it is excluded.
 
-A decision ends in one of two ways, and what is said of it first counts. It is carried out when all survivors have said
-that they have formed the new communicator: until then none of them uses it. It is spent when one of them could not form
-it. Then all meet at the next board, also those that come later.
+A decision ends as :mod:`aiocomms.bootstrap.forming` says: it is carried out once all ranks have formed the new
+communicator, or spent when one could not, or is gone. Then all meet at the next board, also those that come later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-import anyio
 import msgspec
 from torch.distributed import Store
 
-from aiocomms import arguments, ops
+from aiocomms import arguments
 from aiocomms.arguments import as_int
-from aiocomms.bootstrap.board import Board
-from aiocomms.bootstrap.forming import formed, tell
+from aiocomms.bootstrap.board import ANYBODY, Board
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, give_up, given_up, kept, tell
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.records import pauses
-from aiocomms.bootstrap.registry import Selection, close_transports, open_transports
+from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
     ArgumentError,
@@ -44,19 +42,16 @@ from aiocomms.errors import (
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.stores import admitting
-from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import membership
-from aiocomms.transport import Transport
 
 if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if no rank below it has."""
-_HERE: Final = b"1"
+_AGAIN: Final = 0.25
+"""Seconds after which a rank that waits says once more that it is here, for those that take it for dead."""
 _GONE: Final = b"0"
-_CARRIED_OUT: Final = b"carried out"
-_SPENT: Final = b"spent"
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -78,7 +73,7 @@ class Decision(msgspec.Struct, array_like=True):
 _DECISIONS = ControlCodec[Decision](Decision, "what the ranks have decided")
 
 
-Formed = tuple[StoreRendezvous, Selection, Mapping[ops.Family, Transport]]
+Formed = tuple[StoreRendezvous, Selection, Transports]
 """The parts that a communicator is made of."""
 
 
@@ -127,6 +122,9 @@ class Recovery:
         self._free: list[int] = []
         """The ranks that nobody has claimed, when this rank last looked."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
+        self._claims: Claims | None = None
+        self._claimed: dict[int, str] = {}
+        """The last claims to the ranks when this one first looked."""
 
     async def run(self) -> Formed:
         """Agree and form it; once more, as long as there is time, if a rank or the store goes missing meanwhile."""
@@ -140,55 +138,67 @@ class Recovery:
 
     async def _meet(self, root: Store, store: Store | None) -> Formed:
         old = self._old
+        self._claims = None if self._wanted is None else Claims(old, root)
         for attempt in itertools.count():
             board = old.child(f"again{attempt}", old.name, old.rank, old.size, store)
             decision = await self._agree(board, root)
             if decision is None:
                 continue
-            rendezvous = self._successor(decision, root)
+            # The time is half of what is left, so that there is time for another attempt.
+            rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
+            failure: CommError = CommAbortedError("another rank could not, or this one has stood still")
             try:
                 async with admitting(root):  # The store may be a new one.
-                    parts = await self._form(rendezvous)
-            except BaseException as error:
-                self._before.notes.tried.add(decision.key)
-                if isinstance(error, CommError):
-                    await self._give_up(board, decision)
-                    await tell(rendezvous, error)
-                if (
-                    not isinstance(error, CommTimeoutError | PeerDiedError | CommAbortedError)
-                    or self._meeting.left() < _TURN
-                ):
+                    rendezvous, selection, transports = await self._form(rendezvous, decision)
+                if await kept(rendezvous, transports):
+                    rendezvous.timeout = self._before.timeout
+                    return rendezvous, selection, transports
+            except FORMS_AGAIN as error:
+                failure = error
+                if self._meeting.left() < _TURN:
                     raise
-            else:
-                if await self._kept(board, decision, parts):
-                    return parts
-                await tell(rendezvous, CommAbortedError("another rank could not"))
+            finally:
+                self._before.notes.tried.add(decision.key)
+            if await tell(rendezvous, failure):
+                raise _excluded()
         raise AssertionError
 
-    def _successor(self, decision: Decision, root: Store) -> StoreRendezvous:
+    def _successor(self, decision: Decision, root: Store, seconds: float) -> StoreRendezvous:
         old = self._old
-        rank = next(new for new, before in decision.old.items() if before == old.rank)
-        # The time is half of what is left, so that there is time for another attempt.
-        seconds = max(1.0, self._meeting.left() / 2)
+        rank = next((new for new, before in decision.old.items() if before == old.rank), ANYBODY)
         return old.successor(root, decision.key, old.epoch + 1, rank, decision.size, seconds)
 
-    async def _form(self, rendezvous: StoreRendezvous) -> Formed:
+    async def _form(self, rendezvous: StoreRendezvous, decision: Decision) -> Formed:
         plan = self._before.plan
         options = {name: value for name, value in plan.options.items() if name != "adopt"}
         opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
-        transports = await formed(rendezvous, opening)
-        rendezvous.timeout = self._before.timeout
+        before = frozenset(filter(self._meeting.dead, decision.old.values()))
+        missing = functools.partial(self._missing, decision, before)
+        transports = await formed(rendezvous, opening, missing)
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
+
+    def _missing(self, decision: Decision, before: Iterable[int]) -> CommError | None:
+        """Return why a decision cannot be carried out any more: one of its ranks is gone. In a thread.
+
+        :param before: the ranks that this one took for dead when they said that they are here.
+        """
+        gone = [rank for rank in decision.old.values() if rank not in before and self._dead(rank)]
+        gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
+        return PeerDiedError(f"rank {gone[0]} is gone", peer=gone[0]) if gone else None
+
+    def _dead(self, rank: int) -> bool:
+        """Return whether a rank is known to be gone; where no connection says so, because another process claims it."""
+        if self._meeting.line is not None or self._claims is None or rank == self._old.rank:
+            return self._meeting.dead(rank)
+        return self._claims.last(rank) != self._claimed.get(rank) or self._meeting.dead(rank)
 
     # --------------------------------------------------------------------------------------------- and who they are
 
     async def _agree(self, board: Board, root: Store) -> Decision | None:
         """Return what the ranks have decided; None: it is spent."""
-        given_up, came = clock.event(), {self._old.rank}
+        stop, came = clock.event(), {self._old.rank}
         try:
-            return await self._meeting.off_loop(
-                "", functools.partial(self._vote, board, root, came, given_up), more=PROBE
-            )
+            return await self._meeting.off_loop("", functools.partial(self._vote, board, root, came, stop), more=PROBE)
         except CommTimeoutError:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
@@ -197,109 +207,54 @@ class Recovery:
             late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
             raise CommTimeoutError(late, late=absent or self._free) from None
         finally:
-            given_up.set()
+            stop.set()
 
-    def _vote(self, board: Board, root: Store, came: set[int], given_up: clock.ThreadEvent) -> Decision | None:
+    def _vote(self, board: Board, root: Store, came: set[int], stop: clock.ThreadEvent) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
         rank, began, complete, pause = self._old.rank, clock.now(), None, pauses(self._old.size)
-        while self._meeting.left() > 0 and not given_up.wait(next(pause)):
+        present = Presence(board, self._old.size, self._dead)
+        if self._claims is not None and not self._claimed:
+            self._claimed = {it: self._claims.last(it) for it in range(self._old.size)}
+        while self._meeting.left() > 0 and not stop.wait(next(pause)):
             record = board.decided("decision")
             if record is None:
-                self._look(board, came)
+                present.look(came)
                 now = clock.now()
-                proposal = self._proposal(root, came, now - began)
+                proposal = self._proposal(came, now - began)
                 complete = now if complete is None and proposal else complete
                 if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:
                     continue
-                if not self._all_wait(board, came):
+                if not present.all_wait(came):
                     complete = None
                     continue
                 record = board.decide("decision", _DECISIONS.encode(proposal))
             decision = _DECISIONS.decode(record)
-            if self._spent(board, decision):
+            if self._spent(self._successor(decision, root, 0.0), decision):
                 return None
             self._accept(decision)
             invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
             for new, claim in decision.joins.items():  # Each rank says so, for the one that proposed may be gone.
                 Claims(self._old, root).answer(new, claim, invitation)
             return decision
-        board.tell("came", _GONE)
+        present.withdraw()
         raise CommTimeoutError("it has taken too long, or nobody waits for it any more")
-
-    def _look(self, board: Board, came: set[int]) -> None:
-        """Say that this rank is here, if an earlier call has just taken it back, and look who else is."""
-        rank = self._old.rank
-        if board.told("came", rank) != _HERE:
-            board.tell("came", _HERE)
-        came |= {it for it in range(self._old.size) if it not in came and board.told("came", it) == _HERE}
-
-    def _all_wait(self, board: Board, came: set[int]) -> bool:
-        """Return whether all that have come are still here; a rank that is not is taken out."""
-        gone = {rank for rank in came if board.told("came", rank) != _HERE}
-        came -= gone
-        return not gone
 
     def _spent(self, board: Board, decision: Decision) -> bool:
         """Return whether a decision has failed: on another rank, or on this one, which says so.
 
-        :raises CommAbortedError: it has failed on this rank, and another one has carried it out before.
+        :param board: the new communicator's.
+        :raises CommAbortedError: it has failed on this rank, and was carried out before.
         """
-        tried = decision.key in self._before.notes.tried
-        end = board.decide("end", _SPENT) if tried else board.decided("end")
-        if tried and end == _CARRIED_OUT:
-            raise CommAbortedError(
-                "this rank is excluded: the others have formed the new communicator, and this failed"
-            )
-        return end == _SPENT
+        if decision.key not in self._before.notes.tried:
+            return given_up(board)
+        if not give_up(board, board.rank, CommAbortedError("an earlier attempt of it has failed")):
+            raise _excluded()
+        return True
 
-    async def _kept(self, board: Board, decision: Decision, parts: Formed) -> bool:
-        """Return whether what was formed counts, and close it if not."""
-        kept = False
-        try:
-            kept = await self._carried_out(board, decision, parts)
-        finally:
-            if not kept:
-                with anyio.CancelScope(shield=True):
-                    await close_transports({*parts[2].values()})
-        return kept
-
-    async def _carried_out(self, board: Board, decision: Decision, parts: Formed) -> bool:
-        """Return whether all survivors have formed what this rank has; False if that is not known in time."""
-        left, given_up = max(0.0, parts[0].left()), clock.event()
-        try:
-            with anyio.move_on_after(left + PROBE):
-                return await run_in_thread(functools.partial(self._end, board, decision, parts, left, given_up))
-            return False  # This rank may have stood still, and the others have gone on.
-        except StoreLostError:
-            return True  # The others hear of no end, either.
-        finally:
-            given_up.set()
-
-    def _end(
-        self, board: Board, decision: Decision, parts: Formed, seconds: float, given_up: clock.ThreadEvent
-    ) -> bool:
-        """Say that this rank has formed it, and wait for the end of the decision or bring it about; in a thread."""
-        ends, forming, pause = clock.now() + seconds, set(decision.old.values()), pauses(decision.size)
-        board.tell("formed", _HERE)
-        while (end := board.decided("end")) is None:
-            forming = {rank for rank in forming if board.told("formed", rank) != _HERE}
-            lost = any(transport.early_failure for transport in parts[2].values())
-            if not forming or lost or clock.now() > ends or given_up.wait(next(pause)):
-                end = board.decide("end", _SPENT if forming else _CARRIED_OUT)
-        return end == _CARRIED_OUT
-
-    async def _give_up(self, board: Board, decision: Decision) -> None:
-        """Say that a decision is spent, if the store answers at once; this rank's next call does it else.
-
-        :raises CommAbortedError: another rank has carried it out.
-        """
-        with anyio.move_on_after(PROBE), contextlib.suppress(StoreLostError):
-            await run_in_thread(functools.partial(self._spent, board, decision))
-
-    def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
+    def _proposal(self, came: set[int], waited: float) -> Decision | None:
         """Return what this rank would propose, if it is time for that."""
         if self._ranks is None:
-            late = [r for r in range(self._old.size) if r not in came and not self._meeting.dead(r)]
+            late = [r for r in range(self._old.size) if r not in came and not self._dead(r)]
             if late and waited < self._seconds / 4:
                 return None
             old = sorted(came)
@@ -308,10 +263,9 @@ class Recovery:
             old = self._ranks
             if not came.issuperset(old):
                 return None
-        if self._wanted is None:
+        if self._wanted is None or self._claims is None:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
-        claims = Claims(self._old, root)
-        joins = {new: claims.newest(new) for new in range(self._wanted) if new not in old}
+        joins = {new: self._claims.newest(new) for new in range(self._wanted) if new not in old}
         self._free = [new for new, claim in joins.items() if not claim]
         return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if not self._free else None
 
@@ -336,6 +290,50 @@ class Recovery:
             raise MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
         if decision.joins if self._wanted is None else decision.size != self._wanted:
             raise MismatchError(f"size is {self._wanted}, and the others have agreed on {decision.size} ranks")
+
+
+class Presence:
+    """The ranks that wait at a board, as one of them knows it.
+
+    A rank that this one takes for dead may only have been silent, or has died since it came: it has to say once more
+    that it is here.
+
+    :param dead: whether a rank is taken for dead.
+    """
+
+    def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:
+        self._board, self._size, self._dead = board, size, dead
+        self._said: dict[int, bytes] = {}
+        """The words of ranks when they were first found to be taken for dead."""
+        self._times, self._last = 0, -math.inf
+
+    def look(self, came: set[int]) -> None:
+        """Say that this rank is here, also if an earlier call has just taken it back; and look who else is."""
+        rank, now = self._board.rank, clock.now()
+        if now - self._last >= _AGAIN or self._board.told("came", rank) == _GONE:
+            self._times, self._last = self._times + 1, now
+            self._board.tell("came", b"%d" % self._times)
+        came |= {it for it in range(self._size) if it not in came and self._waits(it)}
+
+    def all_wait(self, came: set[int]) -> bool:
+        """Return whether all that have come are still here; a rank that is not is taken out."""
+        gone = {rank for rank in came if not self._waits(rank)}
+        came -= gone
+        return not gone
+
+    def withdraw(self) -> None:
+        """Say that this rank does not wait any more."""
+        self._board.tell("came", _GONE)
+
+    def _waits(self, rank: int) -> bool:
+        said = self._board.told("came", rank)
+        if said is None or said == _GONE:
+            return False
+        return not self._dead(rank) or said != self._said.setdefault(rank, said)
+
+
+def _excluded() -> CommAbortedError:
+    return CommAbortedError("this rank is excluded: the others have formed the new communicator, and this failed")
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:

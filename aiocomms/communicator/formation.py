@@ -15,7 +15,7 @@ from torch.distributed import Store
 from aiocomms import arguments
 from aiocomms.arguments import DEFAULT, device_of
 from aiocomms.bootstrap import directory, early, newcomers
-from aiocomms.bootstrap.forming import formed
+from aiocomms.bootstrap.forming import Transports, formed
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Selection, choose, choose_adopter, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
@@ -101,15 +101,19 @@ async def _form(
     tell_torchrun()
     seal = await run_in_thread(lambda: Seal(job_token(), name), anyhow=True)
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
+
+    async def open_at(met: StoreRendezvous) -> Transports:
+        early.meets()
+        return await open_transports(plan, lambda cls, _: cls.open(met, plan.options))
+
     try:
         async with admitting(store):
             if store is not None and join:
-                rendezvous = await newcomers.join(rendezvous, store)
-            elif store is not None:
-                await rendezvous.arrive(store)
-            early.meets()
-            opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
-            transports = await formed(rendezvous, opening)
+                rendezvous, transports = await newcomers.join(rendezvous, store, open_at)
+            else:
+                if store is not None:
+                    await rendezvous.arrive(store)
+                transports = await formed(rendezvous, open_at(rendezvous))
         rendezvous.timeout = timeout
         return Communicator(rendezvous, plan, transports)
     except CommError as error:

@@ -49,8 +49,8 @@ def give_up_late_ones(place: Rank, *present: int) -> None:
     """In this process, who reconfigures waits for those that are late until these have come, and no moment longer."""
     proposal = Recovery._proposal
 
-    def proposes(self: Recovery, root: dist.Store, came: set[int], waited: float) -> Decision | None:
-        return proposal(self, root, came, math.inf if came.issuperset(present) else 0.0)
+    def proposes(self: Recovery, came: set[int], waited: float) -> Decision | None:
+        return proposal(self, came, math.inf if came.issuperset(present) else 0.0)
 
     place.replace(Recovery, "_proposal", proposes)
 

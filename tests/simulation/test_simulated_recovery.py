@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from aiocomms_net import NetTransport
 from repeating import repeated
 
 import aiocomms
@@ -227,3 +229,45 @@ async def wait_for_the_dead() -> Any:
 def test_a_death_is_noticed_without_a_deadline():
     for seed in range(8):
         assert repeated(wait_for_the_dead, 2, seed=seed).results == ["noticed", None]
+
+
+RESTART = 0.2
+"""Seconds after which another process takes the place of one that has died."""
+
+
+async def sum_up_while_ranks_die() -> float:
+    """Sum up with all ranks; processes of ranks 1 and 2 die shortly after each other, newcomers among them.
+
+    :returns: the longest time between two sums.
+    """
+    me, loop, times, longest = here(), asyncio.get_running_loop(), 60, 0.0
+    comm = await aiocomms.new_comm(timeout=20, join=me.restarts > 0)
+    if me.rank == 0:
+        delay = 0.5
+        for _ in range(4):
+            loop.call_later(delay, me.world.kill, random.choice([1, 2]), RESTART)
+            delay += random.choice([0.01, 0.1, RESTART, 0.25, 0.5]) * random.random()
+    before = loop.time()
+    while True:
+        total = torch.tensor([1.0, float(me.rank == 0 and times <= 0)])
+        try:
+            await comm.all_reduce(total)
+        except CommError:
+            comm = await comm.reconfigure(size=RANKS, timeout=PATIENCE)
+            continue
+        assert total[0] == RANKS
+        longest, before, times = max(longest, loop.time() - before), loop.time(), times - 1
+        if total[1]:
+            await comm.aclose()
+            return longest
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connections", "no connections"])
+def test_ranks_that_die_while_others_take_their_places_hold_nobody_up(connected, monkeypatch):
+    """A death is told by the old communicator's connections, or by the claim of who comes in the dead one's place."""
+    if not connected:
+        monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
+    for seed in range(15):
+        longest = repeated(sum_up_while_ranks_die, RANKS, seed=seed).results[0]
+        assert RESTART < longest < 1.5

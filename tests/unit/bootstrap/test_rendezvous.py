@@ -647,7 +647,7 @@ def test_new_comm_cancelled_just_after_forming_closes_its_transport(monkeypatch)
     """While whoever listens for other ranks' failures goes, the program gives up: nobody will have the transport."""
     closed, close, tasks = [], LocalTransport.aclose, []
 
-    async def hear(rendezvous, _, hearing, __):
+    async def hear(rendezvous, _missing, _heard, hearing, _forming):
         with hearing:
             await anyio.sleep_forever()
         if rendezvous.rank == 0:
