@@ -30,6 +30,8 @@ from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.1
 """Seconds between the looks whether another rank has failed; less if the time is short."""
+_ANSWERS: Final = 2.0
+"""Seconds in which a store says why a rank has closed its connections; else it is taken for lost."""
 _PARTS: Final = 16
 """Looks at least in the time that a communicator has to form: ranks that recover wait for no late one for a quarter."""
 _LOOKS: Final = 1000
@@ -79,33 +81,41 @@ async def formed(
             return opened
         raise heard.pop()  # The error holds this frame, which must not hold the error.
     try:
-        await _break_off(rendezvous, opened, failure)
+        failure = await _break_off(rendezvous, opened, failure)
         raise failure
     finally:
         del failure  # The error holds this frame, too.
 
 
-async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> None:
+async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> BaseException:
+    """Tell the others why this rank has failed, or hear it from them; return the error that says so."""
     with anyio.CancelScope(shield=True):
-        if not isinstance(failure, _KNOWN):
+        if isinstance(failure, PeerDiedError):
+            failure = await explained(rendezvous, failure)
+        elif not isinstance(failure, _KNOWN):
             await tell(rendezvous, failure)
         # There are some here only if this rank was cancelled at the last moment.
         await close_transports({*opened.values()})
+    return failure
 
 
-async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> bool:
-    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once.
+async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> CommError:
+    """Return why a rank has closed its connections while it formed a communicator: it may live, and have given up."""
+    if rendezvous.store is None:
+        return failure
+    with anyio.move_on_after(_ANSWERS):
+        try:
+            told = await run_in_thread(partial(rendezvous.decided, _END))
+        except StoreLostError as error:
+            return error
+        return _REASONS.decode(told).to_error() if told else failure
+    return StoreLostError(f"the store has not answered within {_ANSWERS:g} s", comm=rendezvous.name)
 
-    :returns: whether it had been carried out before.
-    """
-    told = [False]
 
-    def say() -> None:
-        told[0] = not give_up(rendezvous, rendezvous.rank, failure)
-
+async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
+    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once."""
     with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
-        await run_in_thread(say)
-    return told[0]
+        await run_in_thread(partial(give_up, rendezvous, rendezvous.rank, failure))
 
 
 def give_up(board: Board, rank: int, failure: BaseException) -> bool:
@@ -128,7 +138,10 @@ def given_up(board: Board) -> bool:
 
 
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
-    """Return whether what this rank has formed is carried out, by all ranks; close it if not."""
+    """Return whether what this rank has formed is carried out, by all ranks; close it if not.
+
+    :raises StoreLostError: the store is gone before this rank knows. Most often no other rank does, either.
+    """
     done = False
     try:
         done = await _carried_out(rendezvous, transports)
@@ -149,8 +162,6 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
         with anyio.move_on_after(max(0.0, rendezvous.left()) + PROBE):
             return await run_in_thread(partial(_wait_for_end, rendezvous, transports, stop))
         return False  # This rank may have stood still, and the others have gone on.
-    except StoreLostError:
-        return True  # The others hear of no end, either.
     finally:
         stop.set()
 

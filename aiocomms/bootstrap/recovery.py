@@ -23,7 +23,7 @@ from torch.distributed import Store
 from aiocomms import arguments
 from aiocomms.arguments import as_int
 from aiocomms.bootstrap.board import ANYBODY, Board
-from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, give_up, given_up, kept, tell
+from aiocomms.bootstrap.forming import FORMS_AGAIN, Transports, formed, give_up, given_up, kept
 from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.records import pauses
@@ -155,12 +155,14 @@ class Recovery:
                     return rendezvous, selection, transports
             except FORMS_AGAIN as error:
                 failure = error
-                if self._meeting.left() < _TURN:
-                    raise
             finally:
                 self._before.notes.tried.add(decision.key)
-            if await tell(rendezvous, failure):
+            # A rank that does not ask whether the others have formed it could be a second one of its number.
+            give = functools.partial(give_up, rendezvous, rendezvous.rank, failure)
+            if not await self._meeting.off_loop("giving an attempt up", give, more=PROBE):
                 raise _excluded()
+            if self._meeting.left() < _TURN:
+                raise failure
         raise AssertionError
 
     def _successor(self, decision: Decision, root: Store, seconds: float) -> StoreRendezvous:
@@ -185,6 +187,16 @@ class Recovery:
         gone = [rank for rank in decision.old.values() if rank not in before and self._dead(rank)]
         gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
         return PeerDiedError(f"rank {gone[0]} is gone", peer=gone[0]) if gone else None
+
+    def _will_not_come(self, rank: int, *, lesser: bool) -> bool:
+        """Return whether a rank that has not come is dead for sure.
+
+        :param lesser: whether fewer than half of the ranks have come. If the others are only cut off from these, and
+            lose the store, they go on by a store of their own: so these wait for them to come to this one.
+        """
+        line = self._meeting.line
+        far = lesser and line is not None and line.far(rank)
+        return self._dead(rank) and (not far or (self._claims is not None and bool(self._claims.newest(rank))))
 
     def _dead(self, rank: int) -> bool:
         """Return whether a rank is known to be gone; where no connection says so, because another process claims it."""
@@ -254,7 +266,8 @@ class Recovery:
     def _proposal(self, came: set[int], waited: float) -> Decision | None:
         """Return what this rank would propose, if it is time for that."""
         if self._ranks is None:
-            late = [r for r in range(self._old.size) if r not in came and not self._dead(r)]
+            absent = [r for r in range(self._old.size) if r not in came]
+            late = [r for r in absent if not self._will_not_come(r, lesser=len(absent) > len(came))]
             if late and waited < self._seconds / 4:
                 return None
             old = sorted(came)

@@ -188,8 +188,9 @@ class Place:
         draw = Random(f"{self.seed} {index}")
         number = self.number * 8 + index + 1
         return replace(
-            self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key, tags=self.number
-        )
+            self, comm=comm, rank=comm.rank, size=comm.size, draw=draw, number=number, key=key,
+            tags=0 if key is None else self.number,
+        )  # fmt: skip
 
 
 def spoil(work: Any) -> None:

@@ -246,7 +246,7 @@ async def stream(at: Place) -> None:
         for index in range(counts[mine]):
             item = at.numbers(sizes[index], torch.int64, mine, index)
             with at.giving(item, peer, index) as entry:
-                await at.end(end.send(item), SILENCE)
+                await at.end(end.send(item), 2 * SILENCE)
                 # One without data is not waited for: it is lost if the communicator is, and nobody is told.
                 entry.end = "sent" if sizes[index] else "left"
         await end.send_eof()
