@@ -1,7 +1,8 @@
-"""Reports of a rank to ``aiocomms run``: which communicators it has formed, and which rank they have lost.
+"""The line between a rank and ``aiocomms run``: the rank reports which communicators it has formed and what they lose.
 
-The launcher gives each process that it starts a pipe of its own, and says in the environment which descriptor that is,
-and of which process. So a program that a rank starts, or a fork of it, reports nothing. This module imports nothing
+The launcher gives each process that it starts a socket of its own, and says in the environment which descriptor that
+is, and of which process. So a program that a rank starts, or a fork of it, reports nothing. Before the launcher ends a
+process to replace it by another, it says so there. This module imports nothing
 but the standard library, and a process that another launcher has started does no more than look for one variable.
 """
 
@@ -11,8 +12,10 @@ import contextlib
 import os
 from typing import Final
 
-PIPE: Final = "AIOCOMMS_SUPERVISOR"
-"""The variable with the descriptor of the pipe and the number of the process whose it is: ``"17:4711"``."""
+LINE: Final = "AIOCOMMS_SUPERVISOR"
+"""The variable with the descriptor of the line and the number of the process whose it is: ``"17:4711"``."""
+REPLACED: Final = b"replaced\n"
+"""The launcher's word that another process takes this one's place."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
 """The variable that says how many processes have been this rank before, since all ranks were started together."""
 
@@ -37,12 +40,24 @@ def report_lost(rank: int, size: int, base: str, epoch: int, peer: int) -> None:
 
 def is_supervised() -> bool:
     """Return whether ``aiocomms run`` has started this process."""
-    return PIPE in os.environ
+    return LINE in os.environ
+
+
+def is_replaced() -> bool:
+    """Return whether the launcher ends this process so that another takes its place; read once, at the end."""
+    line = _line()
+    with contextlib.suppress(OSError):  # The launcher has said nothing, or is gone.
+        return line is not None and os.read(line, len(REPLACED)) == REPLACED
+    return False
+
+
+def _line() -> int | None:
+    descriptor, _, process = os.environ.get(LINE, "").partition(":")
+    return int(descriptor) if process == str(os.getpid()) else None
 
 
 def _report(rank: int, size: int, text: str) -> None:
-    descriptor, _, process = os.environ.get(PIPE, "").partition(":")
-    ours = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if process == str(os.getpid()) and ours == (str(rank), str(size)):
+    line = _line()
+    if line is not None and (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(size)):
         with contextlib.suppress(OSError):  # The launcher is gone, or does not read: then it needs no report.
-            os.write(int(descriptor), f"{text[:1000]}\n".encode())
+            os.write(line, f"{text[:1000]}\n".encode())

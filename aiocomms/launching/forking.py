@@ -41,7 +41,7 @@ class ForkServer:
         """Have a process started.
 
         :param key: its name in messages.
-        :param descriptors: stdout, stderr, the pipe of reports, perhaps a listening socket. They remain the caller's.
+        :param descriptors: stdout, stderr, the line, perhaps a listening socket. They remain the caller's.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 

@@ -181,7 +181,7 @@ class _Server:
 
 
 def _take(descriptors: list[int]) -> dict[str, str]:
-    """Take over a rank's descriptors: stdout, stderr, the pipe of reports, perhaps a listening socket.
+    """Take over a rank's descriptors: stdout, stderr, the line to the supervisor, perhaps a listening socket.
 
     :returns: the variables that tell the program of them.
     """

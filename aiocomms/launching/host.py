@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final
 import anyio
 from anyio.abc import TaskGroup
 
+from aiocomms.bootstrap.supervised import REPLACED
 from aiocomms.errors import CommError
 from aiocomms.launching.forking import ForkServer
 from aiocomms.launching.output import LineSplitter, Printer
@@ -34,9 +35,10 @@ class RankProcess:
         self.pid: int | None = None
         self.formed = False
         self.pipes: list[int] = []
+        """The ends of stdout, stderr and the line, on which the rank reports and hears whether it is replaced."""
         self.theirs: list[int] = []
-        for _ in range(3):
-            mine, its = os.pipe()
+        line = socket.socketpair()
+        for mine, its in (os.pipe(), os.pipe(), (line[0].detach(), line[1].detach())):
             self.pipes.append(mine)
             self.theirs.append(its)
             os.set_blocking(mine, False)
@@ -83,10 +85,16 @@ class HostProcesses:
             self._tasks.start_soon(self._pump, process, stream)
         self._tasks.start_soon(self._hear_reports, process)
 
-    async def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the process of a rank, if it has one."""
+    async def signal(self, rank: int, number: int, *, replaced: bool = False) -> None:
+        """Send a signal to the process of a rank, if it has one.
+
+        :param replaced: whether to tell it before that another process takes its place.
+        """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
+            if replaced and process.pipes[2] != _CLOSED:
+                with contextlib.suppress(OSError):  # The process ends just now.
+                    os.write(process.pipes[2], REPLACED)
             await self._server.signal(process.key, number)
 
     def refuse_connections(self) -> None:
@@ -206,6 +214,9 @@ class HostProcesses:
 
 def _read(pipe: int) -> bytes | None:
     """Return what a pipe holds: nothing at its end, None if it holds nothing yet."""
-    with contextlib.suppress(BlockingIOError):
+    try:
         return os.read(pipe, _PIECE)
-    return None
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:  # The process has ended, and has not heard all that it was told.
+        return b""

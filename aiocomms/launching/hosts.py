@@ -101,7 +101,7 @@ class OtherHosts:
             message = ["start", deed.rank, deed.incarnation, deed.generation, deed.restarts, dict(variables)]
             await self._send(host, message)
         else:
-            await self._send(host, ["signal", deed.rank, deed.signal])
+            await self._send(host, ["signal", deed.rank, deed.signal, deed.replaced])
 
     async def _send(self, host: int, message: object) -> None:
         await run_in_thread(lambda: self._queue.send(host, message))

@@ -47,6 +47,8 @@ class Tell(msgspec.Struct, frozen=True):
 
     rank: int
     signal: int
+    replaced: bool = False
+    """True if the process is told before that another one takes its place, while the other ranks go on."""
 
 
 class Say(msgspec.Struct, frozen=True):
@@ -334,7 +336,7 @@ class Supervision:
             rank.leaving = True
             self._say(f"rank {rank.number} is replaced")
             if rank.alive:
-                self._deeds.append(Tell(rank.number, signal.SIGTERM))
+                self._deeds.append(Tell(rank.number, signal.SIGTERM, replaced=True))
                 self._alarm(self._grace, rank, "late")
         else:
             self._say("all ranks have been replaced")

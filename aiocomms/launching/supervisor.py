@@ -189,7 +189,7 @@ class Supervisor(HostSupervisor):
             elif isinstance(deed, Start):
                 await self._host.start(deed, given)
             else:
-                await self._host.signal(deed.rank, deed.signal)
+                await self._host.signal(deed.rank, deed.signal, replaced=deed.replaced)
 
     async def _variables(self, deed: Start) -> dict[str, str]:
         """Return the variables that tell a process its place in the job."""
@@ -257,8 +257,8 @@ class Follower(HostSupervisor):
             match await run_in_thread(queue.receive):
                 case ["start", rank, incarnation, generation, restarts, given]:
                     await self._host.start(Start(rank, incarnation, generation, restarts), given)
-                case ["signal", rank, number]:
-                    await self._host.signal(rank, number)
+                case ["signal", rank, number, replaced]:
+                    await self._host.signal(rank, number, replaced=replaced)
                 case ["over", code]:
                     return int(code)
 

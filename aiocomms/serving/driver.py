@@ -12,6 +12,7 @@ import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from aiocomms import arguments
+from aiocomms.bootstrap import supervised
 from aiocomms.core.postmortem import PATIENCE
 from aiocomms.diagnosis.hang_report import NO_ANSWER
 from aiocomms.errors import (
@@ -282,15 +283,19 @@ class Driver(Worker):
         self._turns.look()
 
     async def _drain(self) -> None:
-        """Let the plans under way end, and those that wait; then let the workers leave."""
+        """Let all plans end; then let the workers leave, unless another process takes this one's place."""
         self._draining = True
         if self._turns.waiting:
             with contextlib.suppress(PlanLostError):
                 await self._turns.wait(math.inf)
         while self._plans:
             await next(iter(self._plans.values())).over.wait()
-        await self.ready()
-        self._tell(range(1, self._comm.size))
+        with anyio.move_on_after(GRACE if self._ending else math.inf):
+            await self.ready()
+        if self._recover is not None and supervised.is_replaced():
+            _log.warning("rank 0 is replaced: the workers recover, and go on with the process that takes its place")
+        else:
+            self._tell(range(1, self._comm.size))
 
     def _heard(self, rank: int, number: int, *outcome: Any) -> None:
         """Note that a worker has ended a plan, says where that stands, or is to leave."""

@@ -159,6 +159,7 @@ class Worker(Handle):
 
     _drives = False
     _leaving = False
+    _recovering: anyio.CancelScope | None = None
 
     def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
@@ -190,22 +191,28 @@ class Worker(Handle):
             if self._recover is None or isinstance(failure, DriverLostError):
                 raise failure.about()
             _log.warning("recovering: %s", failure)
-            self._current.turn_to(await self._recovered(comm, self._recover))
+            next_one = None if self._leaving else await self._recovered(comm, self._recover)
+            if next_one is None:
+                return
+            self._current.turn_to(next_one)
 
     def _opened(self) -> None:
         """Note that there is a communicator again."""
         self._turn.set()
         self._turn = anyio.Event()
-        if self._leaving:
-            self.leave()
 
     def leave(self) -> None:
-        """Ask rank 0 to let this rank go once no plan is under way; on the next communicator, if this one is lost."""
+        """Ask rank 0 to let this rank go once no plan is under way; go at once if the communicator is lost."""
         self._leaving = True
+        if self._recovering is not None:
+            self._recovering.cancel()
         self._tell([0], LEAVES)
 
-    async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator:
-        """Have the program form the next one: in a task of its own, which tells whether it is cancelled."""
+    async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
+        """Have the program form the next one: in a task of its own, which tells whether it is cancelled.
+
+        :returns: None: this rank leaves.
+        """
         formed: list[Communicator] = []
         failures: list[BaseException] = []
 
@@ -218,7 +225,11 @@ class Worker(Handle):
                 failures.append(error)
 
         async with anyio.create_task_group() as tasks:
+            self._recovering = tasks.cancel_scope
             tasks.start_soon(call)
+        self._recovering = None
+        if self._leaving and not formed:
+            return None
         if not failures:
             return formed[0]
         if isinstance(failures[0], Exception):

@@ -50,6 +50,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     ) -> AsyncIterator[Driver]:
         """Give out plans, on rank 0. At the end of the block the plans under way end, and then the workers leave.
 
+        Where ``aiocomms run`` replaces rank 0 by another process, and there is a ``recover``, the workers stay for it.
+
         If the block raises, or is cancelled, no rank is told, and nothing waited for: the end of the service does both.
 
         :param execute: an async function, or an async generator function, that carries out a plan here, as ``work`` is

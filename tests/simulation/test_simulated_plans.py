@@ -14,6 +14,7 @@ import torch
 from repeating import repeated
 
 import aiocomms
+from aiocomms.bootstrap import supervised
 from aiocomms.errors import CommError, PlanLostError, PlanTimeoutError, ServiceBusyError, WorkerError
 from aiocomms.serving import Driver, Service
 from aiocomms.testing import Faults, here, simulate
@@ -506,3 +507,42 @@ async def leave_without_recover(driver: Driver, service: Service) -> Any:
 def test_worker_cannot_leave_what_cannot_go_on_without_it():
     simulate(lambda: serve(leave_without_recover), 2)
     simulate(lambda: serve(leave_without_recover, with_a_newcomer), 2)
+
+
+def test_a_driver_that_is_replaced_leaves_its_workers_to_its_successor(monkeypatch):
+    """No worker ends, and each request is answered by the process that took it."""
+    monkeypatch.setattr(supervised, "is_replaced", lambda: not here().restarts)
+
+    async def drive(driver: Driver, service: Service) -> Any:
+        answers = [await driver.run({"x": number}) for number in range(3)]
+        assert answers == [0, service.comm.size, 2 * service.comm.size]
+        if not here().restarts:
+            driver._told_to_end()
+            here().world.start(0, 0.5)
+        return service.comm.name
+
+    history = repeated(lambda: serve(drive, with_a_newcomer), 3, seed=0)
+    assert history.results == ["world@2", None, None]
+
+
+def test_a_worker_that_is_to_end_while_ranks_recover_ends_at_once():
+    """Rank 2 dies for good; then rank 1 is told to end, as all are when a job is stopped."""
+
+    async def program() -> Any:
+        me, now = here(), asyncio.get_running_loop().time
+        began = now()
+        comm = await aiocomms.new_comm(timeout=20)
+        async with Service(comm, with_a_newcomer) as service:
+            if me.rank == 1:
+                asyncio.get_running_loop().call_later(3, service.leave)
+                await service.work(Model(service).execute)
+                return now() - began
+            if me.rank == 2:
+                me.world.kill(2)
+            async with service.drive(Model(service).execute) as driver:
+                await asyncio.sleep(3)
+                driver._told_to_end()
+        return now() - began
+
+    ends = simulate(program, 3).results
+    assert all(3 <= end < 5 for end in ends[:2])

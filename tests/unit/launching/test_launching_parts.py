@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,12 +142,13 @@ def test_variables_give_a_rank_its_place_and_its_restarts():
 
 
 class TestReports:
-    """The reports of a rank to the launcher, through the pipe that the environment names."""
+    """The reports of a rank to the launcher, through the line that the environment names."""
 
     @pytest.fixture
     def reported(self, monkeypatch):
-        mine, its = os.pipe()
+        mine, its = (end.detach() for end in socket.socketpair())
         os.set_blocking(mine, False)
+        os.set_blocking(its, False)
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("AIOCOMMS_SUPERVISOR", f"{its}:{os.getpid()}")
@@ -157,6 +159,7 @@ class TestReports:
             except BlockingIOError:
                 return b""
 
+        read.line = mine
         yield read
         os.close(mine)
         os.close(its)
@@ -169,6 +172,11 @@ class TestReports:
     def test_communicator_of_other_ranks_is_not_reported(self, reported):
         supervised.report_formed(0, 1, "part", 1)
         assert reported() == b""
+
+    def test_rank_hears_that_it_is_replaced(self, reported):
+        assert not supervised.is_replaced()
+        os.write(reported.line, supervised.REPLACED)
+        assert supervised.is_replaced()
 
     def test_child_of_a_rank_reports_nothing(self, reported, monkeypatch):
         monkeypatch.setattr(os, "getpid", lambda: 1)

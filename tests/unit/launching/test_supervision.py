@@ -250,7 +250,7 @@ def test_replacement_goes_from_the_highest_rank_to_0_each_after_the_last_has_for
     stage = formed(3, restart=False)
     stage.replace()
     for epoch, rank in enumerate((2, 1, 0), 2):
-        assert stage.new() == [Tell(rank, TERM)]
+        assert stage.new() == [Tell(rank, TERM, replaced=True)]
         stage.end(rank, 0)
         assert stage.new() == [Start(rank, 1, 0, 1)]
         stage.form(*({0, 1, 2} - {rank}), epoch=epoch)
@@ -282,14 +282,14 @@ def test_replacement_goes_on_when_the_successor_dies_before_it_has_formed():
     stage.end(1, 1)
     stage.new()
     stage.form(1, epoch=2)
-    assert stage.new() == [Tell(0, TERM)]
+    assert stage.new() == [Tell(0, TERM, replaced=True)]
 
 
 def test_only_rank_is_replaced_by_a_new_generation():
     stage = formed(1)
     stage.replace()
     stage.end(0, 0)
-    assert stage.new() == [Tell(0, TERM), Start(0, 1, 1, 0)]
+    assert stage.new() == [Tell(0, TERM, replaced=True), Start(0, 1, 1, 0)]
 
 
 def test_all_start_anew_when_the_others_end_with_the_rank_that_is_replaced():
