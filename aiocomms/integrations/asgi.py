@@ -54,14 +54,14 @@ class WebService(Handle):
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others."""
         service, execute = await self._start()
-        async with service, service.drive(execute, *self._most) as self._driver, anyio.create_task_group() as tasks:
-            tasks.start_soon(_measure, service, self._driver)
+        _measure(service)
+        async with service, service.drive(execute, *self._most) as self._driver:
             yield
-            tasks.cancel_scope.cancel()
 
     async def work(self) -> None:
         """Carry out plans on every other rank, until rank 0 ends."""
         service, execute = await self._start()
+        _measure(service)
         async with service:
             await service.work(execute)
 
@@ -80,7 +80,7 @@ class WebService(Handle):
         """Answer ``/healthz``, ``/readyz`` and ``/metrics``: an ASGI application, to be mounted anywhere.
 
         ``/healthz`` is 200 while the service runs or recovers, ``/readyz`` while it takes plans; else 503 and why.
-        ``/metrics`` is what Prometheus scrapes, of all communicators that are measured for its default registry.
+        ``/metrics`` is what Prometheus scrapes, of this service and all else that its default registry shows.
         """
         if scope["type"] != "http":
             return
@@ -93,19 +93,19 @@ class WebService(Handle):
         await send({"type": "http.response.body", "body": body})
 
     def _health(self) -> tuple[int, str, str]:
-        if self._driver is None or self._driver._over is not None:
-            why = "it is not open" if self._driver is None else str(self._driver._over)
-            return 503, f"the service does not run: {why}", _TEXT
-        return 200, "ok", _TEXT
+        if self._driver is None:
+            return 503, "the service does not run: it is not open", _TEXT
+        doing, reason = self._driver.state
+        return (503, f"the service does not run: {reason}", _TEXT) if doing == "ended" else (200, "ok", _TEXT)
 
     def _readiness(self) -> tuple[int, str, str]:
         status, text, kind = self._health()
         if status != 200 or self._driver is None:
             return status, text, kind
-        if self._driver._draining or self._driver._ending:
+        doing, reason = self._driver.state
+        if doing == "ends":
             return 503, "the service is ending", kind
-        failure = self._driver.failure
-        return (200, "ok", kind) if failure is None else (503, f"the ranks recover: {failure}", kind)
+        return (503, f"the ranks recover: {reason}", kind) if doing == "recovers" else (200, "ok", kind)
 
 
 def _metrics() -> tuple[int, str, str]:
@@ -116,15 +116,13 @@ def _metrics() -> tuple[int, str, str]:
     return 200, generate_latest().decode(), CONTENT_TYPE_LATEST
 
 
-async def _measure(service: Service, driver: Driver) -> None:
-    """Have Prometheus see each communicator of a service, if it is installed."""
+def _measure(service: Service) -> None:
+    """Have Prometheus see a service, if it is installed."""
     try:
         from aiocomms.integrations.prometheus import instrument
     except ImportError:
         return
-    while driver._over is None:
-        instrument(service.current)
-        await driver._turn.wait()
+    instrument(service)
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:

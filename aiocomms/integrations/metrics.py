@@ -1,6 +1,7 @@
-"""Metrics that exporters share: durations of ops, by op, transport and size, and how late the loop is.
+"""Metrics of ops: durations by op, transport and size, and how late the loop is; what exporters of them share.
 
-It is built on the public hooks and on :meth:`Communicator.statistics`; exporters for other systems would use the same.
+They are built on the public hooks and on :meth:`Communicator.statistics`; an exporter for another system would use the
+same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
 
+from aiocomms.diagnosis.durations import BOUNDS, Durations
 from aiocomms.diagnosis.statistics import Failures, Statistics
 from aiocomms.errors import ArgumentTypeError
 from aiocomms.lowlevel import clock
@@ -18,9 +20,8 @@ from aiocomms.ops import Op, size_of
 from aiocomms.progress.hooks import Hook
 from aiocomms.progress.loops import Loop, running_loop
 from aiocomms.progress.work import Work
+from aiocomms.serving import Service, ServiceStatistics
 
-BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2.5, 5))
-"""The upper bounds of the classes of durations, in seconds: 1 µs, 2.5 µs, 5 µs, 10 µs, and so on up to 50 s."""
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
 SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
@@ -67,24 +68,23 @@ class Traceable(Instrumentable, Protocol):
         """See :meth:`Communicator.register_pre_hook`."""
 
 
-def instrumentable(comm: Any) -> None:
+def instrumentable(comm: Any, also: str = "") -> None:
     """Check the argument of an exporter.
 
+    :param also: what else it accepts, for the error.
     :raises ArgumentTypeError: it is no communicator.
     """
     if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
-        raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator")
+        raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator{also}")
 
 
-class Durations:
+class OpDurations(Durations):
     """The durations of the ops of one kind that have ended without an error."""
 
-    __slots__ = ("bytes", "counts", "seconds")
+    __slots__ = ("bytes",)
 
     def __init__(self) -> None:
-        self.counts: list[int] = [0] * (len(BOUNDS) + 1)
-        """The number of ops by the class of their duration; the last class is above all bounds."""
-        self.seconds: float = 0.0
+        super().__init__()
         self.bytes: int = 0
 
 
@@ -108,7 +108,7 @@ class Tally:
 
     def __init__(self, comm: Instrumentable) -> None:
         self._transports = comm.transports
-        self._kinds: dict[tuple[type[Op], str], Durations] = {}
+        self._kinds: dict[tuple[type[Op], str], OpDurations] = {}
         self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
@@ -121,7 +121,7 @@ class Tally:
         key = type(op), SIZES[size.bit_length()]
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Durations()
+            kind = self._kinds[key] = OpDurations()
         kind.counts[bisect_left(BOUNDS, seconds)] += 1
         kind.seconds += seconds
         kind.bytes += size
@@ -228,6 +228,33 @@ class Measured:
         self._hook.remove()
 
 
+class MeasuredService:
+    """A service that is measured, with its communicators; :meth:`remove` ends that."""
+
+    def __init__(self, service: Service, add: Callable[[Instrumentable], Measured]) -> None:
+        self._service = ref(service)
+        self._add = add
+        self._measured: Measured | None = None
+        self._removed = False
+        self._hook = service.register_comm_hook(self._follow)
+
+    def _follow(self, comm: Instrumentable) -> None:
+        # The exporter keeps what a lost one has come to.
+        self._measured = self._add(comm)
+
+    def look(self) -> ServiceStatistics | None:
+        """Return the statistics of the service; None: it has ended or is forgotten, or is measured no more."""
+        service = self._service()
+        return None if service is None or service.closed or self._removed else service.statistics()
+
+    def remove(self) -> None:
+        """Measure it and its communicator no more, and show them no more. Idempotent."""
+        self._removed = True
+        self._hook.remove()
+        if self._measured is not None:
+            self._measured.remove()
+
+
 Place = tuple[str, int]
 """The name of a communicator, as it was before any reconfiguration, and this rank."""
 
@@ -242,6 +269,7 @@ class Shown:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._measured: list[Measured] = []
+        self._services: list[MeasuredService] = []
         self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
@@ -250,6 +278,20 @@ class Shown:
         with self._lock:
             self._measured.append(added)
         return added
+
+    def add_service(self, service: Service) -> MeasuredService:
+        """Measure a service, its communicator and those that follow."""
+        added = MeasuredService(service, self.add)
+        with self._lock:
+            self._services.append(added)
+        return added
+
+    def services(self) -> list[ServiceStatistics]:
+        """Return the statistics of the services that have not ended; any thread."""
+        with self._lock:
+            found = [(each, now) for each in self._services if (now := each.look()) is not None]
+            self._services = [each for each, _ in found]
+        return [now for _, now in found]
 
     def open(self) -> list[tuple[Measured, Statistics]]:
         """Return those that are open, with their statistics; any thread."""

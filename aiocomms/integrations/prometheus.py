@@ -1,6 +1,7 @@
-"""Metrics of communicators for Prometheus; needs ``pip install "aiocomms[prometheus]"``. See ``docs/metrics.md``.
+"""Metrics of communicators and services for Prometheus; needs ``pip install "aiocomms[prometheus]"``.
 
-What is summed up for each op is two numbers and a count, by a post-hook. All else is read when Prometheus scrapes.
+See ``docs/metrics.md``. What is summed up for each op is two numbers and a count, by a post-hook. All else is read
+when Prometheus scrapes: a service counts its plans anyhow.
 """
 
 from __future__ import annotations
@@ -8,23 +9,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final, overload
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from aiocomms.diagnosis.durations import BOUNDS
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.integrations.metrics import BOUNDS, Instrumentable, Measured, Shown, Totals, instrumentable
+from aiocomms.integrations.metrics import Instrumentable, Measured, MeasuredService, Shown, Totals, instrumentable
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.serving import Service, ServiceStatistics
 
 _OWN: Final = ["comm", "rank"]
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
 class Exporter(Handle, Collector):
-    """The metrics of all communicators that are measured for one registry."""
+    """The metrics of all communicators and services that are measured for one registry."""
 
     def __init__(self) -> None:
         self.shown: Shown = Shown()
@@ -34,17 +37,21 @@ class Exporter(Handle, Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Look at all communicators; on any thread."""
+        """Look at all of them; on any thread."""
         families = _Families()
         for (name, rank), totals in self.shown.totals().items():
             families.add_totals([name, str(rank)], totals)
         for each, now in self.shown.open():
             families.add_state(each, now)
-        yield from families.all()
+        plans = _PlanFamilies()
+        for service in self.shown.services():
+            plans.add(service)
+        for metrics in (families, plans):
+            yield from vars(metrics).values()
 
 
 class _Families:
-    """The metrics of one scrape."""
+    """The metrics of communicators in one scrape."""
 
     def __init__(self) -> None:
         self.seconds = HistogramMetricFamily(
@@ -77,8 +84,7 @@ class _Families:
         """Show what ops took and moved, and how they failed."""
         moved: dict[tuple[str, str], int] = {}
         for row in totals.rows():
-            buckets = list(zip(_LE, map(float, accumulate(row.counts)), strict=True))
-            self.seconds.add_metric([*labels, row.op, row.transport, row.size], buckets, row.seconds)
+            self.seconds.add_metric([*labels, row.op, row.transport, row.size], _buckets(row.counts), row.seconds)
             moved[row.op, row.transport] = moved.get((row.op, row.transport), 0) + row.bytes
         for key, count in moved.items():
             self.bytes.add_metric([*labels, *key], count)
@@ -101,35 +107,81 @@ class _Families:
         if now.shared_memory is not None:
             self.memory.add_metric(labels, now.shared_memory)
 
-    def all(self) -> Iterator[Metric]:
-        """All of them."""
-        metrics: dict[str, Any] = vars(self)
-        yield from metrics.values()
+
+class _PlanFamilies:
+    """The metrics of services in one scrape."""
+
+    def __init__(self) -> None:
+        self.seconds = _histogram(
+            "plan_seconds", "Time from the call of a plan to its end; of those that have ended without an error."
+        )
+        self.wait = _histogram("plan_wait_seconds", "Time from the call of a plan until it was carried out.")
+        self.plans = CounterMetricFamily(
+            "aiocomms_plans", "Plans by how they have ended, and the error with which they have failed.",
+            labels=[*_OWN, "outcome", "reason"],
+        )  # fmt: skip
+        self.recoveries = CounterMetricFamily(
+            "aiocomms_recoveries", "Communicators that have taken the place of a lost one of the service.", labels=_OWN
+        )
+        self.running = _gauge("plans_running", "Plans that are under way.")
+        self.waiting = _gauge("plans_waiting", "Plans that wait for their turn.")
+        self.oldest = _gauge(
+            "oldest_plan_seconds", "For how long the oldest plan has been under way; 0: there is none."
+        )
+
+    def add(self, now: ServiceStatistics) -> None:
+        """Show what its plans took, how they have ended, and what it is doing."""
+        labels = [now.name, str(now.rank)]
+        for family, durations in ((self.seconds, now.took), (self.wait, now.waited)):
+            family.add_metric(labels, _buckets(durations.counts), durations.seconds)
+        for outcome in ("done", "cancelled", "refused"):
+            self.plans.add_metric([*labels, outcome, ""], getattr(now, outcome))
+        for failed in now.failed:
+            self.plans.add_metric([*labels, "failed", failed.error], failed.count)
+        self.recoveries.add_metric(labels, now.recoveries)
+        self.running.add_metric(labels, now.running)
+        self.waiting.add_metric(labels, now.waiting)
+        self.oldest.add_metric(labels, now.oldest or 0.0)
 
 
 def _gauge(name: str, what: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"aiocomms_{name}", what, labels=_OWN)
 
 
+def _histogram(name: str, what: str) -> HistogramMetricFamily:
+    return HistogramMetricFamily(f"aiocomms_{name}", what, labels=_OWN)
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    return list(zip(_LE, map(float, accumulate(counts)), strict=True))
+
+
 _exporters: WeakKeyDictionary[CollectorRegistry, Exporter] = WeakKeyDictionary()
 _registering = threading.Lock()
 
 
-def instrument(comm: Instrumentable, registry: CollectorRegistry = REGISTRY) -> Measured:
+@overload
+def instrument(comm: Service, registry: CollectorRegistry = REGISTRY) -> MeasuredService: ...
+@overload
+def instrument(comm: Instrumentable, registry: CollectorRegistry = REGISTRY) -> Measured: ...
+def instrument(comm: Instrumentable | Service, registry: CollectorRegistry = REGISTRY) -> Measured | MeasuredService:
     """Measure a communicator from now on, until it is closed; call it on the thread of its event loop.
 
-    Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop.
+    Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop. Of a
+    service it shows the plans, from the first one on, and each of its communicators in turn, until the service ends.
 
-    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
+    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator or
+        :class:`~aiocomms.serving.Service`.
     :param registry: where to show it; any number of communicators may share one.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: it is none of these.
     """
-    instrumentable(comm)
+    if not isinstance(comm, Service):
+        instrumentable(comm, ", or a Service")
     with _registering:
         exporter = _exporters.get(registry)
         if exporter is None:
             exporter = Exporter()
             registry.register(exporter)
             _exporters[registry] = exporter
-    return exporter.shown.add(comm)
+    return exporter.shown.add_service(comm) if isinstance(comm, Service) else exporter.shown.add(comm)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from aiocomms.serving.current import CurrentComm
-from aiocomms.serving.driver import Driver
+from aiocomms.serving.driver import Driver, DriverState
 from aiocomms.serving.service import Service
+from aiocomms.serving.statistics import PlanFailures, ServiceStatistics
+from aiocomms.serving.watch import PlanStart
 
-__all__ = ["CurrentComm", "Driver", "Service"]
+__all__ = ["CurrentComm", "Driver", "DriverState", "PlanFailures", "PlanStart", "Service", "ServiceStatistics"]

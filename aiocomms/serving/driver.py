@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import anyio
 from anyio.lowlevel import checkpoint_if_cancelled
@@ -25,9 +25,11 @@ from aiocomms.errors import (
     WorkerError,
     as_reason,
 )
+from aiocomms.lowlevel import clock
 from aiocomms.serving.admission import Admission
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.plans import LEAVES, Execute, Plan, Recover, Take, Worker
+from aiocomms.serving.watch import Watch
 
 T = TypeVar("T")
 ATTEMPTS: Final = 3
@@ -56,6 +58,15 @@ class _TimeLimit(NamedTuple):
         return None
 
 
+class DriverState(NamedTuple):
+    """The state of a driver, for probes."""
+
+    doing: Literal["serves", "recovers", "ends", "ended"]
+    """The driver takes plans, or will again after a recovery; it takes no more, or carries none out any more."""
+    reason: Exception | None
+    """The reason why it recovers, or has ended."""
+
+
 class Driver(Worker):
     """Rank 0 of a service, which gives out plans; made by :meth:`Service.drive`."""
 
@@ -69,10 +80,11 @@ class Driver(Worker):
         current: CurrentComm,
         recover: Recover | None,
         numbers: Iterator[int],
+        watch: Watch,
         execute: Execute,
         most: tuple[float, float] = (math.inf, math.inf),
     ) -> None:
-        super().__init__(current, recover, numbers, execute)
+        super().__init__(current, recover, numbers, watch, execute)
         self._most_running, self._most_waiting = most
         self._turns = Admission(self._room)
         self._parting: set[int] = set()  # The workers that leave.
@@ -82,6 +94,15 @@ class Driver(Worker):
         """The reason why no plan can be carried out: the ranks recover, or cannot; None while they can."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
+
+    @property
+    def state(self) -> DriverState:
+        """The state of this moment, for probes."""
+        if self._over is not None:
+            return DriverState("ended", self._over)
+        if self._draining or self._ending:
+            return DriverState("ends", None)
+        return DriverState("serves" if self.failure is None else "recovers", self.failure)
 
     async def run(
         self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None, retry: bool = False
@@ -107,12 +128,13 @@ class Driver(Worker):
         :raises ArgumentError: the plan cannot be sent.
         """
         limit = _TimeLimit.of(timeout)
-        for more in reversed(range(ATTEMPTS if retry else 1)):
-            try:
-                return await self._run(plan, priority, limit, patient=retry)
-            except PlanLostError:
-                if not more:
-                    raise
+        with self._counts.call():
+            for more in reversed(range(ATTEMPTS if retry else 1)):
+                try:
+                    return await self._run(plan, priority, limit, patient=retry)
+                except PlanLostError:
+                    if not more:
+                        raise
         raise AssertionError
 
     async def run_in_order(self, plan: Any) -> Any:
@@ -122,7 +144,8 @@ class Driver(Worker):
         called an op, the ranks are out of step: the communicator is lost. So a cancelled caller leaves the plan to its
         end, unless ``execute`` asks :meth:`Service.cancelled`.
         """
-        return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
+        with self._counts.call():
+            return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
 
     def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
         """Run a plan whose ``execute`` is an async generator function, and give what it yields on this rank.
@@ -136,7 +159,11 @@ class Driver(Worker):
         :raises PlanTimeoutError: it was not done in time, or nobody has taken an item.
         """
         arguments.deadline("timeout", timeout)
-        self._refuse(patient=False)  # Now, when a web server can still answer with another status.
+        try:
+            self._refuse(patient=False)  # Now, when a web server can still answer with another status.
+        except CommError as error:
+            self._counts.fail(error)
+            raise
         return self._stream(plan, priority, timeout)
 
     async def ready(self) -> None:
@@ -163,7 +190,7 @@ class Driver(Worker):
     async def _stream(self, what: Any, priority: float, timeout: arguments.Timeout) -> AsyncGenerator[Any]:
         limit = _TimeLimit.of(timeout)
         give, items = anyio.create_memory_object_stream[Any](0)
-        with give, items:
+        with give, items, self._counts.call():
             plan = await self._begun(what, priority, limit, take=_hand_over(give, self._comm.timeout))
             try:
                 self._tasks.start_soon(_close_behind, plan, give)
@@ -187,16 +214,22 @@ class Driver(Worker):
         """Begin a plan when it is its turn."""
         await checkpoint_if_cancelled()  # A plan that nobody waits for is not begun.
         self._refuse(patient=patient)
-        if await limit.wait(lambda: self._turns.wait(priority)) is None:
+        called, carrier = clock.now(), self._watch.carrier()
+        with self._counts.wait():
+            turn = await limit.wait(lambda: self._turns.wait(priority))
+        if turn is None:
             why = f"the plan has waited {limit.seconds:g} s for its turn, and {len(self._plans)} are under way"
             raise PlanTimeoutError(why, comm=self._comm.name, op="run", rank=0)
         number = next(self._numbers)
         try:
-            self._tell(range(1, self._comm.size), number, in_order, what)
-            return self._begin(number, in_order, what, take)
+            self._tell(range(1, self._comm.size), number, in_order, what, *([carrier] if carrier else ()))
+            plan = Plan(self._comm, self._watch, number, in_order, carrier)
+            plan.take, plan.called = take, called
+            self._begin(plan, what)
         except BaseException:
             self._turns.look()  # There is still room for another one.
             raise
+        return plan
 
     def _refuse(self, *, patient: bool) -> None:
         """Refuse a plan that comes now.

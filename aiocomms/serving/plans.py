@@ -1,8 +1,9 @@
 """The part of a service that every rank has: it carries out plans, on one communicator after the other.
 
-In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, ``(number, None)`` to
-ask where it stands, and ``()`` at the end. A worker sends, for each plan, ``(number, what was raised, its traceback,
-whether it is in step)``, where it was asked ``(number, where it stands)``, and ``(LEAVES,)`` when it is to leave.
+In a lane rank 0 sends each worker ``(number, in order, plan)``, and behind these the texts of carrier hooks, if there
+are some; ``(number,)`` to give a plan up, ``(number, None)`` to ask where it stands, and ``()`` at the end. A worker
+sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``, where it was asked ``(number,
+where it stands)``, and ``(LEAVES,)`` when it is to leave.
 
 An exception that the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that was not meant
 for the task.
@@ -38,6 +39,7 @@ from aiocomms.progress.guard import ends_task
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.serving.current import CurrentComm
+from aiocomms.serving.watch import Carrier, PlanStart, Watch
 
 Execute = Callable[[Any], Awaitable[Any] | AsyncGenerator[Any]]
 """A function that carries out a plan on one rank; its result on rank 0 is the plan's, or what it yields there is."""
@@ -61,13 +63,18 @@ class Plan:
     current: ContextVar[Plan] = ContextVar("aiocomms plan")
     """The plan that this task carries out."""
 
-    def __init__(self, comm: Communicator, number: int, in_order: bool) -> None:
-        self.number, self._core = number, comm._core
+    def __init__(
+        self, comm: Communicator, watch: Watch, number: int, in_order: bool, carrier: Carrier | None = None
+    ) -> None:
+        self.number, self._comm, self._core, self._watch = number, comm, comm._core, watch
+        self._carrier: Carrier = carrier or {}
+        self.called = self.posted = clock.now()  # When it was called or has arrived here; when it was given out.
         self._lane = None if in_order else comm.lane(f"{_LANE} plan {number}")
         self._scope = anyio.CancelScope()
         self._begun: int | None = None  # The number of ops that had been called outside of lanes.
         self._in_step = True
         self.cancelled = False  # Whether its caller has been cancelled.
+        self.given_up = False  # Whether it was ended here because of what happened elsewhere.
         self.ended, self.over = anyio.Event(), anyio.Event()  # Events for the end here, and for the end on all ranks.
         self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
         self.result: Any = None
@@ -89,14 +96,18 @@ class Plan:
                     return None
                 self._begun = self._called()
                 self.current.set(self)
-                with self._lane or contextlib.nullcontext():
+                start = PlanStart(self.number, self._comm, clock.now() - self.called, self._carrier)
+                with self._lane or contextlib.nullcontext(), self._watch.begin(start):
                     await self._carry_out(execute(what))
             return None
         except BaseException as error:
             if ends_task(error):
                 raise
             given_up = self._lane and self._core.given_up.get(number_of(self._lane.key))
-            return error if not given_up or given_up.peer == self._core.rank else None
+            if not given_up or given_up.peer == self._core.rank:
+                return error
+            self.given_up = True
+            return None
         finally:
             self.in_step()  # This comes before the next plan begins.
             self.ended.set()
@@ -132,6 +143,7 @@ class Plan:
 
     def give_up(self, reason: str) -> None:
         """End it, and the ops of its lane on all ranks; a thread that waits for one of these gets an error."""
+        self.given_up = True
         self._scope.cancel()
         if self._lane is not None:
             self._lane.abort(reason)
@@ -161,9 +173,11 @@ class Worker(Handle):
     _leaving = False
     _recovering: anyio.CancelScope | None = None
 
-    def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
+    def __init__(
+        self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], watch: Watch, execute: Execute
+    ) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
-        self._comm = current.current
+        self._comm, self._watch, self._counts = current.current, watch, watch.counts
         self._plans: dict[int, Plan] = {}
         self._last: Plan | None = None  # The last plan of those that run in order.
         self._turn = anyio.Event()  # An event that is set when there is another communicator, or will be none.
@@ -195,6 +209,7 @@ class Worker(Handle):
             if next_one is None:
                 return
             self._current.turn_to(next_one)
+            self._watch.follow(self._current.current)
 
     def _opened(self) -> None:
         """Note that there is a communicator again."""
@@ -257,12 +272,10 @@ class Worker(Handle):
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(_LANE).send_object(message, rank).add_done_callback(Work.exception)
 
-    def _begin(self, number: int, in_order: bool, what: Any, take: Take | None = None) -> Plan:
-        plan = self._plans[number] = Plan(self._comm, number, in_order)
-        plan.take = take
-        self._tasks.start_soon(self._carry_out, plan, what, self._last if in_order else None)
-        self._last = plan if in_order else self._last
-        return plan
+    def _begin(self, plan: Plan, what: Any) -> None:
+        self._plans[plan.number] = plan
+        self._tasks.start_soon(self._carry_out, plan, what, self._last if plan.in_order else None)
+        self._last = plan if plan.in_order else self._last
 
     async def _carry_out(self, plan: Plan, what: Any, before: Plan | None) -> None:
         try:
@@ -280,12 +293,15 @@ class Worker(Handle):
             plan.error = plan.error or error.about()
             plan.give_up("the communicator is lost")
             plan.over.set()
+            if not self._drives:
+                self._counts.fail(plan.error)
         self._plans.clear()
 
     def _heard(self, rank: int, number: int, *plan: Any) -> None:
         """Rank 0 has given out a plan, asks where it stands, or has given it up."""
         if len(plan) > 1:
-            self._begin(number, *plan)
+            in_order, what, *carrier = plan
+            self._begin(Plan(self._comm, self._watch, number, in_order, *carrier), what)
         elif plan:
             self._tell([0], number, self._plans[number].where() if number in self._plans else "has ended it")
         elif number in self._plans:  # The end of a plan that is not here is on the way to rank 0.
@@ -293,6 +309,12 @@ class Worker(Handle):
 
     def _ended(self, plan: Plan, error: BaseException | None) -> None:
         """Note that a plan has ended here."""
+        if error is not None:
+            self._counts.fail(error)
+        elif plan.given_up:
+            self._counts.cancelled += 1
+        else:
+            self._counts.finish(plan.called)
         raised = trace = ""
         if error is not None:
             raised, trace = "".join(format_exception_only(error)).strip(), "".join(format_exception(error))

@@ -13,11 +13,15 @@ import anyio
 from aiocomms.arguments import as_int, wrong_type
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.progress.hooks import Hook
 from aiocomms.serving import signals
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.driver import Driver
 from aiocomms.serving.plans import Execute, Plan, Recover, Worker
+from aiocomms.serving.statistics import ServiceStatistics
+from aiocomms.serving.watch import CarrierHook, CommHook, PlanHook, Watch
 
 
 class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
@@ -35,13 +39,21 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         self._recover = recover
         self._worker: Worker | None = None
         self._numbers = itertools.count()
+        self._watch = Watch()
+        self._closed = False
 
     @property
     def current(self) -> Communicator:
         """The communicator of the moment."""
         return self.comm.current
 
+    @property
+    def closed(self) -> bool:
+        """True once the service has ended on this rank."""
+        return self._closed
+
     async def __aexit__(self, *raised: Any) -> None:  # noqa: PYI036 - passed on
+        self._closed = True
         await self.current.__aexit__(*raised)
 
     @contextlib.asynccontextmanager
@@ -64,7 +76,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
         if self.comm.rank != 0:
             raise ArgumentError("rank 0 drives, and the others work()", comm=self.comm.name, rank=self.comm.rank)
-        driver = Driver(self.comm, self._recover, self._numbers, execute, most)
+        self._worker = driver = Driver(self.comm, self._recover, self._numbers, self._watch, execute, most)
         failure: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
@@ -76,6 +88,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:  # The group is around the exception that the block has raised.
             failure = group.exceptions[0]
+        finally:
+            self._worker = None
         if failure is not None:
             raise failure
 
@@ -93,7 +107,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """
         if self.comm.rank == 0:
             raise ArgumentError("rank 0 drives, and does not work()", comm=self.comm.name, rank=0)
-        self._worker = worker = Worker(self.comm, self._recover, self._numbers, execute)
+        self._worker = worker = Worker(self.comm, self._recover, self._numbers, self._watch, execute)
         try:
             with signals.held(worker):
                 await worker._serve()
@@ -109,10 +123,62 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
         :raises ArgumentError: ``work`` does not run here, or there is no ``recover``.
         """
-        if self._worker is None or self._recover is None:
+        if self._worker is None or self._worker._drives or self._recover is None:
             why = "work() does not run" if self._recover else "there is no recover: without this rank the service ends"
             raise ArgumentError(why, comm=self.comm.name, op="leave", rank=self.comm.rank)
         self._worker.leave()
+
+    def statistics(self) -> ServiceStatistics:
+        """Look at the plans of this rank; on any thread, whatever the loop is doing. It locks nothing."""
+        counts, plans = self._watch.counts, [] if self._worker is None else list(self._worker._plans.values())
+        return ServiceStatistics(
+            name=self.current._core.base,
+            rank=self.comm.rank,
+            done=counts.done,
+            failed=counts.failures(),
+            cancelled=counts.cancelled,
+            refused=counts.refused,
+            running=len(plans),
+            waiting=counts.waiting,
+            oldest=max((clock.now() - plan.posted for plan in plans), default=None),
+            recoveries=counts.recoveries,
+            took=counts.took.copy(),
+            waited=counts.waited.copy(),
+        )
+
+    def register_comm_hook(self, fn: CommHook) -> Hook:
+        """Have ``fn(comm)`` called now, and on the loop's thread for each communicator that takes a lost one's place.
+
+        :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called; or whatever it raises now.
+        """
+        hook = self._watch.comm_hooks.register(fn)
+        try:
+            fn(self.current)
+        except BaseException:
+            hook.remove()
+            raise
+        return hook
+
+    def register_carrier_hook(self, fn: CarrierHook) -> Hook:
+        """Have ``fn(carrier)`` called on rank 0 for each plan, in its caller's task: ``carrier`` is a dict of texts.
+
+        The texts travel with the plan, for the plan hooks of every rank. What ``fn`` raises, the call raises.
+
+        :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
+        """
+        return self._watch.carrier_hooks.register(fn)
+
+    def register_plan_hook(self, fn: PlanHook) -> Hook:
+        """Have each plan carried out on this rank within the context manager that ``fn(start)`` returns, in its task.
+
+        What that raises, the plan fails with. ``start`` has ``number``, ``comm``, ``waited`` (seconds), ``carrier``.
+
+        :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
+        """
+        return self._watch.plan_hooks.register(fn)
 
     async def cancelled(self) -> bool:
         """Ask on every rank, within a plan that runs in order, whether its caller has been cancelled; a collective.

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aiocomms.errors import CommAbortedError
 from aiocomms.integrations.prometheus import instrument
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -46,13 +47,26 @@ def test_every_dashboard_panel_has_description_unit_and_place():
     assert len(set(places)) == len(places)
 
 
+async def divide(plan):
+    return 1 // plan
+
+
 def scraped():
     """The names and labels of what a scrape shows in which something has ended, is pending, and has failed."""
 
     async def main():
         registry = prometheus_client.CollectorRegistry()
-        async with local_world(2, "ucx") as [one, two]:
+        async with (
+            local_world(2, "ucx") as [one, two],
+            local_world(1, name="served") as [comm],
+            Service(comm) as service,
+            service.drive(divide) as driver,
+        ):
             instrument(one, registry)
+            instrument(service, registry)
+            assert await driver.run(1) == 1
+            with pytest.raises(ZeroDivisionError):
+                await driver.run(0)
             for work in [one.all_reduce(torch.ones(1)), two.all_reduce(torch.ones(1))]:
                 await work
             work = one.recv(torch.ones(1), 1)

@@ -1,4 +1,7 @@
-"""A real Prometheus scrapes a real process, and is asked what the dashboard asks; skipped where there is none."""
+"""A real Prometheus scrapes a real process, and is asked what the dashboard asks; skipped where there is none.
+
+A worker's own port is asked without one.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,24 @@ import pytest
 from processes import PATIENCE
 
 PROMETHEUS = shutil.which("prometheus")
-DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard.json"
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD = DOCS / "dashboard.json"
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus on this machine: apt-get install prometheus, say"),
-]
+pytestmark = pytest.mark.real
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None, reason="no Prometheus on this machine: apt-get install prometheus, say"
+)
 
 PROGRAM = """
 import asyncio, sys
 import prometheus_client, torch
 from aiocomms.errors import CommError
 from aiocomms.integrations.prometheus import instrument
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
+
+async def divide(plan):
+    return 1 // plan
 
 async def reduce(comms, times):
     for _ in range(times):
@@ -41,9 +49,17 @@ async def reduce(comms, times):
 async def main():
     registry = prometheus_client.CollectorRegistry()
     server, _ = prometheus_client.start_http_server(0, "127.0.0.1", registry)
-    async with local_world(2, "ucx", name="shown") as comms, local_world(2, name="lost") as (left, right):
-        for comm in (*comms, left):
-            instrument(comm, registry)
+    async with (
+        local_world(2, "ucx", name="shown") as comms, local_world(2, name="lost") as (left, right),
+        local_world(1, name="served") as (comm,), Service(comm) as service, service.drive(divide) as driver,
+    ):
+        for each in (*comms, left, service):
+            instrument(each, registry)
+        await driver.run(1)
+        try:
+            await driver.run(0)
+        except ZeroDivisionError:
+            pass
         await reduce(comms, 5)
         late = comms[0].recv(torch.ones(2), 1)
         failing = left.recv(torch.ones(2), 1)
@@ -127,6 +143,45 @@ def counted(ask: Callable[[str], list[dict[str, Any]]], rank: int) -> float | No
     return next((float(row["value"][1]) for row in ask(query)), None)
 
 
+OF_A_WORKER = """
+import asyncio, socket, urllib.request
+from aiocomms.testing import local_world
+
+def ask(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return answer.read().decode()
+
+async def execute(plan):
+    return plan
+
+async def drive(comm, port):
+    async with Service(comm) as service, service.drive(execute) as driver:
+        await driver.run("good")
+        print(await asyncio.to_thread(ask, port))
+
+async def main():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with local_world(2) as comms:
+        await asyncio.gather(drive(comms[0], port), work(comms[1], execute, port - 1))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.search
+@pytest.mark.real
+def test_worker_shows_its_metrics_at_a_port_of_its_own() -> None:
+    """The function ``work`` is the one of the documentation."""
+    page = (DOCS / "metrics.md").read_text()
+    [block] = re.findall(r"```python\n([^`]*?start_http_server[^`]*?)```", page)
+    program = f"from aiocomms.integrations import prometheus\n{block}{OF_A_WORKER}"
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert 'aiocomms_plans_total{comm="world",outcome="done",rank="1",reason=""} 1.0' in said
+    assert 'aiocomms_plan_seconds_count{comm="world",rank="0"}' not in said
+
+
+@needs_prometheus
 @pytest.mark.search
 @pytest.mark.real
 def test_prometheus_server_has_the_metrics_of_the_process(program, ask) -> None:
@@ -144,6 +199,7 @@ def test_prometheus_server_has_the_metrics_of_the_process(program, ask) -> None:
     assert (row["metric"].items() >= labels.items(), float(row["value"][1])) == (True, 1)
 
 
+@needs_prometheus
 @pytest.mark.search
 @pytest.mark.real
 def test_every_dashboard_query_has_an_answer(program, ask) -> None:

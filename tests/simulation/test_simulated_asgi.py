@@ -169,7 +169,11 @@ def test_probes_follow_a_death_and_a_recovery():
         await server.served.driver.ready()
         assert (await http.get("/readyz")).status_code == 200
         assert (await http.post("/ask", json={"x": 1, "steps": 3})).json() == 2.0
-        assert 'aiocomms_generation{comm="world",rank="0"} 2.0' in (await http.get("/metrics")).text
+        text = (await http.get("/metrics")).text
+        assert 'aiocomms_generation{comm="world",rank="0"} 2.0' in text
+        assert 'aiocomms_recoveries_total{comm="world",rank="0"} 1.0' in text
+        assert 'aiocomms_plans_total{comm="world",outcome="done",rank="0",reason=""} 2.0' in text
+        assert 'aiocomms_plans_total{comm="world",outcome="failed",rank="0",reason="PlanLostError"} 1.0' in text
 
     for seed in range(3):
         simulate(lambda: run(client), 2, seed=seed)

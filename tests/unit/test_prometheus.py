@@ -13,9 +13,11 @@ from concurrency import ranks, run_on, turns
 from prometheus_client.parser import text_string_to_metric_families
 
 import aiocomms
-from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
-from aiocomms.integrations.metrics import BOUNDS, SIZES
+from aiocomms.diagnosis.durations import BOUNDS
+from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError, PlanLostError
+from aiocomms.integrations.metrics import SIZES
 from aiocomms.integrations.prometheus import instrument
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -256,3 +258,63 @@ def test_histogram_buckets_cover_sizes_and_durations():
     assert {size: SIZES[size.bit_length()] for size in sizes} == sizes
     assert (BOUNDS[0], BOUNDS[-1]) == (1e-6, 50.0)
     assert sorted(BOUNDS) == list(BOUNDS)
+
+
+@pytest.mark.fault(127)
+def test_series_of_a_service_continue_after_a_recovery():
+    """Its plans are shown on every rank, and so is each communicator that it has, until it ends."""
+
+    async def recover(lost):
+        return await lost.reconfigure(ranks=[0, 1])
+
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        own, worker = ({"comm": "world", "rank": rank} for rank in (0, 1))
+
+        async def drive(driver, services):
+            for generation in (1, 2):
+                assert await driver.run("good") == 2.0
+                if generation == 1:
+                    services[1].current.abort("enough")
+                    with pytest.raises(PlanLostError):
+                        await driver.run("good")
+                    await driver.ready()
+            with pytest.raises(KeyError):
+                await driver.run("bad")
+            seen = scrape(registry)
+            assert {dict(labels)["comm"] for _, labels in seen} == {"world"}
+            for labels in (own, worker):
+                assert value(seen, "recoveries_total", **labels) == 1
+                assert value(seen, "generation", **labels) == 2
+                assert value(seen, "plans_total", **labels, outcome="done", reason="") == 2
+                assert value(seen, "plan_seconds_count", **labels) == 2
+                assert value(seen, "plan_wait_seconds_bucket", **labels, le="+Inf") == 3
+                assert value(seen, "plans_running", **labels) == value(seen, "oldest_plan_seconds", **labels) == 0
+            assert value(seen, "plan_seconds_sum", **own) > 0
+            assert value(seen, "plans_total", **own, outcome="failed", reason="KeyError") == 1
+            assert value(seen, "plans_total", **own, outcome="failed", reason="PlanLostError") == 1
+            assert value(seen, "plans_total", **worker, outcome="cancelled", reason="") == 1
+            assert value(seen, "plans_total", **own, outcome="refused", reason="") == 0
+            handles[1].remove()
+            assert {dict(labels)["rank"] for _, labels in scrape(registry)} == {"0"}
+
+        async def one(service):
+            async def execute(plan):
+                if plan == "bad" and service.comm.rank == 0:
+                    raise KeyError(plan)
+                return (await service.comm.all_reduce(torch.ones(1))).item()
+
+            async with service:
+                if service.comm.rank:
+                    await service.work(execute)
+                else:
+                    async with service.drive(execute) as driver:
+                        await drive(driver, services)
+
+        async with local_world(2) as world:
+            services = [Service(comm, recover) for comm in world]
+            handles = [instrument(service, registry) for service in services]
+            await ranks(services, one)
+        assert scrape(registry) == {}
+
+    run_on("asyncio", main)

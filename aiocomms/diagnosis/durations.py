@@ -1,0 +1,32 @@
+"""Durations by class, as a histogram has them: a count is one addition, and any thread may read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final
+
+BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2.5, 5))
+"""The upper bounds of the classes of durations, in seconds: 1 µs, 2.5 µs, 5 µs, 10 µs, and so on up to 50 s."""
+
+
+class Durations:
+    """The durations of what has ended, by their class."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = [0] * (len(BOUNDS) + 1)
+        """The number in each class; a class reaches up to its bound, and the last one is above all bounds."""
+        self.seconds: float = 0.0
+        """The sum of all."""
+
+    def note(self, seconds: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.seconds += seconds
+
+    def copy(self) -> Durations:
+        """Return what there is by now, which then stays as it is; any thread."""
+        copied = Durations()
+        copied.counts, copied.seconds = self.counts[:], self.seconds
+        return copied
