@@ -22,8 +22,6 @@ from typing import Any
 import prometheus_client
 import torch
 import torch.distributed as dist
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 
@@ -42,7 +40,6 @@ Begin = Callable[[Communicator], tuple[Any, AbstractContextManager[Any]]]
 def subjects() -> dict[str, Begin]:
     """Return how each is begun: what has a ``remove()``, and what the ops run within."""
     registry = prometheus_client.CollectorRegistry()
-    meters = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
     traced, untraced = (
         TracerProvider(sampler=ParentBased(sampler), shutdown_on_exit=False) for sampler in (ALWAYS_ON, ALWAYS_OFF)
     )
@@ -56,7 +53,6 @@ def subjects() -> dict[str, Begin]:
         "an empty pre-hook": lambda comm: (comm.register_pre_hook(lambda op, seq: None), nullcontext()),
         "prometheus": lambda comm: (prometheus.instrument(comm, registry), nullcontext()),
         "torch's profiler, off": lambda comm: (profiler.record_ops(comm), nullcontext()),
-        "otel metrics": lambda comm: (otel.measure_ops(comm, meters), nullcontext()),
         "otel spans, no request": lambda comm: (otel.trace_ops(comm, traced), nullcontext()),
         "otel spans, not sampled": lambda comm: tracing(comm, untraced),
         "otel spans, sampled": lambda comm: tracing(comm, traced),

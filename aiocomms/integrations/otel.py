@@ -1,23 +1,22 @@
-"""Spans and metrics of ops for OpenTelemetry; needs ``pip install "aiocomms[otel]"``. See ``docs/metrics.md``."""
+"""Spans of ops and of plans for OpenTelemetry; needs ``pip install "aiocomms[otel]"``. See ``docs/metrics.md``."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
-from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.integrations.metrics import Instrumentable, Measured, MetricRow, Shown, instrumentable
+from aiocomms.errors import ArgumentTypeError
+from aiocomms.integrations.metrics import Instrumentable, instrumentable
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import size_of
 from aiocomms.progress.work import Work
+from aiocomms.serving import PlanStart, Service
 
 _SCOPE = "aiocomms"
 
@@ -72,91 +71,65 @@ def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = Non
     return Tracing(comm, tracer_provider)
 
 
-class _Instruments:
-    """The metrics of all communicators that are measured by one provider."""
-
-    def __init__(self, provider: MeterProvider) -> None:
-        self.shown = Shown()
-        meter = provider.get_meter(_SCOPE, __version__)
-        counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
-        counter("aiocomms.ops", [self._of_ops(lambda row: sum(row.counts))], "{op}", "Ops that have ended")
-        counter("aiocomms.op.time", [self._of_ops(lambda row: row.seconds)], "s", "Time from their calls to their ends")
-        counter("aiocomms.op.size", [self._of_ops(lambda row: row.bytes)], "By", "Bytes of their tensors")
-        counter("aiocomms.failures", [self._failures], "{op}", "Ops that have failed")
-        gauge("aiocomms.generation", [self._of_state(_generation)], "1", "1, and one more with each reconfiguration")
-        gauge("aiocomms.pending", [self._of_state(lambda now: [(now.pending, {})])], "{op}", "Ops under way")
-        gauge("aiocomms.pending.size", [self._of_state(lambda now: [(now.pending_bytes, {})])], "By", "Their tensors")
-        gauge("aiocomms.pending.age", [self._of_state(lambda now: [(now.oldest or 0.0, {})])], "s", "Of the oldest")
-        gauge("aiocomms.heartbeat.age", [self._of_state(_silence)], "s", "Time without a sign of life of a rank")
-        gauge("aiocomms.shared_memory", [self._of_state(_memory)], "By", "Shared with other processes of the host")
-        gauge("aiocomms.loop.lateness", [self._late], "s", "How long the event loop took to come round to a call")
-
-    def _of_ops(self, read: Callable[[MetricRow], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            for place, totals in self.shown.totals().items():
-                for row in totals.rows():
-                    kind = {"aiocomms.op": row.op, "aiocomms.transport": row.transport, "aiocomms.size": row.size}
-                    yield Observation(read(row), {**_labels(*place), **kind})
-
-        return observe
-
-    def _failures(self, _: CallbackOptions) -> Iterable[Observation]:
-        for place, totals in self.shown.totals().items():
-            for failed in totals.failures():
-                named = {} if failed.peer is None else {"aiocomms.peer": failed.peer}
-                yield Observation(failed.count, {**_labels(*place), "error.type": failed.error, **named})
-
-    def _of_state(
-        self, read: Callable[[Statistics], Iterable[tuple[float, dict[str, Any]]]]
-    ) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            for each, now in self.shown.open():
-                for value, labels in read(now):
-                    yield Observation(value, {**_labels(each.name, each.rank), **labels})
-
-        return observe
-
-    def _late(self, _: CallbackOptions) -> Iterable[Observation]:
-        for each, _now in self.shown.open():
-            if (late := each.lateness.look()) is not None:
-                yield Observation(late, _labels(each.name, each.rank))
-
-
 def _labels(name: str, rank: int) -> dict[str, Any]:
     return {"aiocomms.comm": name, "aiocomms.rank": rank}
 
 
-def _generation(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:
-    return [(now.generation, {})]
+class PlanTracing(Handle):
+    """The spans of a service's plans, and of the ops of its communicators; :meth:`remove` ends that."""
+
+    def __init__(self, service: Service, provider: TracerProvider | None) -> None:
+        self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
+        self._ops: Tracing | None = None
+        self._hooks = [
+            service.register_carrier_hook(_fill),
+            service.register_plan_hook(self._within),
+            service.register_comm_hook(self._follow),
+        ]
+
+    def _follow(self, comm: Instrumentable) -> None:
+        if self._ops is not None:
+            self._ops.remove()
+        self._ops = Tracing(comm, self._provider)
+
+    def _within(self, start: PlanStart) -> AbstractContextManager[object]:
+        # The plan's task on rank 0 has the context of the call; elsewhere it comes with the plan.
+        caller = context.get_current() if start.comm.rank == 0 else propagate.extract(start.carrier, context.Context())
+        if not trace.get_current_span(caller).get_span_context().trace_flags.sampled:
+            return nullcontext()
+        facts = {
+            **_labels(start.comm.name, start.comm.rank),
+            "aiocomms.plan.number": start.number,
+            "aiocomms.plan.waited": start.waited,
+        }
+        return self._tracer.start_as_current_span("aiocomms.plan", caller, attributes=facts)
+
+    def remove(self) -> None:
+        """Trace neither plans nor ops any more. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._ops is not None:
+            self._ops.remove()
 
 
-def _silence(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:
-    return [(seconds, {"aiocomms.peer": rank}) for rank, seconds in now.silence.items()]
+def _fill(carrier: dict[str, str]) -> None:
+    """Give a plan the context of its caller, if that is traced."""
+    if trace.get_current_span().get_span_context().trace_flags.sampled:
+        propagate.inject(carrier)
 
 
-def _memory(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:
-    return [] if now.shared_memory is None else [(now.shared_memory, {})]
+def trace_plans(service: Service, tracer_provider: TracerProvider | None = None) -> PlanTracing:
+    """Make a span of each plan on this rank that is called within a span, and of its ops; call it on every rank.
 
+    The caller's context travels with the plan, as the global propagator writes it. So the plan's span is a child of the
+    caller's on every rank, and the plan's ops are children of that. It lasts from the call of ``execute`` to its end.
+    As by :func:`trace_ops`, what is called within no span, or within one that is not sampled, has none.
 
-_instruments: WeakKeyDictionary[MeterProvider, _Instruments] = WeakKeyDictionary()
-_creating = threading.Lock()
-
-
-def measure_ops(comm: Instrumentable, meter_provider: MeterProvider | None = None) -> Measured:
-    """Show what a communicator does, from now on until it is closed; call it on the thread of its event loop.
-
-    Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop. All is
-    read when the provider's reader collects; nothing of OpenTelemetry runs when an op does.
-
-    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
-    :param meter_provider: None: the global one.
+    :param service: its communicators are traced as by :func:`trace_ops`, the current one and those that follow.
+    :param tracer_provider: None: the global one.
     :returns: a handle with ``.remove()``.
-    :raises ArgumentTypeError: ``comm`` is none of these.
+    :raises ArgumentTypeError: ``service`` is no service.
     """
-    instrumentable(comm)
-    provider = metrics.get_meter_provider() if meter_provider is None else meter_provider
-    with _creating:
-        instruments = _instruments.get(provider)
-        if instruments is None:
-            instruments = _instruments[provider] = _Instruments(provider)
-    return instruments.shown.add(comm)
+    if not isinstance(service, Service):
+        raise ArgumentTypeError(f"service is {service!r}, wanted a Service")
+    return PlanTracing(service, tracer_provider)

@@ -6,16 +6,16 @@ import anyio
 import pytest
 import torch
 from concurrency import ranks, run_on, together
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Decision, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import StatusCode
 
-from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
-from aiocomms.integrations.otel import measure_ops, trace_ops
+from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError, WorkerError
+from aiocomms.integrations.otel import trace_ops, trace_plans
+from aiocomms.serving import Service
+from aiocomms.serving.plans import Worker
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -165,81 +165,145 @@ def test_op_span_records_failure_and_refusal(exporter):
     run_on("asyncio", main)
 
 
-def read(reader):
-    """The points of all metrics by their names: their values, by the attributes that are not every point's."""
-    found = {}
-    data = reader.get_metrics_data()
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics if data else ():
-        for point in metric.data.data_points:
-            key = tuple(sorted((k, v) for k, v in point.attributes.items() if k != "aiocomms.comm"))
-            found.setdefault(metric.name, {})[key] = point.value
-    return found
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_metrics_count_ops_by_kind_transport_and_size(transport):
-    async def main():
-        reader = InMemoryMetricReader()
-        provider = MeterProvider([reader], shutdown_on_exit=False)
-        async with local_world(2, transport) as comms:
-            handles = [measure_ops(comm, provider) for comm in comms]
-            await ranks(comms, lambda comm: comm.all_reduce(torch.ones(2)))
-            work = comms[0].recv(torch.ones(4), 1)
-            seen = read(reader)
-            kind = (("aiocomms.op", "all_reduce"), ("aiocomms.rank", 0), ("aiocomms.size", "<1KiB"))
-            kind = (*kind, ("aiocomms.transport", transport))
-            assert seen["aiocomms.ops"][kind] == 1
-            assert seen["aiocomms.op.size"][kind] == 8
-            assert seen["aiocomms.op.time"][kind] > 0
-            own, other = (("aiocomms.rank", 0),), (("aiocomms.rank", 1),)
-            assert seen["aiocomms.pending"] == {own: 1, other: 0}
-            assert seen["aiocomms.pending.size"] == {own: 16, other: 0}
-            comms[1].abort("enough")
-            with pytest.raises(CommAbortedError):
-                await work
-            failed = (("aiocomms.peer", 1), ("aiocomms.rank", 0), ("error.type", "CommAbortedError"))
-            assert read(reader)["aiocomms.failures"] == {failed: 1}
-            assert read(reader)["aiocomms.loop.lateness"][own] >= 0
-            for handle in handles:
-                handle.remove()
-            assert read(reader) == {}
-        provider.shutdown()
-
-    run_on("asyncio", main)
-
-
-@pytest.mark.fault(127)
-def test_metrics_keep_their_attributes_after_a_recovery():
-    async def main():
-        reader = InMemoryMetricReader()
-        provider = MeterProvider([reader], shutdown_on_exit=False)
-        failed = (("aiocomms.peer", 1), ("aiocomms.rank", 0), ("error.type", "CommAbortedError"))
-        async with local_world(2) as comms:
-            for generation in (1, 2):
-                measure_ops(comms[0], provider)
-                await ranks(comms, lambda comm: comm.barrier())
-                seen = read(reader)
-                assert seen["aiocomms.generation"] == {(("aiocomms.rank", 0),): generation}
-                assert list(seen["aiocomms.ops"].values()) == [generation]
-                assert seen.get("aiocomms.failures", {}) == ({failed: 1} if generation > 1 else {})
-                work = comms[0].recv(torch.ones(1), 1)
-                comms[1].abort("enough")
-                with pytest.raises(CommAbortedError):
-                    await work
-                comms[:] = await ranks(comms, lambda comm: comm.reconfigure(ranks=[0, 1]))
-            names = {
-                point.attributes["aiocomms.comm"]
-                for metric in reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
-                for point in metric.data.data_points
-            }
-            assert names == {"world"}
-            await ranks(comms, lambda comm: comm.aclose())
-        provider.shutdown()
-
-    run_on("asyncio", main)
-
-
-@pytest.mark.parametrize("function", [trace_ops, measure_ops])
-def test_tracing_refuses_an_object_that_is_no_communicator(function):
+def test_tracing_refuses_an_object_that_is_no_communicator():
     with pytest.raises(ArgumentTypeError, match="comm is None, wanted a Communicator"):
-        function(None)
+        trace_ops(None)
+    with pytest.raises(ArgumentTypeError, match="service is None, wanted a Service"):
+        trace_plans(None)
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+class Rank:
+    """A rank of a service with a provider of its own, as in a process of its own."""
+
+    def __init__(self, comm, recover=None):
+        self.service = Service(comm, recover)
+        self.exporter = InMemorySpanExporter()
+        self.provider = provider_of(self.exporter)
+        self.tracing = trace_plans(self.service, self.provider)
+
+    async def execute(self, plan):
+        await self.service.comm.all_reduce(torch.ones(2))
+        if plan == self.service.comm.rank:
+            raise KeyError(plan)
+        await self.service.comm.barrier()
+
+    async def serve(self, body):
+        async with self.service as service:
+            if service.comm.rank:
+                await service.work(self.execute)
+            else:
+                async with service.drive(self.execute) as driver:
+                    await body(driver, self)
+
+    def spans(self):
+        """The spans that have ended here but those of the service's own messages, in order."""
+        return [span for span in self.exporter.get_finished_spans() if "object" not in span.name]
+
+
+async def serve(world, body, recover=None):
+    """Serve on all ranks of a world with ``body(driver, rank 0)``, and return them."""
+    members = [Rank(comm, recover) for comm in world]
+    await ranks(members, lambda member: member.serve(body))
+    return members
+
+
+def test_spans_of_all_ranks_are_children_of_the_request():
+    async def body(driver, first):
+        async def request(name):
+            with first.provider.get_tracer("server").start_as_current_span(name):
+                await driver.run("plan")
+
+        await together(lambda: request("one"), lambda: request("two"))
+
+    async def main():
+        async with local_world(3) as world:
+            first, *workers = await serve(world, body)
+        requests = [span for span in first.spans() if span.name in ("one", "two")]
+        assert len(requests) == 2
+        for request in requests:
+            numbers = set()
+            for member in (first, *workers):
+                [plan] = [s for s in member.spans() if s.parent and s.parent.span_id == request.context.span_id]
+                assert plan.name == "aiocomms.plan"
+                ops = [s for s in member.spans() if s.parent and s.parent.span_id == plan.context.span_id]
+                assert [op.name for op in ops] == ["all_reduce", "barrier"]
+                assert {span.context.trace_id for span in (plan, *ops)} == {request.context.trace_id}
+                assert plan.attributes["aiocomms.rank"] == member.service.comm.rank
+                assert plan.attributes["aiocomms.plan.waited"] >= 0
+                numbers.add(plan.attributes["aiocomms.plan.number"])
+            assert len(numbers) == 1
+
+    run_on("asyncio", main)
+
+
+def test_plan_of_no_request_has_no_span_and_carries_nothing(monkeypatch):
+    told = []
+    tell = Worker._tell
+
+    def noted(worker, ranks, *message):
+        told.append(len(message))
+        tell(worker, ranks, *message)
+
+    monkeypatch.setattr(Worker, "_tell", noted)
+
+    async def body(driver, first):
+        await driver.run("plan")
+        tracer = provider_of(first.exporter, ALWAYS_OFF).get_tracer("server")
+        with tracer.start_as_current_span("not sampled"):
+            await driver.run("plan")
+        assert 4 not in told[:-1]
+        assert told.count(3) == 2
+        with first.provider.get_tracer("server").start_as_current_span("sampled"):
+            await driver.run("plan")
+
+    async def main():
+        async with local_world(1) as world:
+            [first] = await serve(world, body)
+        assert [span.name for span in first.spans()] == ["all_reduce", "barrier", "aiocomms.plan", "sampled"]
+        assert sorted(told) == [0, 3, 3, 4]
+
+    run_on("asyncio", main)
+
+
+def test_plan_span_records_the_error_of_its_rank():
+    async def body(driver, first):
+        with first.provider.get_tracer("server").start_as_current_span("request"), pytest.raises(WorkerError):
+            await driver.run(1)
+
+    async def main():
+        async with local_world(2) as world:
+            first, worker = await serve(world, body)
+        [failed] = [span for span in worker.spans() if span.name == "aiocomms.plan"]
+        assert failed.status.status_code is StatusCode.ERROR
+        assert [event.name for event in failed.events] == ["exception"]
+        assert "aiocomms.plan" in [span.name for span in first.spans()]
+
+    run_on("asyncio", main)
+
+
+def test_tracing_of_plans_goes_on_after_a_recovery_and_ends_by_remove():
+    async def recover(lost):
+        return await lost.reconfigure(ranks=[0, 1])
+
+    async def body(driver, first):
+        tracer = first.provider.get_tracer("server")
+        first.service.current.abort("enough")
+        await driver.ready()
+        with tracer.start_as_current_span("after"):
+            await driver.run("plan")
+        first.tracing.remove()
+        first.tracing.remove()
+        with tracer.start_as_current_span("removed"):
+            await driver.run("plan")
+
+    async def main():
+        async with local_world(2) as world:
+            first, worker = await serve(world, body, recover)
+        assert [s.name for s in first.spans()] == ["all_reduce", "barrier", "aiocomms.plan", "after", "removed"]
+        assert [s.name for s in worker.spans()] == ["all_reduce", "barrier", "aiocomms.plan"]
+        assert {s.attributes["aiocomms.comm"] for s in worker.spans()} == {"world@2"}
+
+    run_on("asyncio", main)
