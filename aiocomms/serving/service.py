@@ -130,7 +130,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
     def statistics(self) -> ServiceStatistics:
         """Look at the plans of this rank; on any thread, whatever the loop is doing. It locks nothing."""
-        counts, plans = self._watch.counts, [] if self._worker is None else list(self._worker._plans.values())
+        counts, worker = self._watch.counts, self._worker
+        plans = [] if worker is None else list(worker._plans.values())
         return ServiceStatistics(
             name=self.current._core.base,
             rank=self.comm.rank,
