@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
 """The store that is the root of all communicators; and itself, if it is a new one."""
 _OLD: Final = b"the old store"
+_LATE: Final = 0.05
+"""Seconds by which a deadline passes too late where this rank has stood still."""
 
 
 class Predecessor(NamedTuple):
@@ -154,12 +156,16 @@ class Meeting:
             board.tell("probe", b"1")
             return board.told("probe", board.rank) is not None
 
-        with anyio.move_on_after(max(0.0, seconds)):
-            try:
-                return await run_in_thread(probe)
-            except (StoreLostError, ArgumentError):  # The store is gone, or there never was one.
+        while True:
+            ends = clock.now() + max(0.0, seconds)
+            with anyio.move_on_after(max(0.0, seconds)):
+                try:
+                    return await run_in_thread(probe)
+                except (StoreLostError, ArgumentError):  # The store is gone, or there never was one.
+                    return False
+            if clock.now() < ends + _LATE or self.left() <= 0:
                 return False
-        return False
+            # This rank has stood still, and the store may have answered meanwhile.
 
     async def off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
         """Call in a thread, within the time that is left.
