@@ -142,7 +142,8 @@ def _names(program: Program, reports: list[Report], report: Report, error: Any, 
 def _agree(program: Program, reports: list[Report], comm: str, lost: list[tuple[Report, Any]]) -> None:
     """Check that, with one cause at most, all ranks that no fault struck tell the same failure.
 
-    A part of it that is lost is a cause of its own, if a rank has aborted the whole for that.
+    A part of it that is lost is a cause of its own, if a rank has aborted the whole for that. So is the deadline of a
+    message for which a rank has done so, where that of a collective has passed on another rank at the same moment.
     """
     silent = _harmed(program)
     told = {
@@ -151,6 +152,10 @@ def _agree(program: Program, reports: list[Report], comm: str, lost: list[tuple[
         if loss.lost is not None and not silent[report.rank]
     }
     causes = len(program.struck()) + sum(one is not None for one in program.endings)
-    causes += any(comm in report.aborted for report in reports if traffic.split in _phase_on(program, comm))
-    if causes == 1 and len({kind for kind, _ in told}) > 1:
+    kinds = {kind for kind, _ in told}
+    aborted = any(comm in report.aborted for report in reports)
+    causes += aborted and (
+        traffic.split in _phase_on(program, comm) or kinds == {"CommAbortedError", "CommTimeoutError"}
+    )
+    if causes == 1 and len(kinds) > 1:
         raise BrokenPromiseError(f"'{comm}' was lost by {sorted(map(str, told))}: not the same on all ranks")
