@@ -140,7 +140,7 @@ def given_up(board: Board) -> bool:
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
     """Return whether what this rank has formed is carried out, by all ranks; close it if not.
 
-    :raises StoreLostError: the store is gone before this rank knows. Most often no other rank does, either.
+    :raises StoreLostError: the store is gone before this rank knows, and another one has closed its connections.
     """
     done = False
     try:
@@ -162,6 +162,11 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
         with anyio.move_on_after(max(0.0, rendezvous.left()) + PROBE):
             return await run_in_thread(partial(_wait_for_end, rendezvous, transports, stop))
         return False  # This rank may have stood still, and the others have gone on.
+    except StoreLostError:
+        await anyio.sleep(PROBE)
+        if any(transport.early_failure for transport in transports.values()):
+            raise
+        return True  # The others keep their connections, as ranks do that have formed it.
     finally:
         stop.set()
 

@@ -124,7 +124,7 @@ async def disturb(job: Running, health: int, clients: Clients, ends: float) -> l
 
 async def serve(job: Running, port: int, health: int) -> int:
     """Have clients ask for a while; then end the server while they ask. Return its exit code."""
-    ended = asyncio.create_task(asyncio.to_thread(job.end))  # It reads what is printed.
+    ended = asyncio.create_task(asyncio.to_thread(job.end))  # The thread reads what is printed.
     # A connection is one request's: who keeps one has it closed when the process that serves it is replaced.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     limit = aiohttp.ClientTimeout(total=30)
