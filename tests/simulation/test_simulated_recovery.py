@@ -268,6 +268,6 @@ def test_ranks_that_die_while_others_take_their_places_hold_nobody_up(connected,
     """A death is told by the old communicator's connections, or by the claim of who comes in the dead one's place."""
     if not connected:
         monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
-    for seed in range(15):
+    for seed in range(5):
         longest = repeated(sum_up_while_ranks_die, RANKS, seed=seed).results[0]
         assert RESTART < longest < 1.5

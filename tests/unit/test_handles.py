@@ -29,9 +29,13 @@ ROOMS = ["aiocomms", "aiocomms.blocking", "aiocomms.serving", "aiocomms.integrat
 DATA = {
     "Capabilities",
     "CommError",
+    "DriverState",
     "Message",
+    "PlanFailures",
+    "PlanStart",
     "Received",
     "ReduceOp",
+    "ServiceStatistics",
     "TensorLike",
     "Transport",
     "new_comm",
