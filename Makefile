@@ -68,9 +68,12 @@ $(eval $(call environment,.venv-cupy,--editable ".[test$(comma)nccl]"))
 demo: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/python -m embedding_server.demo
 
-## Leave the embedding server running on 2 ranks, under a supervisor that replaces those that die.
+# What starts the servers of the examples, and new processes in the place of those that die.
+LAUNCHER := $(BIN)/aiocomms run --restart on-failure --listen 127.0.0.1:8000 --health 8001
+
+## Leave the embedding server running on 2 ranks, under a launcher that replaces those that die.
 serve: $(VENV)/ucx.stamp
-	cd examples && $(BIN)/python -m embedding_server.supervisor --pp 2 --port 8000
+	cd examples && $(LAUNCHER) -n 2 --preload embedding_server.rank -m embedding_server
 
 ## A text generator, trained once: prefill and decode in processes of their own; tokens checked, a client leaves, a decoder dies.
 demo-generate: $(VENV)/ucx.stamp

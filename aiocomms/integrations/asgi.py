@@ -6,6 +6,7 @@ See ``docs/serving.md``.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -52,11 +53,19 @@ class WebService(Handle):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others."""
+        """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others.
+
+        If the service cannot go on, as when nobody takes the place of a lost rank in time, the web server's handler of
+        SIGTERM is called, so that it ends: a launcher that restarts ranks starts this one anew.
+
+        :raises CommError: the service could not go on.
+        """
         service, execute = await self._start()
         _measure(service)
-        async with service, service.drive(execute, *self._most) as self._driver:
+        async with service, service.drive(execute, *self._most) as self._driver, anyio.create_task_group() as tasks:
+            tasks.start_soon(_end_with, self._driver)
             yield
+            tasks.cancel_scope.cancel()
 
     async def work(self) -> None:
         """Carry out plans on every other rank, until rank 0 ends."""
@@ -123,6 +132,13 @@ def _measure(service: Service) -> None:
     except ImportError:
         return
     instrument(service)
+
+
+async def _end_with(driver: Driver) -> None:
+    """End the web server when the service cannot go on."""
+    await driver.wait_ended()
+    if callable(signal.getsignal(signal.SIGTERM)):  # By default the process would end amid its answers.
+        signal.raise_signal(signal.SIGTERM)
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:

@@ -176,6 +176,11 @@ class Driver(Worker):
                 raise self._over
             await self._turn.wait()
 
+    async def wait_ended(self) -> None:
+        """Wait until no plan will be carried out any more: this has ended, or the ranks cannot recover."""
+        while self._over is None:
+            await self._turn.wait()
+
     # ----------------------------------------------------------------------------------------------- one plan's way
 
     async def _run(

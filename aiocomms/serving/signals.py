@@ -11,12 +11,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
 
 from aiocomms.lowlevel import clock
 from aiocomms.serving.driver import Driver
 from aiocomms.serving.plans import Worker
 
 _log = logging.getLogger("aiocomms")
+_TAKEN: Final = (signal.SIGINT, signal.SIGTERM)
 _workers: list[Worker] = []
 """The workers of this process."""
 
@@ -27,10 +29,11 @@ def _mine() -> bool:
 
 @contextlib.contextmanager
 def held(worker: Worker) -> Iterator[None]:
-    """Have SIGINT do nothing within the block, and SIGTERM have the worker leave."""
+    """Have SIGINT do nothing within the block, and SIGTERM have the worker leave, unless the program ignores them."""
     before = {}
     if _mine() and signal.getsignal(signal.SIGINT) is not _take:
-        before = {number: signal.signal(number, _take) for number in (signal.SIGINT, signal.SIGTERM)}
+        taken = [number for number in _TAKEN if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, _take) for number in taken}
     _workers.append(worker)
     try:
         yield

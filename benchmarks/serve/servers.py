@@ -42,7 +42,7 @@ class Server:
     """A server under whatever restarts its ranks.
 
     :param name: what it is called in reports.
-    :param command: what starts it, but for ``--port``.
+    :param command: what starts it, with ``{port}`` where its port is to be.
     """
 
     def __init__(self, name: str, command: list[str]) -> None:
@@ -58,7 +58,7 @@ class Server:
         port = self._port.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
-            [*command, f"--port={port}"],
+            [part.format(port=port) for part in command],
             cwd=ROOT,
             env=os.environ | ENVIRONMENT,
             stdout=subprocess.PIPE,
@@ -177,15 +177,23 @@ def within(buckets: list[tuple[float, float]], share: float) -> float:
 
 
 def ours(tp: int, pp: int, *more: str) -> Server:
-    """The embedding server of the examples, under its supervisor."""
-    command = [sys.executable, "-m", "benchmarks.serve.supervised", f"--tp={tp}", f"--pp={pp}", *more]
-    return Server("aiocomms", command)
+    """The embedding server of the examples, under its launcher."""
+    return Server("aiocomms", launched(tp * pp, "embedding_server.rank", "embedding_server", f"--tp={tp}", *more))
+
+
+def launched(ranks: int, preload: str, module: str, *options: str) -> list[str]:
+    """Return the command that starts the ranks of a program, each in a session of its own, as torchrun does.
+
+    Linux shares out the processors among sessions before it does so among their threads (``sched_autogroup``).
+    """
+    launcher = ["-m", "aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--max-restarts=1000"]
+    return [sys.executable, *launcher, "--listen=127.0.0.1:{port}", f"--preload={preload}", "-m", module, *options]
 
 
 def twin(tp: int, pp: int) -> Server:
     """Its twin, under torchrun, which starts all ranks anew when one has died."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}", "--max-restarts=1000"]
-    module = ["--monitor-interval=0.1", "-m", "benchmarks.serve.twin", f"--tp={tp}"]
+    module = ["--monitor-interval=0.1", "-m", "benchmarks.serve.twin", f"--tp={tp}", "--port={port}"]
     return Server("gloo twin", [sys.executable, "-m", *torchrun, *module])
 
 
@@ -200,4 +208,13 @@ def generator_twin(tp: int, pp: int, model: Path) -> Server:
 
 
 def _generator(module: str, tp: int, pp: int, model: Path) -> list[str]:
-    return [sys.executable, "-m", module, f"--tp={tp}", f"--pp={pp}", "--decoders=1", f"--model={model}"]
+    return [
+        sys.executable,
+        "-m",
+        module,
+        f"--tp={tp}",
+        f"--pp={pp}",
+        "--decoders=1",
+        f"--model={model}",
+        "--port={port}",
+    ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -23,12 +22,14 @@ from typing import Any
 import anyio
 import torch
 import torch.distributed as dist
-from embedding_server.__main__ import listen
 from embedding_server.links import Place
-from embedding_server.rank import Shape, run
+from embedding_server.rank import EmbeddingServer, Shape
+from embedding_server.server import create_app
+from embedding_server.web import serve
 from torch import Tensor
 
 from aiocomms.errors import PlanLostError  # by which the server is told that a rank is lost
+from aiocomms.integrations import asgi
 from benchmarks.serve import gloo
 
 WIDTH = 384
@@ -74,6 +75,9 @@ class GlooLinks:
     def plan(self, number: int) -> Turn:
         """See Links."""
         return TURN.get()
+
+    async def part(self) -> None:
+        """See Links."""
 
     async def sum(self, partial: Tensor) -> Tensor:
         """See Links."""
@@ -137,11 +141,18 @@ class GlooService:
 
     def __init__(self, links: GlooLinks) -> None:
         self._links = links
+        self.current = None
         self._plans = new_group(list(range(dist.get_world_size())))
         self._execute: Callable[[Any], Awaitable[Any]]
 
+    async def __aenter__(self) -> None:
+        """Enter; see Service."""
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave; see Service."""
+
     @asynccontextmanager
-    async def drive(self, execute: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[GlooService]:
+    async def drive(self, execute: Callable[[Any], Awaitable[Any]], *_: None) -> AsyncIterator[GlooService]:
         """See Service: this is its own driver."""
         self._execute = execute
         yield self
@@ -159,8 +170,6 @@ class GlooService:
 
     async def work(self, execute: Callable[[Any], Awaitable[Any]]) -> None:
         """See Service. torchrun ends a worker at once: it has nothing to tidy up."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._execute = execute
         async with anyio.create_task_group() as plans:
             while (plan := await self._plans.call(take)) is not None:
@@ -171,12 +180,11 @@ class GlooService:
         return await self._execute(plan)
 
 
-@asynccontextmanager
-async def open_links(tp: int, *_: Any) -> AsyncIterator[tuple[GlooService, GlooLinks]]:
+async def open_links(tp: int) -> tuple[GlooService, GlooLinks]:
     """Meet the other ranks, where torchrun says."""
     await asyncio.to_thread(gloo.meet)
-    links = GlooLinks(Place.among(dist.get_rank(), dist.get_world_size(), tp))
-    yield GlooService(links), links
+    links = GlooLinks(Place(dist.get_rank(), tp, dist.get_world_size() // tp))
+    return GlooService(links), links
 
 
 def main() -> None:
@@ -186,9 +194,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
     print(f"rank {os.environ['RANK']} is process {os.getpid()}", flush=True)
+    asgi._measure = asgi._end_with = lambda *_: anyio.sleep_forever()  # type: ignore[assignment] - Gloo shows nothing
+    server = EmbeddingServer(Shape(options.tp), open_links)
     code = 1
     try:
-        anyio.run(partial(run, open_links=open_links), partial(listen, "127.0.0.1", options.port), Shape(options.tp))
+        server.main(lambda: serve(create_app(server), server.drain, "127.0.0.1", options.port))
         code = 0
     finally:
         sys.stdout.flush()

@@ -1,41 +1,22 @@
-"""What every rank runs: `torchrun --standalone --nproc-per-node 2 -m embedding_server`."""
+"""What every rank runs: `aiocomms run -n 2 --listen 127.0.0.1:8000 -m embedding_server`, or by another launcher."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
-from functools import partial
+
+from .rank import EmbeddingServer, Shape
+from .server import create_app
+from .web import serve
 
 DIVISORS = (1, 2, 3, 4, 6, 12)  # of the model's 12 heads
 
 
 def main() -> None:
     """Run this rank until the job ends."""
-    parser = make_parser("embedding_server", __doc__)
-    add_shape(parser)
-    options = parser.parse_args()
-    end_at_once_on_signals()
-
-    import anyio
-
-    from .rank import Shape, run
-
-    shape = Shape(options.tp, options.threads, options.torch_threads)
-    anyio.run(run, partial(listen, options.host, options.port), shape)
-
-
-def make_parser(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what all command lines of a server have in common."""
-    parser = argparse.ArgumentParser(prog=program, description=about)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", default=8000, type=int, help="0 picks a free one (default: %(default)s)")
-    return parser
-
-
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add how the model is split, and what computes."""
+    parser = argparse.ArgumentParser(prog="embedding_server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="where no launcher opens the socket (default: %(default)s)")
+    parser.add_argument("--port", default=8000, type=int, help="the same; 0 picks a free one (default: %(default)s)")
     parser.add_argument(
         "--tp", default=1, type=int, choices=DIVISORS, help="over how many ranks each layer is split (default: 1)"
     )
@@ -43,6 +24,12 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-threads", default=0, type=positive, help="threads of each operation of torch (default: a rank's cores)"
     )
+    options = parser.parse_args()
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) % options.tp:
+        parser.error(f"--tp is {options.tp}, wanted a divisor of the number of ranks, which is {size}")
+    print(f"rank {os.environ.get('RANK', 0)} is process {os.getpid()}", flush=True)
+    server = EmbeddingServer(Shape(options.tp, options.threads, options.torch_threads))
+    server.main(lambda: serve(create_app(server), server.drain, options.host, options.port))
 
 
 def positive(text: str) -> int:
@@ -50,26 +37,6 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"it is {number}, wanted at least 1")
     return number
-
-
-def end_at_once_on_signals() -> None:
-    """End on Ctrl-C and SIGTERM until the event loop takes them over: there is nothing to tidy up before that.
-
-    The imports take seconds, and an exception in the middle of one would not always get through.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(0))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise SystemExit(f"cannot listen on {host} port {port}: {error}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it each answer takes 40 ms
-    return listener
 
 
 if __name__ == "__main__":

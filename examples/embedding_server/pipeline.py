@@ -11,6 +11,7 @@ once, each in another stage; and while the parts of a stage add up for one, anot
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import time
@@ -39,6 +40,7 @@ def settle() -> None:
     sys.setswitchinterval(SWITCH)
     # glibc keeps memory for every thread that has computed, and with each rank that is lost threads are left behind.
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    gc.freeze()  # modules stay: no collection need visit them. A communicator is freed by one, so it comes later
 
 
 class Pipeline:

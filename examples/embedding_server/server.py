@@ -1,57 +1,53 @@
-"""The HTTP side: `POST /embed`, `GET /healthz` and `GET /metrics`, and a sentence for everything that is wrong."""
+"""The HTTP side: `POST /embed`, the probes of the library, and a sentence for everything that is wrong."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
+from aiocomms.errors import ClientLeftError
+from aiocomms.integrations.asgi import until_disconnect
+
+from . import metrics
 from .batcher import PipelineDownError
 from .web import explain, ignore, read_body, unavailable
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from .batcher import Batcher
+    from .rank import EmbeddingServer
 
 MAX_TEXTS = 64  # texts of one request
 MAX_CHARACTERS = 10_000  # characters of one text
 
 
-def create_app(batcher: Batcher) -> Starlette:
+def create_app(server: EmbeddingServer) -> Starlette:
     """Return the ASGI application."""
 
     async def embed(request: Request) -> Response:
         texts = parse(await read_body(request))
-        response = Response(status_code=499)  # of a request that its client gave up: nobody reads it
-        async with anyio.create_task_group() as group:
-            group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
-            try:
-                vectors = await batcher.embed(texts)
-                # Quicker by far than the json module, and the loop serves nobody else meanwhile.
-                response = Response(msgspec.json.encode({"embeddings": vectors}), media_type="application/json")
-            except PipelineDownError as down:
-                response = unavailable(str(down))
-            group.cancel_scope.cancel()
-        batcher.metrics.requests.labels(response.status_code).inc()
+        try:
+            vectors = await until_disconnect(request, server.batcher.embed(texts))
+            # Quicker by far than the json module, and the loop serves nobody else meanwhile.
+            response = Response(msgspec.json.encode({"embeddings": vectors}), media_type="application/json")
+        except PipelineDownError as down:
+            response = unavailable(str(down))
+        except ClientLeftError:
+            response = Response(status_code=499)  # nobody reads it
+        metrics.requests.labels(response.status_code).inc()
         return response
 
-    async def metrics(_: Request) -> Response:
-        return Response(batcher.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def healthz(_: Request) -> Response:
-        return unavailable(batcher.down) if batcher.down else JSONResponse({"status": "ok", **batcher.statistics()})
-
     return Starlette(
-        routes=[Route("/embed", embed, methods=["POST"]), Route("/healthz", healthz), Route("/metrics", metrics)],
+        routes=[Route("/embed", embed, methods=["POST"]), Mount("/", server.probes)],
         exception_handlers={HTTPException: explain, ClientDisconnect: ignore},
+        lifespan=server.lifespan,
     )
 
 
@@ -88,10 +84,3 @@ def check_text(index: int, text: Any) -> None:
         raise HTTPException(413, f"Text {index} has {len(text)} characters; at most {MAX_CHARACTERS} are taken.")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise HTTPException(400, f"Text {index} is not valid Unicode: it has half of a surrogate pair.")
-
-
-async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -> None:
-    """Stop the work for a client that has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()

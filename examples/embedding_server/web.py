@@ -1,35 +1,67 @@
-"""What an HTTP side has whatever it serves: a body of bounded size, and a sentence for everything that is wrong."""
+"""What an HTTP side has whatever it serves: its process, a body of bounded size, a sentence for what is wrong."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Awaitable, Callable
 
+    from starlette.applications import Starlette
     from starlette.requests import Request
 
 MAX_BODY = 2**20  # bytes
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: a signal is for the whole process."""
+    """uvicorn, which says where it serves, and drains before it stops listening.
 
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+    :param drain: returns when what is under way has been answered, or was given up
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    def handle_exit(self, *_: object) -> None:
+        """Take a signal; uvicorn would end the process by it once more, when it has ended in good order."""
+        self.should_exit = True
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        print(f"serving on http://{host}:{port}", flush=True)
+
+    async def main_loop(self) -> None:
+        """Serve until a signal has come, and everybody has an answer."""
+        await super().main_loop()
+        await self._drain()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Close connections whose requests have not come to their end; uvicorn closes the others."""
+        for connection in self.server_state.connections:
+            if connection.cycle is not None and connection.cycle.more_body:
+                connection.transport.close()
+        await super().shutdown(sockets)
 
 
-def close_half_requests(server: uvicorn.Server) -> None:
-    """Close connections whose requests have not come to their end; uvicorn closes the others when they are answered."""
-    for connection in server.server_state.connections:
-        if connection.cycle is not None and connection.cycle.more_body:
-            connection.transport.close()
+def serve(app: Starlette, drain: Callable[[], Awaitable[None]], host: str, port: int) -> None:
+    """Serve until SIGTERM or Ctrl-C, on the socket that the launcher has opened, or on one at this place.
+
+    :raises SystemExit: the application did not end in good order
+    """
+    place: dict[str, Any] = {"fd": 3} if "LISTEN_FDS" in os.environ else {"host": host, "port": port}
+    server = Server(uvicorn.Config(app, **place, loop="asyncio", log_level="warning", limit_concurrency=1000), drain)
+    server.run()
+    if server.lifespan.should_exit:
+        sys.exit(1)
 
 
 async def read_body(request: Request) -> bytes:

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 from anyio import to_thread
-from embedding_server.job import Job, supervised
 from prometheus_client.parser import text_string_to_metric_families
 
 from .model import Model
+from .parts import supervised
 from .train import kept
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from embedding_server.job import Job
     from prometheus_client.core import Metric
 
 HERE = Path(__file__).parent

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import anyio
 import torch
 import uvicorn
-from embedding_server.web import Server, close_half_requests
 
 from .front import Front
 from .links import open_endpoint
 from .model import read_shape
+from .parts import Server, close_half_requests
 from .server import create_app
 
 if TYPE_CHECKING:

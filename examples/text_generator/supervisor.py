@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from embedding_server.__main__ import end_at_once_on_signals, listen, make_parser
-from embedding_server.ending import exiting_by
-from embedding_server.supervisor import SIGNALS, kill
+
+from .parts import SIGNALS, end_at_once_on_signals, exiting_by, kill, listen, make_parser
 
 if TYPE_CHECKING:
     import argparse

@@ -1,4 +1,4 @@
-"""Ranks of the embedding server are killed under its supervisor, while clients use it; real processes, real HTTP."""
+"""Ranks of the embedding server are killed under its launcher, while clients use it; real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -28,16 +27,12 @@ pytestmark = [
     pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its ranks
 ]
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 CLIENTS = 4
-SUPERVISOR = """
-import math
-from embedding_server import supervisor
-supervisor.LEAVE = supervisor.WINDOW = math.inf
-supervisor.main()
-"""
+LAUNCHER = (
+    *("-m", "aiocomms", "run", "--restart=on-failure", "--max-restarts=1000", "--grace=86400"),
+    *("--listen=127.0.0.1:0", "--preload=embedding_server.rank"),
+)
+"""The launcher, with all the time there is: a rank that does not end in good order hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +42,11 @@ def expected() -> Future[torch.Tensor]:
 
 
 class Recovering(Supervised):
-    """The embedding server, and its ranks' processes.
-
-    The supervisor has all the time there is: a rank that does not end in good order hangs, and deaths never grow old.
-    """
+    """The embedding server, and its ranks' processes."""
 
     def __init__(self, size: int, tp: int = 1, **environment: str) -> None:
-        super().__init__("-c", SUPERVISOR, f"--tp={tp}", f"--pp={size // tp}", **environment)
+        super().__init__(*LAUNCHER, f"-n{size}", "-m", "embedding_server", f"--tp={tp}", **environment)
         self.pids: dict[int, int] = {}
-        self.on_start: Callable[[int, int], None] = lambda rank, pid: None
 
     def connect(self) -> None:
         self.http = httpx.Client(
@@ -65,7 +56,6 @@ class Recovering(Supervised):
     def heard(self, line: str) -> None:
         if started := re.fullmatch(r"rank (\d+) is process (\d+)\n", line):
             rank, pid = map(int, started.groups())
-            self.on_start(rank, pid)
             with self.news:
                 self.pids[rank] = pid
                 self.news.notify_all()
@@ -198,7 +188,7 @@ def test_server_recovers_from_two_deaths_of_the_last_stage(expected):
         for killed, again in deaths:
             late = load.check(killed, again)
             print(f"the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
-        assert server.http.get("/healthz").json()["in_flight"] == 0
+        assert "\nembedding_texts_in_flight 0.0\n" in server.http.get("/metrics").text
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait() == 0
         server.assert_gone()
@@ -249,14 +239,4 @@ def test_server_recovers_from_deaths_amid_the_recovery(expected):
         assert_equal(server, expected.result())
         server.process.kill()  # the ranks end by themselves
         server.process.wait()
-        server.assert_gone()
-
-
-@pytest.mark.search
-def test_supervisor_gives_up_a_stage_that_dies_repeatedly():
-    with Recovering(2) as server:
-        server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None
-        assert server.process.wait() == 1
-        assert "giving up" in server.errors()
-        assert not server.url.done() or server.url.exception()
         server.assert_gone()

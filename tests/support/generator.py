@@ -83,7 +83,7 @@ class Served(Supervised):
 
     def __init__(self, model: Path, *options: str, heartbeat: str = "0") -> None:
         super().__init__(
-            "-m", "text_generator.supervisor", f"--model={model}", *options, AIOCOMMS_HEARTBEAT=heartbeat
+            "-m", "text_generator.supervisor", "--port=0", f"--model={model}", *options, AIOCOMMS_HEARTBEAT=heartbeat
         )  # fmt: skip
         self.groups: dict[str, list[int]] = {}
         self.front = 0

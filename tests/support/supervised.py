@@ -1,8 +1,9 @@
-"""A server of the examples under its supervisor, as its users start it, and what it prints."""
+"""A server of the examples under its launcher, as its users start it, and what it prints."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,14 +31,14 @@ Where a user has set it, print() writes a line's end by itself, and another proc
 class Supervised:
     """The server, in a session of its own.
 
-    :param command: what Python is told, but for the port, which is a free one.
+    :param command: what Python is told.
     :param environment: in which it runs, beside that of the test.
     """
 
     def __init__(self, *command: str, **environment: str) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self.process = subprocess.Popen(
-            [sys.executable, *command, "--port=0"],
+            [sys.executable, *command],
             cwd=EXAMPLES,
             env=os.environ | WHOLE_LINES | environment,
             stdout=subprocess.PIPE,
@@ -67,7 +68,8 @@ class Supervised:
             self.http.close()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for printed in self.process.stdout:
+            line = re.sub(r"^\[\d+\] ", "", printed)  # The launcher says which rank has printed it.
             if line.startswith("serving on ") and not self.url.done():
                 self.url.set_result(line.split()[-1])
             else:

@@ -1012,6 +1012,21 @@ def test_worker_ignores_signals_and_restores_their_handlers(run, caplog):
     ]
 
 
+def test_worker_ignores_a_signal_that_its_program_ignores_without_a_word(run, caplog):
+    async def body(driver):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGTERM)
+        assert (await driver.run((1, torch.ones(1)))).item() == 3.0
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        drive(run, 2, summing, body)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not caplog.messages
+
+
 def test_sigterm_has_a_worker_leave_and_the_others_recover(run, monkeypatch):
     """The plan that is under way ends before, and the next one waits."""
     monkeypatch.setattr("aiocomms.serving.driver.GRACE", -math.inf)
