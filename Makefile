@@ -81,7 +81,8 @@ demo-generate: $(VENV)/ucx.stamp
 
 ## Leave the text generator running: a prefill group and two decode groups of 2 ranks, replaced when they die.
 serve-generate: $(VENV)/ucx.stamp
-	cd examples && $(BIN)/python -m text_generator.supervisor --tp 2 --pp 1 --decoders 2 --port 8000
+	cd examples && $(BIN)/python -m text_generator.train && $(LAUNCHER) -n 7 --preload text_generator.server \
+		--preload text_generator.decode --preload text_generator.prefill -m text_generator --tp 2 --pp 1
 
 ## A transformer whose layers are split over 2 ranks, awaited from async handlers, compared with the unsplit one.
 demo-tensor-parallel: $(VENV)/ucx.stamp

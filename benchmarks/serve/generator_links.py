@@ -1,20 +1,22 @@
 """Links of the text generator's ranks by ``torch.distributed`` and gloo; see ``text_generator.links``.
 
-It is written as one writes it today. All ranks are one job, rank by rank the prefill group's and then those of each
-decode group, and form all process groups at its start. Every call of gloo's blocks, so each process group has a thread
-of its own for them, and carries them in one order: so the ranks of a group carry out one plan after the other. Pages go
-as messages, one for each push, and a thread of the decode rank waits for the next one. The front is no part of the job,
-for it has no tensors: leaders talk to it over TCP.
+It is written as one writes it today. All ranks are one job, rank by rank the front, the prefill group's and then those
+of each decode group, and form all process groups at its start. Every call of gloo's blocks, so each process group has a
+thread of its own for them, and carries them in one order: so the ranks of a group carry out one plan after the other.
+Pages go as messages, one for each push, and a thread of the decode rank waits for the next one. Leaders talk to the
+front over TCP.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import pickle
+import signal
 import struct
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,14 +52,51 @@ class Job:
     def __init__(self, tp: int, pp: int) -> None:
         here, size, world = dist.get_rank(), tp * pp, dist.get_world_size()
         self.rank = here
-        groups = [new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        stages = [new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
-        self.group, self.stage = groups[here // size], stages[here // tp]
+        groups = [new_group(list(range(first, first + size))) for first in range(1, world, size)]
+        stages = [new_group(list(range(first, first + tp))) for first in range(1, world, tp)]
         # By a decode rank, what connects it with the prefill rank that has the same part of the model.
-        self.ways = {there: new_group([there % size, there]) for there in range(size, world)}
+        self.ways = {there: new_group([1 + (there - 1) % size, there]) for there in range(1 + size, world)}
+        if here:
+            self.group, self.stage = groups[(here - 1) // size], stages[(here - 1) // tp]
 
 
 _job: Job
+
+
+class World:
+    """All ranks, which meet once."""
+
+    turn = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+    def __init__(self, tp: int, pp: int) -> None:
+        global _job
+        self.comm = new_group(list(range(dist.get_world_size())))
+        self.comm.rank, self._met = dist.get_rank(), False
+        _job = Job(tp, pp)
+
+    async def meet(self, told: Any) -> list[Any]:
+        """See `text_generator.links`."""
+        if self._met:
+            await anyio.sleep_forever()
+        self._met = True
+        return await self.comm.call(_gather_all, told)
+
+
+def _gather_all(told: Any, group: dist.ProcessGroup) -> list[Any]:
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, told, group)
+    return found
+
+
+@asynccontextmanager
+async def open_world() -> AsyncIterator[World]:
+    """See there. Only the command line says how a group is split, and all ranks form all groups."""
+    await asyncio.to_thread(gloo.meet)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=1)
+    given, _ = parser.parse_known_args()
+    yield World(given.tp, given.pp)
 
 
 class Group:
@@ -79,12 +118,14 @@ class Group:
     @asynccontextmanager
     async def lead(self, execute: Execute) -> AsyncIterator[None]:
         """See `text_generator.links`."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is to be tidied up
         self._execute = execute
         yield
         await self._group.call(_broadcast, None)
 
     async def follow(self, execute: Execute) -> None:
         """See there."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while (plan := await self._group.call(_broadcast, None)) is not None:
             await execute(plan)
 
@@ -147,12 +188,9 @@ def _broadcast(plan: Any, group: dist.ProcessGroup) -> Any:
 
 
 @asynccontextmanager
-async def join(name: str, tp: int, pp: int) -> AsyncIterator[Group]:
-    """Meet the other ranks of the job, by the environment that a launcher has made."""
-    global _job
-    await asyncio.to_thread(gloo.meet)
-    _job = Job(tp, pp)
-    stage, shard = divmod(_job.rank % (tp * pp), tp)
+async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) -> AsyncIterator[Group]:
+    """See there: its group is there already."""
+    stage, shard = divmod(ranks.index(_job.rank), tp)
     yield Group(Part(stage, pp, shard, tp))
 
 
@@ -296,7 +334,7 @@ class Endpoint:
 async def open_endpoint() -> AsyncIterator[Endpoint]:
     """Open the place at which this process is reached; only the front listens."""
     here = Endpoint()
-    if "RANK" in os.environ:
+    if os.environ["RANK"] != "0":
         yield here
         return
     async with await asyncio.start_server(here.take, "127.0.0.1", 0) as server:

@@ -178,16 +178,17 @@ def within(buckets: list[tuple[float, float]], share: float) -> float:
 
 def ours(tp: int, pp: int, *more: str) -> Server:
     """The embedding server of the examples, under its launcher."""
-    return Server("aiocomms", launched(tp * pp, "embedding_server.rank", "embedding_server", f"--tp={tp}", *more))
+    return Server("aiocomms", launched(tp * pp, ["embedding_server.rank"], "embedding_server", f"--tp={tp}", *more))
 
 
-def launched(ranks: int, preload: str, module: str, *options: str) -> list[str]:
+def launched(ranks: int, preload: list[str], module: str, *options: str) -> list[str]:
     """Return the command that starts the ranks of a program, each in a session of its own, as torchrun does.
 
     Linux shares out the processors among sessions before it does so among their threads (``sched_autogroup``).
     """
     launcher = ["-m", "aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--max-restarts=1000"]
-    return [sys.executable, *launcher, "--listen=127.0.0.1:{port}", f"--preload={preload}", "-m", module, *options]
+    imports = [f"--preload={name}" for name in preload]
+    return [sys.executable, *launcher, "--listen=127.0.0.1:{port}", *imports, "-m", module, *options]
 
 
 def twin(tp: int, pp: int) -> Server:
@@ -198,8 +199,8 @@ def twin(tp: int, pp: int) -> Server:
 
 
 def generator(tp: int, pp: int, model: Path) -> Server:
-    """The text generator of the examples, under its supervisor."""
-    return Server("aiocomms", _generator("benchmarks.serve.generator", tp, pp, model))
+    """The text generator of the examples, under its launcher."""
+    return Server("aiocomms", _generator("text_generator", tp, pp, model))
 
 
 def generator_twin(tp: int, pp: int, model: Path) -> Server:
@@ -208,13 +209,7 @@ def generator_twin(tp: int, pp: int, model: Path) -> Server:
 
 
 def _generator(module: str, tp: int, pp: int, model: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        module,
-        f"--tp={tp}",
-        f"--pp={pp}",
-        "--decoders=1",
-        f"--model={model}",
-        "--port={port}",
-    ]
+    preload = [f"text_generator.{name}" for name in ("server", "decode", "prefill")]
+    if module != "text_generator":
+        preload = [module]  # the links are to be the twin's
+    return launched(1 + 2 * tp * pp, preload, module, f"--tp={tp}", f"--pp={pp}", f"--model={model}")

@@ -37,7 +37,7 @@ async def demo(tp: int, pp: int) -> None:
     :raises SystemExit: if a vector is wrong, the server does not come back, or a rank does not end as it should
     """
     ranks = tp * pp
-    async with launched(ranks, "embedding_server.rank", "embedding_server", f"--tp={tp}") as job:
+    async with launched(ranks, ["embedding_server.rank"], "embedding_server", f"--tp={tp}") as job:
         expected = await to_thread.run_sync(unsplit_vectors)
         url = await job.read_until(r"serving on (\S+)\n")
         print(f"{ranks} ranks serve on {url}\n")

@@ -13,7 +13,7 @@ import anyio
 from anyio.streams.text import TextReceiveStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from anyio.abc import Process
 
@@ -58,13 +58,14 @@ class Job:
 
 
 @asynccontextmanager
-async def launched(ranks: int, preload: str, module: str, *options: str) -> AsyncIterator[Job]:
+async def launched(ranks: int, preload: Iterable[str], module: str, *options: str) -> AsyncIterator[Job]:
     """Start a server on a free port; show what its processes have printed if the block fails.
 
     :param preload: what is imported once for all ranks
     """
-    launcher = ["aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--listen=127.0.0.1:0", f"--preload={preload}"]
-    command = [sys.executable, "-m", *launcher, "-m", module, *options]
+    launcher = ["aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--listen=127.0.0.1:0"]
+    imports = [f"--preload={name}" for name in preload]
+    command = [sys.executable, "-m", *launcher, *imports, "-m", module, *options]
     async with await anyio.open_process(
         command, stdin=DEVNULL, stderr=STDOUT, cwd=EXAMPLES, start_new_session=True
     ) as process:

@@ -31,6 +31,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, *_: object) -> None:
         """Take a signal; uvicorn would end the process by it once more, when it has ended in good order."""
+        if not self.started:
+            os._exit(0)  # there is nothing to tidy up yet
         self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:

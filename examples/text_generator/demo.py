@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import time
@@ -19,19 +20,18 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 from anyio import to_thread
+from embedding_server.job import Job, launched
 from prometheus_client.parser import text_string_to_metric_families
 
 from .model import Model
-from .parts import supervised
 from .train import kept
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from embedding_server.job import Job
     from prometheus_client.core import Metric
 
-HERE = Path(__file__).parent
+PRELOAD = "text_generator.server", "text_generator.decode", "text_generator.prefill"
 PROMPTS = (
     "The communicator ",
     "An endpoint is ",
@@ -56,8 +56,9 @@ async def demo(options: argparse.Namespace) -> None:
     """
     path = options.model or kept()
     model = Model.load(path)
-    given = [f"--{name}={getattr(options, name)}" for name in ("tp", "pp", "decoders")]
-    async with supervised("text_generator.supervisor", f"--model={path}", *given) as job:
+    ranks = 1 + (1 + options.decoders) * options.tp * options.pp
+    given = f"--model={path}", f"--tp={options.tp}", f"--pp={options.pp}"
+    async with launched(ranks, PRELOAD, "text_generator", *given) as job:
         url = await job.read_until(r"serving on (\S+)\n")
         print(f"{options.decoders} decode groups of {options.tp} shards in {options.pp} stages serve on {url}\n")
         async with httpx.AsyncClient(base_url=url, timeout=None) as http:
@@ -66,7 +67,7 @@ async def demo(options: argparse.Namespace) -> None:
             await leave(user)
             await kill_decoder(user, job)
             await show_metrics(user)
-            await end(user, job)
+            await end(user, job, ranks)
 
 
 class User:
@@ -183,14 +184,14 @@ async def kill_decoder(user: User, job: Job) -> None:
         print(f"kill -9 {victim}, a rank of the first decode group, with {len(PROMPTS)} streams under way")
         killed = time.perf_counter()
         os.kill(victim, signal.SIGKILL)
-        await user.health(lambda health: "decode-0.2" in health["decoders"])
+        await user.health(lambda health: any(re.match(r"decode-0\.(?!1$)", name) for name in health["decoders"]))
         replaced = time.perf_counter() - killed
 
     _, times = await user.all_at_once(LONG, kill)
     pauses = [b - a for row in times for a, b in pairwise(row) if b > killed]
     print("every stream went on to its end, and every token is the unsplit model's;")
     print(f"the longest that one had to wait for its next token was {max(pauses):.2f} s")
-    print(f"other processes served in the place of that group {replaced:.1f} s after\n")
+    print(f"the group served again, with another process in the place of that one, {replaced:.1f} s after\n")
 
 
 async def show_metrics(user: User) -> None:
@@ -211,7 +212,7 @@ async def show_metrics(user: User) -> None:
         raise SystemExit("a token may have been chosen by the order of a sum")
 
 
-async def end(user: User, job: Job) -> None:
+async def end(user: User, job: Job, ranks: int) -> None:
     """Send SIGTERM amid streams: they end as they should, new ones are refused, and then the processes end."""
     refused = ""
 
@@ -227,8 +228,7 @@ async def end(user: User, job: Job) -> None:
 
     await user.all_at_once(LONG, terminate)
     print(f"\nSIGTERM: {len(PROMPTS)} streams went on to their end; a new one got a 503: {refused}")
-    if code := await job.process.wait():
-        raise SystemExit(f"not all processes ended in good order: exit code {code}")
+    await job.check_end(ranks)
     print("all processes have ended")
 
 

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -88,13 +88,10 @@ class Client:
 
 
 class Front:
-    """Knows the groups, and answers requests.
+    """Knows the groups, and answers requests."""
 
-    :param lost: is told the name of a group that is lost
-    """
-
-    def __init__(self, here: Endpoint, shape: Shape, lost: Callable[[str], object]) -> None:
-        self._here, self._shape, self._lost = here, shape, lost
+    def __init__(self, here: Endpoint, shape: Shape) -> None:
+        self._here, self._shape = here, shape
         self._keys = itertools.count(1)
         self.groups: dict[str, Group] = {}
         self.under_way = 0
@@ -143,7 +140,6 @@ class Front:
             if group is call.decoder or call.filling:
                 call.heard.put_nowait(("lost", why))
         self._tell()
-        self._lost(group.name)
 
     def _of(self, role: str) -> list[Group]:
         return [group for group in self.groups.values() if group.role == role]
@@ -255,6 +251,8 @@ class Front:
         decoder, prefill = call.decoder.channel, call.prefill.channel
         decoder.tell("take", call.key, pages_for(len(text) + missing))
         pages = await call.hear("table")
+        if call.prefill.name not in self.groups:
+            raise LostError(f"{call.prefill.name} is gone")
         call.filler, call.filling = call.prefill.name, True
         prefill.tell("fill", call.key, call.decoder.name, pages, text)
         token = await call.hear("filled")

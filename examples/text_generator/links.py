@@ -3,14 +3,15 @@
 A *group* is the ranks that the model is split over, `tp` shards of each of `pp` stages; it is a communicator. Rank 0
 leads it: it gives out plans, which all ranks carry out, each plan in a lane of its own. Groups are connected by
 endpoints: a rank of the prefill group with the rank of a decode group that has the same part of the model, and each
-leader with the front.
+leader with the front. All ranks, the front among them, are in one more communicator, in which they do no more than
+meet: at first, and whenever one of them was lost. What a group does goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,10 +113,57 @@ class Group:
         return await self._comm.gather_object(what, 0)
 
 
+class World:
+    """All ranks of the job; see `open_world`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._met = False
+
+    @property
+    def turn(self) -> int:
+        """The number of this meeting, or of one before it that was broken off."""
+        return int(self.comm.name.partition("@")[2] or 1)
+
+    async def meet(self, told: Any) -> list[Any]:
+        """Wait for the next meeting, and say there what the others are to know.
+
+        :returns: what each rank has said
+        :raises CommError: nobody has taken the place of a rank that was lost
+        """
+        while True:
+            if self._met:
+                await self._lost()
+                self.comm = await self.comm.reconfigure(size=self.comm.size, timeout=FORM)
+            self._met = True
+            with suppress(CommError):
+                return await self.comm.all_gather_object(told)
+
+    async def _lost(self) -> None:
+        """Wait until a rank is lost; one that was only stopped is noticed by those who wait for a message from it."""
+        others = [0] if self.comm.rank else range(1, self.comm.size)
+        never = (self.comm.recv(torch.empty(1), rank, timeout=None) for rank in others)
+        with suppress(CommError):  # the communicator is lost already
+            await asyncio.gather(*never, return_exceptions=True)
+
+
 @asynccontextmanager
-async def join(name: str, tp: int, pp: int) -> AsyncIterator[Group]:
-    """Meet the other ranks of a group, by the environment that a launcher has made."""
-    async with Service(await aiocomms.new_comm(name=name, timeout=FORM)) as service:
+async def open_world() -> AsyncIterator[World]:
+    """Find the other ranks, as the launcher says: all at first, later those that are left."""
+    world = World(await aiocomms.new_comm(timeout=FORM))
+    try:
+        yield world
+    except BaseException as error:
+        world.comm.abort(error)  # a rank that leaves in good order is not missed
+        raise
+    finally:
+        await world.comm.aclose()
+
+
+@asynccontextmanager
+async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) -> AsyncIterator[Group]:
+    """Form a group with its other ranks, after a meeting."""
+    async with Service(await world.comm.create_group(ranks, name, timeout=FORM)) as service:
         comm = service.current
         stage, shard = divmod(comm.rank, tp)
         async with await comm.split(range(stage * tp, (stage + 1) * tp), f"{name} stage {stage}") as own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,19 +17,30 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .front import Client, Front, TooLargeError, UnavailableError
+from .front import Client, TooLargeError, UnavailableError
+from .serve import drain, fronting
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
+    from .front import Front
+    from .worker import Options
+
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
 
-def create_app(front: Front) -> Starlette:
-    """Return the ASGI application."""
+def create_app(options: Options) -> Starlette:
+    """Return the ASGI application, whose `state.drain` is awaited before it ends."""
+    front: Front
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        nonlocal front
+        async with fronting(options) as front:
+            yield
 
     async def generate(request: Request) -> Response:
         prompt, count = parse(await read_body(request))
@@ -48,7 +59,8 @@ def create_app(front: Front) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(await front.metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(
+    app = Starlette(
+        lifespan=lifespan,
         routes=[
             Route("/generate", generate, methods=["POST"]),
             Route("/healthz", healthz),
@@ -56,6 +68,8 @@ def create_app(front: Front) -> Starlette:
         ],
         exception_handlers={HTTPException: explain, ClientDisconnect: ignore},
     )
+    app.state.drain = lambda: drain(front)
+    return app
 
 
 class Events(Response):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 import anyio
 import torch
 
-from .links import Channel, Group, join, open_endpoint
+from .links import LOST, Channel, Endpoint, Group, World, join, open_endpoint, open_world
 from .metrics import Measures
 from .model import DTYPE, NEAR, Shard
 from .pages import Cache, Step, run_step
 
+PATIENCE = 30.0  # seconds from the loss of a group to a meeting of all ranks; else this one ends
 Choice = tuple[torch.Tensor, torch.Tensor]
 """The tokens behind sequences, and by how much each has won."""
 
@@ -29,6 +32,15 @@ class Options:
     pp: int
     pages: int
     """Of each decode group, one more than it can give out."""
+    decoders: int
+    host: str = ""
+    port: int = 0
+
+    def group_of(self, rank: int) -> tuple[str, list[int]]:
+        """The name of a rank's group, and the ranks of that."""
+        size = self.tp * self.pp
+        index = (rank - 1) // size
+        return f"decode-{index - 1}" if index else "prefill", list(range(1 + index * size, 1 + (index + 1) * size))
 
 
 class Rank:
@@ -101,32 +113,84 @@ class Leader:
         self.channel.tell("metrics", await self.group.run(("metrics",)))
 
 
-async def run(role: str, name: str, options: Options, front: bytes) -> None:
+async def run(options: Options) -> None:
     """Be a rank of a group, until the front has no more work.
 
-    :param role: what it does, "prefill" or "decode"
-    :param front: the front's address
+    :raises LOST: ranks are lost, and others do not come in their place
+    """
+    gc.freeze()
+    torch.set_num_threads(1)
+    async with open_world() as world:
+        told: list[Any] | None = await world.meet(None)
+        while told is not None:
+            told = await be_whole(world, options, told)
+
+
+async def be_whole(world: World, options: Options, told: list[Any]) -> list[Any] | None:
+    """Form this rank's group, and work, until a meeting at which it turns out that the group is not whole any more.
+
+    All its ranks see that at the same meeting, and form it anew: what they have of sequences is worth nothing.
+
+    :param told: what each rank has said at this meeting: the front where it is reached, the others their group's name
+    :returns: what each has said at that one; None: the front has no more work
+    """
+    group, ranks = options.group_of(world.comm.rank)
+    front, name = told[0], f"{group}.{world.turn}"
+    anew = None
+    try:
+        async with anyio.create_task_group() as tasks:
+
+            async def join_and_work() -> None:
+                lost: BaseException | None = None
+                try:
+                    async with open_endpoint() as here, join(world, ranks, name, options.tp, options.pp) as joined:
+                        await work(joined, name, options, here, front)
+                except* LOST as errors:
+                    lost = errors
+                if lost is not None:
+                    await anyio.sleep(PATIENCE)  # a rank has died: there is a meeting soon
+                    raise lost
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(join_and_work)
+            whole = [front, *(name for _ in ranks)]
+            while anew is None:
+                told = await world.meet(name)
+                if [told[rank] for rank in (0, *ranks)] != whole:
+                    anew = told
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup:
+        if anew is None:  # the error of what was broken off is none
+            raise
+    return anew
+
+
+async def work(group: Group, name: str, options: Options, here: Endpoint, front: bytes) -> None:
+    """Do what the front says.
+
+    :param front: its address
     """
     from .decode import DecodeLeader, DecodeRank
     from .prefill import PrefillLeader, PrefillRank, pages_at_once
 
-    gc.freeze()
-    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it to all; the front ends the others
+    role = name.partition("-")[0].partition(".")[0]
     ranks, leaders = {"prefill": PrefillRank, "decode": DecodeRank}, {"prefill": PrefillLeader, "decode": DecodeLeader}
-    async with open_endpoint() as here, join(name, options.tp, options.pp) as group:
-        measures = Measures(f"{name} rank {group.rank}")
-        shard = Shard(options.model, group.part)
-        pages = options.pages if role == "decode" else pages_at_once(shard.shape)
-        rank = ranks[role](group, shard, Cache(shard.shape, group.part, pages), measures, here, name)
-        descriptions = await group.gather(rank.description)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(measures.beat)
-            tasks.start_soon(rank.listen)
-            if group.rank == 0:
-                async with group.lead(rank.execute):
-                    channel = await Channel.open(here, front)
-                    channel.tell("hello", role, name, descriptions, pages)
-                    await leaders[role](rank, channel, pages).run()
-            else:
-                await group.follow(rank.execute)
-            tasks.cancel_scope.cancel()
+    measures = Measures(f"{name} rank {group.rank}")
+    shard = Shard(options.model, group.part)
+    pages = options.pages if role == "decode" else pages_at_once(shard.shape)
+    rank = ranks[role](group, shard, Cache(shard.shape, group.part, pages), measures, here, name)
+    found = await group.gather((os.getpid(), rank.description))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measures.beat)
+        tasks.start_soon(rank.listen)
+        if found is not None:
+            pids, descriptions = map(list, zip(*found, strict=True))
+            print(f"{name} is processes {' '.join(map(str, pids))}", flush=True)
+            async with group.lead(rank.execute):
+                channel = await Channel.open(here, front)
+                channel.tell("hello", role, name, descriptions, pages)
+                await leaders[role](rank, channel, pages).run()
+        else:
+            await group.follow(rank.execute)
+        tasks.cancel_scope.cancel()

@@ -152,7 +152,7 @@ def test_front_refuses_requests_that_it_cannot_serve(part: Any) -> None:
         return str(refused.value)
 
     async def main() -> None:
-        here = front.Front(None, part("model").Shape(), print)
+        here = front.Front(None, part("model").Shape())
         assert await ask(here) == "No decoder is there; one is coming."
         for role, name in (("prefill", "p"), ("decode", "d")):
             here.groups[name] = front.Group(role, name, SimpleNamespace(), [], 9, 8)

