@@ -354,6 +354,7 @@ class Step:
         if not self.comms[1].aborted:
             for frame in held:
                 log.handle(*frame)
+            log._owner.control.wake()  # Frames are handled in a turn of the transport, which looks for ends later.
 
     async def ends(self) -> list[BaseException | None]:
         """Return what the works end with."""
