@@ -354,7 +354,7 @@ class Step:
         if not self.comms[1].aborted:
             for frame in held:
                 log.handle(*frame)
-            log._owner.control.wake()  # Frames are handled in a turn of the transport, which looks for ends later.
+            log._owner.control.wake()  # The transport handles frames in a turn of its own.
 
     async def ends(self) -> list[BaseException | None]:
         """Return what the works end with."""

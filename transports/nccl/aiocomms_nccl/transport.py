@@ -354,7 +354,8 @@ class NcclTransport(LaneTransport):
                 self.call_nccl("what is under way", comm_stream.comm.check_async_error)
             if self.launcher.parked and self._agreement.pending:
                 self._agreement.tell_soon()
-        return did
+        # Until threads sleep on the events, nothing else has the loop ask again: a launch may come without a frame.
+        return did or (self.launcher.spin > 0 and len(self.launcher) > 0 and not self.launcher.parked)
 
     def fileno(self) -> int | None:
         """See :meth:`Transport.fileno`."""
