@@ -179,9 +179,9 @@ def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clo
         if (end := rendezvous.decided(_END)) is not None:
             return end == _CARRIED_OUT
         forming = {rank for rank in forming if rendezvous.told(_FORMED, rank) is None}
-        lost = any(transport.early_failure for transport in transports.values())
         if not forming:
             return rendezvous.decide(_END, _CARRIED_OUT) == _CARRIED_OUT
+        lost = any(transport.early_failure for transport in transports.values())
         if lost or rendezvous.left() < 0 or stop.wait(pause):
             return not give_up(rendezvous, rendezvous.rank, CommAbortedError(f"ranks {sorted(forming)} have not"))
     raise AssertionError

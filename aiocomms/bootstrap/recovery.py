@@ -244,9 +244,10 @@ class Recovery:
             if self._spent(self._successor(decision, root, 0.0), decision):
                 return None
             self._accept(decision)
-            invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
-            for new, claim in decision.joins.items():  # Each rank says so, for the one that proposed may be gone.
-                Claims(self._old, root).answer(new, claim, invitation)
+            if self._claims is not None:
+                invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
+                for new, claim in decision.joins.items():  # Each rank says so, for the one that proposed may be gone.
+                    self._claims.answer(new, claim, invitation)
             return decision
         present.withdraw()
         raise CommTimeoutError("it has taken too long, or nobody waits for it any more")
