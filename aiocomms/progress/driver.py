@@ -205,15 +205,18 @@ class LoopDriver:
                 waker.clear()
                 while self._calls:
                     self._call()
+                moved = False
                 for source in dict.fromkeys(self._sources.values()):
                     # The driver asks here as often as on the loop before it waits for the descriptor.
                     turns = max(1, _spin(source))
-                    while turns and self._progress(source) is False and not work.done():
+                    while turns and (did := self._progress(source)) is False and not work.done():
                         turns -= 1
+                    moved = moved or did is True
                 left = None if deadline is None else deadline - clock.now()
                 if work.done() or (left is not None and left <= 0):
                     return
-                poller.poll(None if left is None else left * 1000)
+                if not moved:  # If one thing has happened, the next is near, and may make no descriptor readable.
+                    poller.poll(None if left is None else left * 1000)
         finally:
             self._blocked = None
             waker.close()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib.font_manager  # noqa: F401 - on a new machine this starts a process, which no deterministic test may
 import pytest
 import torch
 from processes import HANGS

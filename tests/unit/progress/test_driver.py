@@ -291,12 +291,13 @@ class Spinning(LocalTransport):
         super().__init__(*args)
         self.asked = 0
         self.breaks = None
+        self.answers = []
 
     def progress(self):
         self.asked += 1
         if self.breaks is not None:
             raise self.breaks
-        return super().progress()
+        return self.answers.pop()() if self.answers else super().progress()
 
 
 def transport_of(comm):
@@ -317,6 +318,20 @@ def test_spinning_transport_is_polled_for_its_turns_and_then_sleeps(run, install
                 assert spinning.asked == 7
                 spinning.asked = 0
                 assert await recv.cancel()
+
+    run(main)
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_blocked_thread_asks_on_while_a_transport_makes_progress(run, install):
+    install(spinning=Spinning)
+
+    async def main():
+        async with local_world(1, "spinning") as (comm,):
+            recv = comm.recv(torch.zeros(1), 0)
+            sends = lambda: bool(comm.send(torch.ones(1), 0))  # noqa: E731
+            transport_of(comm).answers = [sends, *[lambda: True] * 20]  # the last one first
+            assert recv.wait_blocking().item() == 1
 
     run(main)
 
