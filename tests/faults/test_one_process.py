@@ -131,4 +131,3 @@ def test_local_ops_survive_constant_garbage_collection() -> None:
         asyncio.run(main())
     finally:
         gc.set_threshold(*old)
-        gc.unfreeze()
