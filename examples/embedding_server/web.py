@@ -10,8 +10,11 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from aiocomms.integrations.uvicorn import Server as DrainingServer
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from types import FrameType
 
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 MAX_BODY = 2**20  # bytes
 
 
-class Server(uvicorn.Server):
+class Server(DrainingServer):
     """uvicorn, which says where it serves, and drains before it stops listening.
 
     :param drain: returns when what is under way has been answered, or was given up
@@ -29,11 +32,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._drain = drain
 
-    def handle_exit(self, *_: object) -> None:
-        """Take a signal; uvicorn would end the process by it once more, when it has ended in good order."""
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal; there is nothing to tidy up before the server has started."""
         if not self.started:
-            os._exit(0)  # there is nothing to tidy up yet
-        self.should_exit = True
+            os._exit(0)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: Any = None) -> None:
         """Begin to serve."""
@@ -47,7 +50,7 @@ class Server(uvicorn.Server):
         await self._drain()
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Close connections whose requests have not come to their end; uvicorn closes the others."""
+        """Close connections whose requests have not come to their end; the others are closed when they are answered."""
         for connection in self.server_state.connections:
             if connection.cycle is not None and connection.cycle.more_body:
                 connection.transport.close()

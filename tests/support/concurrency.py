@@ -67,6 +67,12 @@ async def turns(n: int = 10) -> None:
         await anyio.lowlevel.checkpoint()
 
 
+async def until(holds: Callable[[], object]) -> None:
+    """Let the loop turn until something holds of which no event tells."""
+    while not holds():
+        await anyio.lowlevel.checkpoint()
+
+
 def in_threads(*targets: Callable[[], Any]) -> list[Any]:
     """Run functions, each in a thread of its own, and return their results, or raise the first error."""
     results: list[Any] = [None] * len(targets)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from aiocomms_nccl import wire
 from aiocomms_nccl.channels import CHANNELS
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.direction import AT_ONCE
+from concurrency import until
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_nccl import FakeNccl, FakeNcclError, FakeNcclTransport, transport, world
 from processes import PATIENCE
@@ -49,12 +49,6 @@ def at_rest(comms: Any) -> bool:
     kept = [part for comm in comms for part in (lanes(comm)._lanes, lanes(comm)._posted)]
     sequencer = lanes(comms[0])._sequencer
     return not any(kept) and not sequencer and not sequencer.has_news
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Let the loop turn until something holds that nothing tells of."""
-    while not true():  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0)
 
 
 async def reduced(comms: Any, key: Any, **options: Any) -> None:

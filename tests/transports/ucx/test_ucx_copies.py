@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from aiocomms_ucx import cuda_windows
+from concurrency import until
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
@@ -65,12 +66,6 @@ async def opened(*comms: Communicator, dtype: torch.dtype = torch.float32) -> li
 async def all_of(*works: Any) -> None:
     for work in works:
         await work
-
-
-async def until(so: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
-    while not so():  # noqa: ASYNC110 - the fake knows no loop
-        await asyncio.sleep(0)
 
 
 async def parked(cuda: FakeCuda) -> None:

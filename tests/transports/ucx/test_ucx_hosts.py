@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import pytest
 import torch
 from aiocomms_ucx.shared_engine import _open_engines
 from aiocomms_ucx.transport import UcxTransport
+from concurrency import until
 from hosts import Enter, address, hosts, kernel_address
 from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers, together
 from test_processes import abort_amid, leave_at_once, mix
@@ -462,12 +462,6 @@ async def close_what_ucx_has_in_hand(place: Rank) -> None:
 
 def test_aborted_ops_are_released_while_the_family_goes_on(ranks: Run, names: list[str]) -> None:
     ranks(2, close_what_ucx_has_in_hand, before=Enter(names, "01", **ROUTE))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """The loop runs meanwhile."""
-    for _ in itertools.takewhile(lambda _: not holds(), itertools.count()):
-        await asyncio.sleep(0.001)
 
 
 def test_one_sided_ops_on_a_stopped_rank_end_at_their_deadline(ranks: Run, names: list[str]) -> None:
