@@ -27,7 +27,7 @@ from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import buffers, codec
 from aiocomms.transport import OP_RESULT, Completion
 
-REMEMBERED: Final = 2**16
+REMEMBERED: Final = 2**12
 """The number of lanes that are remembered as given up; no operation of an older one is refused."""
 
 _BYTES: Final = 1024
