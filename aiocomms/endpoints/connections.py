@@ -8,6 +8,7 @@ the other one is told so. Both then form a communicator of two over that connect
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
@@ -48,6 +49,8 @@ class _Forming:
 
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
+        self.newest = 0
+        """The number of the last call that is or was answered."""
         self.news = Bell(driver)
         """The bell that rings when there is a connection, or nothing is under way any more."""
         self.answering: anyio.CancelScope | None = None
@@ -85,6 +88,7 @@ class Connections:
         """The connections that another endpoint has asked for, and that no task has been handed."""
         self._arrival, self._idle = Bell(self._driver), Bell(self._driver)
         self._tasks = 0
+        self._numbers = itertools.count(1)
         self.closed: CommClosedError | None = None
 
     @property
@@ -119,7 +123,7 @@ class Connections:
     async def _call(self, there: Address, seconds: float) -> Peer | None:
         """Call another endpoint. None: its own call counts, or may."""
         with self._form(there.endpoint, "calls") as forming:
-            call = EndpointCall(there, self._mine.pack(), seconds)
+            call = EndpointCall(there, self._mine.pack(), next(self._numbers), seconds)
             try:
                 line, answer = await run_in_thread(call.run)
                 if answer.crossed or forming.answers or there.endpoint in self._peers:
@@ -172,10 +176,12 @@ class Connections:
             await run_in_thread(lambda: line.tell(answer))
             return
         with self._form(there.endpoint, "answers") as forming, anyio.CancelScope() as scope:
-            # The other endpoint has given its earlier call up, or it would not make this one.
+            # The other endpoint has given its earlier calls up, or it would not make the last one.
+            if hello.number < forming.newest:
+                return
             if forming.answering is not None:
                 forming.answering.cancel()
-            forming.answering = scope
+            forming.answering, forming.newest = scope, hello.number
             await run_in_thread(lambda: line.tell(answer))
             try:
                 await run_in_thread(line.hear)

@@ -23,6 +23,8 @@ class EndpointHello(msgspec.Struct, array_like=True):
     address: bytes
     """The address of the endpoint that connects."""
     nonce: bytes
+    number: int = 0
+    """The number of the call. Calls of one endpoint may overtake each other; all but its last one were given up."""
 
 
 class EndpointAnswer(msgspec.Struct, array_like=True):
@@ -42,14 +44,15 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 class EndpointCall:
     """A call of another endpoint: connects, proves to be of the job, and says who this is."""
 
-    def __init__(self, address: Address, mine: bytes, seconds: float) -> None:
+    def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
         """Begin with nothing.
 
         :param mine: this endpoint's address.
+        :param number: higher than that of this endpoint's earlier calls.
         :param seconds: for all of it.
         :raises CommError: there is no descriptor for it.
         """
-        self._mine = mine
+        self._mine, self._number = mine, number
         self._call = wires().call(address.host, address.port, address.secret("connect"), seconds, address.name)
         self.nonce: bytes = os.urandom(16)
         """The number that this end has chosen for the seal."""
@@ -64,7 +67,7 @@ class EndpointCall:
         :raises AuthError: the endpoint has another token.
         """
         line = self._call.run()
-        line.tell(HELLOS.encode(EndpointHello(self._mine, self.nonce)))
+        line.tell(HELLOS.encode(EndpointHello(self._mine, self.nonce, self._number)))
         return line, ANSWERS.decode(line.hear())
 
 

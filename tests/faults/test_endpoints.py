@@ -372,7 +372,7 @@ async def close_on_the_silent(place: Rank) -> None:
         there = credentials.read_address(here.address)
         async with aiocomms.open_endpoint("ucx") as other:
             mine = other.address
-        call = EndpointCall(there, mine, 60)
+        call = EndpointCall(there, mine, 1, 60)
         line, _ = await asyncio.to_thread(call.run)
         line.tell(b"")
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -410,7 +410,7 @@ async def call_and_hang_up(place: Rank) -> None:
     """Who calls in another endpoint's name, and hangs up, ends no connection of that."""
     async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
         peer = await here.connect(other.address)
-        call = EndpointCall(credentials.read_address(here.address), other.address, 60)
+        call = EndpointCall(credentials.read_address(here.address), other.address, 1, 60)
         line, _ = await asyncio.to_thread(call.run)
         line.tell(b"")
         call.hang_up()

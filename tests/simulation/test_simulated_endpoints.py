@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import anyio
@@ -102,6 +103,26 @@ def test_each_end_of_a_connection_ends_in_time_whatever_goes_wrong(seed):
     faults = Faults(deaths=1, cuts=1, partitions=1, pauses=1, within=0.03)
     history = repeated(bounded, 2, seed=seed, faults=faults)
     assert any(result is not None for result in history.results)
+
+
+async def give_up_and_cross() -> Any:
+    """Give up some calls, and then connect, while the other endpoint does the same."""
+    rank = here().rank
+    async with aiocomms.open_endpoint(timeout=10) as mine:
+        tell(f"address {rank}", mine.address)
+        other = await told(f"address {1 - rank}")
+        for _ in range(random.randrange(3)):
+            with anyio.move_on_after(random.random() * 0.01):
+                await mine.connect(other)
+        await mine.connect(other)
+        tell(f"connected {rank}", b"")
+        await told(f"connected {1 - rank}")
+        return "met"
+
+
+@pytest.mark.parametrize("seed", [26, 345, 382])
+def test_call_that_was_given_up_ends_no_later_one_that_has_overtaken_it(seed):
+    assert repeated(give_up_and_cross, 2, seed=seed).results == ["met", "met"]
 
 
 async def cross() -> Any:
