@@ -29,9 +29,9 @@ def register(comm: Communicator) -> None:
     enter(comm)
 
 
-def any_open() -> bool:
-    """Return whether this process has an open communicator."""
-    return bool(_opened())
+def every_open() -> list[Communicator]:
+    """Return the open communicators of this process."""
+    return [comm for same in _opened().values() for comm in same]
 
 
 def enter(comm: Communicator) -> None:

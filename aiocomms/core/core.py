@@ -232,10 +232,12 @@ class Core(Posting):
         self.over.set()
         self.in_flight.unwatch()
 
-    def expire(self, work: StartedWork[Any]) -> None:
+    def expire(self, work: StartedWork[Any], why: str = "") -> None:
         """End a pending op whose deadline has passed; on the watchdog's thread, while the loop may be busy.
 
         Called again while it has not ended: what was to end it was then cut short by a signal handler that raised.
+
+        :param why: the words for why it ends before its deadline; empty: the deadline has passed.
         """
         failure = self.life.failure
         if failure is not None:
@@ -244,34 +246,35 @@ class Core(Posting):
         elif work.done():
             self.driver.call_threadsafe(work.finish)
         elif work.op.withdrawable:
-            self._inquire(work)
+            self._inquire(work, why)
         else:
-            self._expire_all(work)
+            self._expire_all(work, why)
 
-    def _inquire(self, work: StartedWork[Any]) -> None:
+    def _inquire(self, work: StartedWork[Any], why: str) -> None:
         """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
         queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
             late = Wait(self._others(work.op)[0], posted, now, what)
-            self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
+            self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
-    def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
+    def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
         """Fail a late receive or wait alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
-                late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
+                late = f"{UNMATCHED} {called(work.op)}{'' if why else ' before its deadline'}; it was withdrawn{report}"
+                late = f"{why}; {late}" if why else late
                 work.abandon(CommTimeoutError(late, late=self._others(work.op)))
             else:
-                self._expire_all(work)
+                self._expire_all(work, why)
 
-    def _expire_all(self, work: StartedWork[Any]) -> None:
+    def _expire_all(self, work: StartedWork[Any], why: str) -> None:
         op, absent = work.op, self.waiting_for(work)
         what = "" if op.family == "collectives" else f": {called(op)}"
         who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
         error = CommTimeoutError(
-            f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank,
+            why or f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank,
             late=absent[:ASKED],
         )  # fmt: skip
         self.lose(error)

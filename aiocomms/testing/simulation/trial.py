@@ -76,7 +76,7 @@ class SimulatedTrial:
             raise ArgumentError(f"longest is {self.longest!r}, wanted seconds above 0")
         if clock.simulation is not None:
             raise SimulationError("a simulation runs already: one cannot be in another")
-        if directory.any_open():
+        if directory.every_open():
             raise SimulationError("this process has open communicators, wanted none during a simulation: close them")
 
     def plan(self, seed: int) -> list[SimulatedFault]:

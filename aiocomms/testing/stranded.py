@@ -1,0 +1,169 @@
+"""The watch over a test's world whose event loop can never go on: it ends a wait for a rank that has called nothing.
+
+A loop of asyncio goes on by a callback that is ready, a timer, a descriptor, or another thread. Where it has none of
+these until the earliest deadline of an op, the deadline is all that can happen. The watch brings that forward. It acts
+on nothing else: a loop that it cannot read, such as those of uvloop and trio, and a process with another thread wait
+for the deadline.
+"""
+
+from __future__ import annotations
+
+import _thread
+import math
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from types import FrameType
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet
+
+from aiocomms.bootstrap import directory
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.diagnosis import live
+from aiocomms.diagnosis.recorder import called
+from aiocomms.lowlevel import clock
+from aiocomms.progress import deadlines
+from aiocomms.progress.inflight import StartedWork
+
+PERIOD: Final = 0.25
+"""Seconds between two looks; a wait ends that two looks in a row have found without end."""
+
+_QUIET: Final = {deadlines.__name__, live.__name__, "execnet.gateway_base", "pytest_timeout"}
+"""The modules whose threads call no loop: this package's, those of pytest-xdist, and the timers of pytest-timeout."""
+_looks: WeakSet[Any] = WeakSet()
+"""The timers of all watches, which bring nothing about."""
+
+
+class _NextEnd(NamedTuple):
+    """The pending op whose deadline comes first."""
+
+    work: StartedWork[Any]
+    comm: Communicator
+    deadline: float
+
+
+class StrandedWatch:
+    """The watch over one world; it costs a timer of its loop, and nothing per op."""
+
+    def __init__(self, world: Sequence[Communicator]) -> None:
+        """Begin, where the running loop can be read, and every transport moves by calls on this thread alone."""
+        self._world = world
+        self._found: StartedWork[Any] | None = None
+        self._loop = _readable_loop()
+        self._timer: Any = None
+        if self._loop is not None:
+            self._later()
+
+    def close(self) -> None:
+        """Stop."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _later(self) -> None:
+        self._timer = self._loop.call_later(PERIOD, self._look)
+        _looks.add(self._timer)
+
+    def _look(self) -> None:
+        self._later()
+        first = self._first()
+        found = None if first is None or not self._is_last(first) else first
+        if found is not None and found.work is self._found:
+            found.comm._core.expire(found.work, self._why(found))
+        self._found = None if found is None else found.work
+
+    def _first(self) -> _NextEnd | None:
+        """Return the wait of this process that ends first."""
+        waits = [
+            _NextEnd(flying.work, comm, flying.posted + queue.seconds)
+            for comm in directory.every_open()
+            for flying in comm._core.in_flight.look()
+            if (queue := flying.work.queue) is not None and queue.seconds < math.inf
+        ]
+        return min(waits, key=lambda wait: wait.deadline, default=None)
+
+    def _is_last(self, wait: _NextEnd) -> bool:
+        """Return whether nothing can happen before a wait ends by the world's own deadline.
+
+        An op with a ``timeout`` of its own ends when its caller has said, and not before.
+        """
+        kinds = {type(transport) for comm in self._world for transport in comm._core.transports}
+        others = {transport for comm in directory.every_open() for transport in comm._core.transports}
+        return (
+            wait.comm in self._world
+            and wait.work.queue.seconds == wait.comm._core._rendezvous.timeout
+            and {type(transport) for transport in others} <= kinds
+            and not _other_threads()
+            and _rests(self._loop, {transport.fileno() for transport in others}, wait.deadline - clock.now())
+        )
+
+    def _why(self, wait: _NextEnd) -> str:
+        """Say what is wrong, and how it is put right."""
+        core, op = wait.comm._core, wait.work.op
+        late = core.waiting_for(wait.work)
+        absent = [rank for rank in late if not any(not it.idle for it in self._world[rank]._core.in_flight.look())]
+        name = op.name if op.family == "collectives" else called(op)
+        waits = f"rank {core.rank} of '{core.name}' waits in {name} for {_ranks(absent or late)}"
+        if not absent:
+            return f"{waits}, and nothing else runs on this loop"
+        gather = f"`await asyncio.gather(*[comm.{op.name}(...) for comm in world])` or "
+        return (
+            f"call on all ranks before you await: {waits}, which {'has' if len(absent) == 1 else 'have'} called "
+            f"nothing, and nothing else runs on this loop; write {gather if op.family == 'collectives' else ''}"
+            "`await run_ranks(world, fn)`"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _readable_loop() -> Any:
+    """Return the running loop of asyncio; None: it is of another kind."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or clock.simulation is not None:
+        return None
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+    return loop if isinstance(loop, asyncio.SelectorEventLoop) else None
+
+
+def _other_threads() -> bool:
+    """Return whether there is a thread beside this one that could call the loop."""
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    targets = {thread.ident: getattr(thread, "function", None) for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    # One that C++ has started is not counted, and one that has just been started has no frame.
+    quiet = all(_is_quiet(frame, targets.get(ident)) for ident, frame in frames.items())
+    return not quiet or _thread._count() > len(frames)
+
+
+def _is_quiet(frame: FrameType | None, target: object) -> bool:
+    """Return whether a thread is in one of the modules whose threads call no loop, and has called nothing from there.
+
+    :param target: the function that it calls later, if it is a timer.
+    """
+    modules = {getattr(target, "__module__", None)} - {None}
+    while frame is not None:
+        modules.add(frame.f_globals.get("__name__"))
+        frame = frame.f_back
+    return _QUIET & modules != set() and modules <= _QUIET | {"socket", "threading"}
+
+
+def _rests(loop: Any, fds: Collection[int | None], seconds: float) -> bool:
+    """Return whether a loop has nothing to run within some seconds.
+
+    asyncio says so nowhere, so its own fields are read. A loop without them never rests.
+
+    :param fds: the descriptors that become readable by other threads alone.
+    """
+    try:
+        ready, timers, signals = loop._ready, loop._scheduled, loop._signal_handlers
+        readers, waker = set(loop._selector.get_map()), loop._ssock.fileno()
+    except AttributeError:
+        return False
+    until = loop.time() + seconds
+    near = (timer for timer in timers if timer not in _looks and not timer.cancelled() and timer.when() <= until)
+    return not ready and not signals and readers <= {waker, *fds} and next(near, None) is None
