@@ -24,6 +24,7 @@ pytest_plugins = [f"gate.{name}" for name in _GATE]
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
 os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process of a test would want all processors
 
 # Neither an example nor what chooses it has to be quick, on whatever machine. The gate draws the same examples each
 # time, and `make search` draws new ones.

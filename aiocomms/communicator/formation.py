@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from aiocomms import arguments
 from aiocomms.arguments import DEFAULT, device_of
-from aiocomms.bootstrap import directory, early, newcomers
+from aiocomms.bootstrap import crowding, directory, early, newcomers
 from aiocomms.bootstrap.forming import Transports, formed
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Selection, choose, choose_adopter, open_transports
@@ -27,6 +27,7 @@ from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.auth import Seal, job_token
 from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.lowlevel.stores import admitting
+from aiocomms.lowlevel.threads import call_in_thread
 
 
 async def form(
@@ -113,11 +114,23 @@ async def _form(
             else:
                 if store is not None:
                     await rendezvous.arrive(store)
+                crowd = await _counted(rendezvous)
                 transports = await formed(rendezvous, open_at(rendezvous))
+                if crowd is not None:
+                    call_in_thread(crowd, lambda _: None)
         rendezvous.timeout = timeout
         return Communicator(rendezvous, plan, transports)
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
+
+
+async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
+    """Count torch's threads; return what warns of them once all are counted, on the one rank that is to."""
+    store = rendezvous.store
+    if store is None or not crowding.may_crowd(rendezvous.size):
+        return None
+    key = await rendezvous.run("counting torch's threads", functools.partial(crowding.count, store))
+    return functools.partial(crowding.warn, store, key) if key else None
 
 
 _launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()

@@ -1,0 +1,103 @@
+"""The warning that the ranks of one host have more of torch's threads together than processors."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+from concurrency import together
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.bootstrap import crowding
+
+pytestmark = pytest.mark.deterministic
+
+
+class EveryTask(dict):
+    """The counted processes, in a test where each task stands for a process."""
+
+    def setdefault(self, pid, claim):
+        return claim
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Have each rank of this test stand for a process of its own, with two threads of torch, on two processors."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(crowding, "_counted", EveryTask())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.fixture
+def warnings(run, caplog):
+    """Return what is logged where so many ranks form a communicator at one store, and end."""
+
+    def form(size):
+        store = HashStore()
+
+        async def rank(i):
+            async with aiocomms.new_comm("local", store=store, rank=i, size=size) as comm:
+                await comm.barrier()
+
+        async def main():
+            await together(*[lambda i=i: rank(i) for i in range(size)])
+            for running in list(crowding_threads()):
+                with running:
+                    pass
+
+        with caplog.at_level(logging.WARNING, "aiocomms"):
+            run(main)
+        return [record.getMessage() for record in caplog.records if "threads" in record.getMessage()]
+
+    return form
+
+
+def crowding_threads():
+    from aiocomms.lowlevel import threads
+
+    return threads._under_way
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_with_more_threads_than_processors_are_warned_once(warnings):
+    assert warnings(3) == [
+        "3 ranks on this host have 6 of torch's threads together for 2 processors, which slows all of them down: set "
+        "OMP_NUM_THREADS=1 for each, or call torch.set_num_threads(1) first"
+    ]
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_setting_says_that_the_threads_are_wanted(warnings, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert warnings(3) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_with_a_processor_for_each_thread_are_not_warned(warnings, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert warnings(3) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_with_processors_of_their_own_are_not_warned(warnings, monkeypatch):
+    own = iter(range(100))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {next(own), 1000})
+    assert warnings(3) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_of_other_hosts_are_counted_apart(warnings, monkeypatch):
+    hosts = iter("abcdefgh")
+    monkeypatch.setattr(crowding, "host_id", lambda: next(hosts))
+    assert warnings(3) == []
+
+
+@pytest.mark.usefixtures("processes")
+def test_ranks_of_one_process_share_its_threads(warnings, monkeypatch):
+    monkeypatch.setattr(crowding, "_counted", {})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert warnings(3) == []
