@@ -69,6 +69,11 @@ class CommError(Exception):
         self.peer = peer
 
     def __str__(self) -> str:
+        where = self._where()
+        return f"{where}: {self.message}" if where else self.message
+
+    def _where(self) -> str:
+        """Return the op, its number, the communicator and the rank, as far as they are known."""
         where = self.op or ""
         if where and self.seq is not None:
             where += f" #{self.seq}"
@@ -76,7 +81,7 @@ class CommError(Exception):
             where += f" on '{self.comm}'"
         if self.rank is not None:
             where += f" (rank {self.rank})"
-        return f"{where.strip()}: {self.message}" if where else self.message
+        return where.strip()
 
     def about(
         self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None

@@ -96,8 +96,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def __repr__(self) -> str:
         failure, closed = self._core.life.failure, self._core.life.closed
-        reason = closed if failure is None else failure.error
-        state = f" ({reason.message})" if reason is not None else ""
+        state = f" (lost: {type(failure.error).__name__})" if failure else " (closed)" if closed else ""
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
 
     def _report(self, rendezvous: StoreRendezvous) -> None:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.progress.inflight import StartedWork
+
+LOST: Final = "the communicator is lost: "
+"""The words before the reason, in the error of an op that is not at fault."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -43,7 +46,7 @@ class Failure(msgspec.Struct, frozen=True):
             return error
         if error.op is None and isinstance(error, (CommAbortedError, CommTimeoutError, PeerDiedError)):
             return error.about()
-        lost = f"the communicator is lost: {error}"
+        lost = f"{LOST}{error}"
         if isinstance(error, CommTimeoutError):
             return CommTimeoutError(lost, late=error.late)
         return CommAbortedError(lost, peer=error.peer)
@@ -120,7 +123,7 @@ class Life(msgspec.Struct, frozen=True):
             return CommClosedError(self.closed.message)
         if self.failure is None:
             return None
-        error = CommAbortedError(f"the communicator is lost: {self.failure.error}", peer=self.failure.error.peer)
+        error = CommAbortedError(f"{LOST}{self.failure.error}", peer=self.failure.error.peer)
         error.__cause__ = self.failure.error
         return error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.diagnosis.recorder import PEERS, Recorder
-from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.errors import CommError
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel import clock
@@ -25,9 +25,6 @@ from aiocomms.progress.hooks import Hooks
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
 from aiocomms.transport import Completion, Transport
 from aiocomms.transport.native import Counted, Ring
-
-_POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
-"""Errors of one op that end its communicator."""
 
 
 class Posting(Counted):
@@ -254,7 +251,7 @@ class Posting(Counted):
                 self.post_hooks.call(self.driver, work)
             else:
                 context.run(self.post_hooks.call, self.driver, work)
-        if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
+        if fault is not None and work.fails_all():
             self.lose(fault)
 
     def ended_at_once(self, work: StartedWork[Any]) -> None:

@@ -19,7 +19,7 @@ from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
-from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.clock import Reply
 from aiocomms.lowlevel.control import ControlCodec
@@ -102,7 +102,7 @@ class PostMortem:
             if teller != comm.rank:
                 said = self._hear(_VERDICT, [teller], LONGER).get(teller)
                 return self._nothing if said is None else _read_verdict(said, comm.size)
-        except (StoreLostError, ProtocolError):
+        except (ArgumentError, StoreLostError, ProtocolError):  # A communicator that is closed has no store.
             pass
         return self._nothing
 

@@ -12,7 +12,16 @@ from weakref import WeakSet
 from torch import Tensor, UntypedStorage
 
 from aiocomms import ops
-from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
+from aiocomms.errors import (
+    CapturedWorkError,
+    CommAbortedError,
+    CommError,
+    CommTimeoutError,
+    LaneAbortedError,
+    MismatchError,
+    PeerDiedError,
+    WorkCancelledError,
+)
 from aiocomms.lowlevel import clock, memory
 from aiocomms.lowlevel.threads import copied, run_in_thread
 from aiocomms.progress import deadlines
@@ -27,6 +36,8 @@ if TYPE_CHECKING:
 
 _LOCATED: Final = ("in lane ", "in collective ")
 """The beginnings of errors that say where ranks disagree."""
+_POISONS: Final = (CommTimeoutError, MismatchError, PeerDiedError)
+"""Errors of one op that end its communicator."""
 AGAIN: Final = 5.0
 """Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
 error waits for an explanation, unless the exception of a signal handler has cut its end short."""
@@ -91,9 +102,19 @@ class StartedWork(Work[T_co]):
         self._end(error, DONE)
         if self.queue is not None:
             self._owner.settled(self, self._error)
-        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
+        if not asked and self._error is not None and self.fails_alone():
             self._unseen = UnseenError(self._owner.driver, self._error)
         return None
+
+    def fails_alone(self) -> bool:
+        """Return whether it has failed, and the communicator goes on: one that is lost says so to each later call."""
+        fault = self.fault
+        return not (fault is None or isinstance(fault, CapturedWorkError) or self.fails_all())
+
+    def fails_all(self) -> bool:
+        """Return whether its failure concerns all ranks, and ends the communicator."""
+        fault = self.fault
+        return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
         """Name the collective in what all ranks are told when some disagree: transports count as they like."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,8 @@ import anyio
 
 from aiocomms.bootstrap import directory
 from aiocomms.communicator.communicator import Communicator
-from aiocomms.errors import ArgumentTypeError
+from aiocomms.core.lifecycle import LOST
+from aiocomms.errors import ArgumentTypeError, CommError, CommTimeoutError
 from aiocomms.progress.guard import ends_task
 
 T = TypeVar("T")
@@ -54,9 +56,38 @@ def _awaitable(given: Awaitable[T]) -> Awaitable[T]:
 
 
 def _noted(failures: Sequence[tuple[Communicator, BaseException]]) -> BaseException:
-    (comm, first), *others = failures
+    """Note on the first failure which ranks have failed; the text of each failure stands there once."""
+    comm, first = failures[0]
+    groups: list[tuple[BaseException, list[int]]] = []
+    for other, error in failures:
+        ranks = next((ranks for known, ranks in groups if _is_same(error, known)), None)
+        if ranks is None:
+            groups.append((error, [other.rank]))
+        else:
+            ranks.append(other.rank)
     first.add_note(f"it was raised on rank {comm.rank} of {comm.size}")
-    for other, error in others:
-        if error is not first:
-            first.add_note(f"rank {other.rank} failed too: {type(error).__name__}: {error}")
+    if alike := groups[0][1][1:]:
+        first.add_note(f"{_named(alike)} failed too, for the same reason")
+    for error, ranks in groups[1:]:
+        first.add_note(f"{_named(ranks)} failed too: {type(error).__name__}: {error}")
     return first
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _is_same(one: BaseException, other: BaseException) -> bool:
+    """Return whether two ranks have met one failure, as ranks do whose communicator is lost."""
+    if isinstance(one, CommTimeoutError) and isinstance(other, CommTimeoutError) and one.late:
+        return one.late == other.late
+    mine, theirs = _text(one), _text(other)
+    if isinstance(one, CommError) and isinstance(other, CommError):
+        return mine in theirs or theirs in mine
+    return type(one) is type(other) and mine == theirs
+
+
+def _text(error: BaseException) -> str:
+    """Return the words of an error without what each rank adds to them."""
+    said = error.message.removeprefix(LOST) if isinstance(error, CommError) else str(error)
+    return re.sub(r" at 0x[0-9a-f]+", "", said)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
 
 import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from concurrency import together
 from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms import functional
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, MismatchError
 from aiocomms.testing import local_world, run_ranks, world
 
 pytestmark = pytest.mark.deterministic
@@ -137,6 +140,97 @@ def test_run_ranks_names_every_failing_rank(run):
             assert caught.value.__notes__[0].startswith("it was raised on rank ")
 
     run(main)
+
+
+def test_run_ranks_says_once_why_several_ranks_failed(run):
+    async def main():
+        async with local_world(4) as comms:
+            with pytest.raises(MismatchError) as caught:
+                await run_ranks(comms, lambda comm: comm.all_reduce(torch.ones(1 + comm.rank // 2)))
+            notes = [f"it was raised on rank {caught.value.rank} of 4"]
+            alike = sorted({0, 1, 2, 3} - {caught.value.rank})
+            assert caught.value.__notes__ == [
+                *notes,
+                f"ranks {alike[0]}, {alike[1]}, {alike[2]} failed too, for the same reason",
+            ]
+
+    run(main)
+
+
+def test_run_ranks_says_once_why_several_asserts_failed(run):
+    async def main():
+        async with local_world(3) as comms:
+
+            async def each(comm):
+                await comm.barrier()
+                raise AssertionError(f"<object at 0x{comm.rank:x}> is no tensor" if comm.rank else "no sum")
+
+            with pytest.raises(AssertionError) as caught:
+                await run_ranks(comms, each)
+            notes, alike = caught.value.__notes__[1:], "ranks 1, 2 failed too: AssertionError: <object at 0x"
+            if str(caught.value) == "no sum":
+                assert notes[0].startswith(alike)
+            else:
+                assert notes[0].endswith("failed too, for the same reason")
+                assert notes[1:] == ["rank 0 failed too: AssertionError: no sum"]
+
+    run(main)
+
+
+def test_run_ranks_says_each_of_two_reasons(run):
+    async def main():
+        async with local_world(3) as comms:
+
+            async def each(comm):
+                await comm.barrier()
+                raise CommTimeoutError(
+                    f"its deadline passed on rank {comm.rank}", rank=comm.rank, late=[comm.rank // 2 + 3]
+                )
+
+            with pytest.raises(CommTimeoutError) as caught:
+                await run_ranks(comms, each)
+            first, text = caught.value.rank, "failed too: CommTimeoutError: (rank {0}): its deadline passed on rank {0}"
+            if first == 2:
+                assert caught.value.__notes__[1].startswith("ranks 0, 1 failed too: CommTimeoutError: (rank ")
+            else:
+                alike = f"rank {1 - first} failed too, for the same reason"
+                assert caught.value.__notes__[1:] == [alike, f"rank 2 {text.format(2)}"]
+
+    run(main)
+
+
+def test_a_failed_test_is_not_told_again_what_nobody_asked_for(run, caplog):
+    """A mismatch ends the communicator, and each later call says so: the other rank's work is dropped in silence."""
+
+    async def main():
+        async with local_world(2) as comms:
+            works = [comm.all_reduce(torch.ones(1 + comm.rank)) for comm in comms]
+            with pytest.raises(MismatchError):
+                await works[0]
+            del works
+            gc.collect()
+
+    run(main)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("mismatched", [True, False])
+def test_the_repr_of_a_communicator_names_the_failure_and_does_not_tell_it(run, mismatched):
+    async def main():
+        async with local_world(2) as comms:
+            if mismatched:
+                await together(*[lambda c=c: outcome(c.all_reduce(torch.ones(1 + c.rank))) for c in comms])
+                assert [repr(comm) for comm in comms] == [
+                    f"<Communicator 'world' rank {rank} of 2 on cpu (lost: MismatchError)>" for rank in range(2)
+                ]
+        assert mismatched or repr(comms[0]) == "<Communicator 'world' rank 0 of 2 on cpu (closed)>"
+
+    run(main)
+
+
+async def outcome(work):
+    with contextlib.suppress(MismatchError):
+        await work
 
 
 @pytest.mark.fault(120)

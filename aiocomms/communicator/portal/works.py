@@ -328,7 +328,7 @@ class BlockingWork(Pending, Generic[T_co]):
         work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
-        if error is not None and not self._bells and work._unseen is None and _by_itself(work):
+        if error is not None and not self._bells and work._unseen is None and work.fails_alone():
             self._unseen = UnseenError(driver, error)
         if error is not None or self._core.post_hooks:
             driver.call_soon(self._ring)
@@ -373,11 +373,6 @@ class BlockingWork(Pending, Generic[T_co]):
         if not self._over:
             self._error = error
             self._ring()
-
-
-def _by_itself(work: StartedWork[Any]) -> bool:
-    """Return whether a work has failed by itself, and not with its communicator."""
-    return work.fault is not None and not isinstance(work.fault, CapturedWorkError)
 
 
 class _Listener:
