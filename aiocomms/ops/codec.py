@@ -317,10 +317,11 @@ def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)
-    return torch.frombuffer(writable, dtype=torch.uint8).to(device)
+    host = torch.frombuffer(writable, dtype=torch.uint8)
+    return host if device.type == "cpu" else host.to(device)
 
 
 def to_bytes(tensor: Tensor) -> bytes:
     """Return a copy of a tensor's elements as bytes; the inverse of :func:`to_tensor`."""
-    host = tensor.cpu()
+    host = tensor if tensor.is_cpu else tensor.cpu()
     return ctypes.string_at(host.data_ptr(), host.nbytes)
