@@ -60,7 +60,8 @@ class Streams(Issuer):
             raise error.about(op="open_stream", rank=self.rank) from None
         self._streams += 1
         end = Greeting((self._streams << 2) & 0x7FFFFFFC, capacity, capacity_bytes or 0)
-        stream: ItemStream[Any] = (TensorStream if items is Tensor else ItemStream)(self, peer, end, name, kind)
+        cls: type[ItemStream[Any]] = TensorStream if items is Tensor else ItemStream
+        stream = cls(self, peer, end, name, kind, self._streams)
         try:
             await stream._opened()
         except BaseException:

@@ -23,6 +23,7 @@ from aiocomms.communicator import greeting
 from aiocomms.communicator.expected import Expected
 from aiocomms.communicator.greeting import Greeting
 from aiocomms.communicator.items import Arriving, Kind
+from aiocomms.diagnosis.stream_counts import StreamCounts, StreamStatistics
 from aiocomms.errors import CommAbortedError, CommError, ProtocolError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
@@ -44,7 +45,7 @@ class ItemStream(Handle, ObjectStream[T]):
     One end receives what the other end sends, in the same order. The two directions are independent.
     """
 
-    def __init__(self, comm: Any, peer: int, end: Greeting, name: str, kind: Kind[T]) -> None:
+    def __init__(self, comm: Any, peer: int, end: Greeting, name: str, kind: Kind[T], number: int) -> None:
         self._comm = comm
         self.peer = peer
         """The other rank."""
@@ -60,13 +61,15 @@ class ItemStream(Handle, ObjectStream[T]):
         self._owed = self._owed_bytes = 0  # credits that this end has yet to return
         self._returning = False
         self._messages: deque[tuple[Any, int]] = deque()
-        self._expected = Expected(comm._core.in_flight, f"stream {name!r}")
+        self._counts = StreamCounts(name, number, peer, end.capacity, self._messages)
+        self._sending, self._receiving = self._counts.sending, self._counts.receiving
+        self._expected = Expected(comm._core.in_flight, self._counts.words)
         self._failure: CommError | None = None  # The reason why nothing more can be received.
         # The reason why nothing more can be sent; messages may still be received.
         self._send_failure: CommError | None = None
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._gone = False  # the other end was closed without an end of what it sends
-        self._under_way: list[StartedWork[Any]] = []
+        self._under_way: dict[StartedWork[Any], None] = {}
         """The payloads that this end sends."""
         self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
         self._credit = buffers.empty(2, dtype=torch.int64, device=comm.device)
@@ -97,6 +100,7 @@ class ItemStream(Handle, ObjectStream[T]):
             raise anyio.BrokenResourceError
         self._credits -= 1
         self._held += packed.nbytes
+        self._counts.sent += 1
         self._send_control(packed.header, self._out_tag)
         if packed.messages:
             await self._send_messages(packed.messages)
@@ -111,6 +115,7 @@ class ItemStream(Handle, ObjectStream[T]):
         :raises anyio.ClosedResourceError: this end was closed.
         :raises CommError: the communicator is lost.
         """
+        receiving = self._receiving
         while not self._messages:
             if self._closed:
                 raise anyio.ClosedResourceError
@@ -118,8 +123,13 @@ class ItemStream(Handle, ObjectStream[T]):
                 raise self._failure.about()
             if self._eof_received:
                 raise anyio.BrokenResourceError if self._gone else anyio.EndOfStream
-            await self._expected.change(self._in_tag)
+            receiving.begin()
+            try:
+                await self._expected.change(self._in_tag)
+            finally:
+                receiving.end()
         arrived, nbytes = self._messages.popleft()
+        self._counts.received += 1
         self._owed += 1
         self._owed_bytes += nbytes
         self._return_credits()
@@ -139,9 +149,21 @@ class ItemStream(Handle, ObjectStream[T]):
         if not self._closed:
             self._finish(_GONE)
             self._closed = True
+            self._comm._core.recorder.streams.close(self._counts)
             self._messages.clear()
             self._return_credits()
             self._notify()
+
+    def statistics(self) -> StreamStatistics:
+        """Say what this end has carried and holds, and for how long tasks were suspended in it; any thread."""
+        return self._counts.statistics()
+
+    async def __anext__(self) -> T:
+        """Receive the next item. The one that anyio has would be the line that reports name, not the program's."""
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
 
     # ------------------------------------------------------------------------------------------------- handshake
 
@@ -158,6 +180,11 @@ class ItemStream(Handle, ObjectStream[T]):
 
     def _shake_hands(self) -> None:
         tag = greeting.tag_of(self.name)
+        self._counts.has("recv", self._in_tag)
+        if self.name:  # Ends without a name are paired in their order; their greetings say nothing of which is which.
+            self._counts.has("send", tag, ops.STREAM)
+            self._counts.has("recv", tag, ops.STREAM)
+        self._comm._core.recorder.streams.add(self._counts)
         hello = greeting.greet(self._end, self._kind, self.name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         work = self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM))
@@ -173,6 +200,8 @@ class ItemStream(Handle, ObjectStream[T]):
             self._break(error)
             return
         (self._out_tag, self._credits, self._room), self._is_open = other, True
+        self._counts.has("send", self._out_tag)
+        self._counts.open()
         self._fetch()
         self._await_credits()
         if self._closed:  # this end was closed before the other one was opened
@@ -286,28 +315,35 @@ class ItemStream(Handle, ObjectStream[T]):
         """Wait in line: a large item is not overtaken by small ones for ever."""
         place = object()
         self._line.append(place)
+        self._sending.begin()
         try:
             while not self._peer_closed and (self._line[0] is not place or not self._has_room(nbytes)):
                 await self._expected.change(self._in_tag + 2)
                 self._check_sending()
         finally:
+            self._sending.end()
             self._line.remove(place)
             self._notify()
 
     async def _send_messages(self, messages: list[Tensor]) -> None:
         works = [self._post(ops.Send(m, self.peer, self._out_tag + 1, ops.STREAM_DATA)) for m in messages]
-        self._under_way += works
+        for work in works:
+            self._under_way[work] = None
+        self._sending.begin()
         try:
             for work in works:
                 await work
         finally:
-            self._under_way = [work for work in self._under_way if work not in works]
+            self._sending.end()
+            for work in works:
+                del self._under_way[work]
 
     # ---------------------------------------------------------------------------------------------------- common
 
     def _usable(self) -> bool:
         """Return whether anything can still be sent to the other end."""
-        return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
+        core = self._comm._core
+        return self._failure is self._send_failure is None and not core.closed and core.life.failure is None
 
     def _post(self, op: ops.Op) -> StartedWork[Any]:
         work: StartedWork[Any] = self._comm._issue(op, None, None)
@@ -382,7 +418,7 @@ class ItemStream(Handle, ObjectStream[T]):
     def _broken_off(self) -> None:
         """Note that the other end has broken off, and never takes the messages that are left."""
         error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
-        for work in self._under_way:
+        for work in list(self._under_way):
             work.abandon(error)
         self._fail(error)
 

@@ -15,6 +15,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ import msgspec
 import torch
 
 from aiocomms.diagnosis.places import suspended
+from aiocomms.diagnosis.stream_counts import Key, StreamLedger, key_of
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
@@ -92,6 +94,16 @@ class Item(msgspec.Struct, omit_defaults=True):
         called += f" of {of}" if of else ""
         return f"{called} in lane {self.lane}" if self.lane and not self.of else called
 
+    def matches(self, glob: str) -> bool:
+        """Return whether a pattern of the shell's matches the op's name, its lane, or what it is of."""
+        of = self.of.removesuffix(", for room")
+        return any(fnmatchcase(name, glob) for name in (self.name, self.lane, of, bare(of)))
+
+
+def bare(words: str) -> str:
+    """Return a name out of the words that reports have for what bears it: ``tokens`` of ``stream 'tokens'``."""
+    return words.partition(" ")[2].strip("'\"")
+
 
 class Brief(msgspec.Struct, omit_defaults=True):
     """The activity of one rank, in a few hundred bytes, for the other ranks."""
@@ -138,10 +150,13 @@ class Snapshot(msgspec.Struct):
     header: Header
     finished: list[tuple[Any, ...]]
     pending: list[Item]
+    streams: dict[Key, str]
+    """The names of streams, by the keys of their messages."""
 
     def items(self) -> list[Item]:
         """All ops, in the order of the calls."""
-        return sorted((*map(_finished, self.finished), *self.pending), key=lambda item: item.seq)
+        finished = (_finished(row, self.streams) for row in self.finished)
+        return sorted((*finished, *self.pending), key=lambda item: item.seq)
 
 
 class Look(NamedTuple):
@@ -153,6 +168,8 @@ class Look(NamedTuple):
     entries: list[Entry]
     lanes: dict[int, str]
     """The lanes of ops, by their numbers."""
+    streams: list[dict[Key, str]]
+    """The names of streams, by the keys of their messages."""
     refused: set[int]
     """The numbers of collectives that could not be posted, and are none of those that all ranks count."""
     issued: int
@@ -209,6 +226,7 @@ class Recorder:
         """The number of each op of a lane, and the lane's key in words."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
+        self.streams: StreamLedger = StreamLedger(self.size)
         _learn(Op)
 
     @property
@@ -258,7 +276,9 @@ class Recorder:
         for one in flying:
             name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
             tasks.append((name[:LONGEST], suspended(coroutine)[-LONGEST:]))
-        return Look(flying, tasks, entries, lanes, refused, issued, calls, clock.wall(), clock.now())
+        return Look(
+            flying, tasks, entries, lanes, self.streams.names(), refused, issued, calls, clock.wall(), clock.now()
+        )
 
     def describe(self, look: Look, reason: str) -> Snapshot:
         """Put what was noted into words; on any thread, at any time."""
@@ -266,7 +286,8 @@ class Recorder:
         numbers = _numbers(look, called)
         ended = _ended(look, numbers, {row[0] for row in finished})
         flying = sorted(zip(look.flying, look.tasks, strict=True), key=lambda one: one[0].work.seq)[:MOST]
-        pending = [_item(one, *task, numbers.get(one.work.seq)) for one, task in flying]
+        streams = {key: name for each in look.streams for key, name in each.items()}
+        pending = [_item(one, *task, numbers.get(one.work.seq), streams) for one, task in flying]
         finished = [
             (numbers.get(row[0]), look.lanes.get(row[0], ""), *row)
             for row in sorted(finished[-self.size :], key=lambda row: row[2])
@@ -276,7 +297,7 @@ class Recorder:
             FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), look.wall, look.monotonic,
             reason[: 4 * LONGEST], "", _brief(comm.rank, look, ended, pending, finished),
         )  # fmt: skip
-        return Snapshot(header, finished, pending)
+        return Snapshot(header, finished, pending, streams)
 
 
 def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
@@ -342,7 +363,7 @@ def capacity() -> int:
     return DEFAULT
 
 
-def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
+def _item(flying: Flying, task: str, where: str, number: int | None, streams: dict[Key, str]) -> Item:
     """Return a pending op."""
     work, posted, _, of = flying
     op = work.op
@@ -353,7 +374,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
     lane = work.lane if isinstance(work, LaneWork) else ""
     return Item(
         op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane,
-        of=of, idle=flying.idle,
+        of=of or _of(op.name, args, streams), idle=flying.idle,
     )  # fmt: skip
 
 
@@ -379,7 +400,15 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _finished(row: tuple[Any, ...]) -> Item:
+def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
+    """Return the stream that a message is of, in words; empty: of none."""
+    channel = args.get("channel", USER)
+    if channel not in _CHANNELS:
+        return ""
+    return streams.get(key_of(op, args["dst" if op == "send" else "src"], args["tag"], channel), _CHANNELS[channel])
+
+
+def _finished(row: tuple[Any, ...], streams: dict[Key, str]) -> Item:
     """Return an op that has ended, from its number among the collectives, its lane and what was kept of it."""
     number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
@@ -387,5 +416,5 @@ def _finished(row: tuple[Any, ...]) -> Item:
     size = args.pop("bytes", None)
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    text = str(error or "")[:LONGEST]
-    return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane)
+    text, of = str(error or "")[:LONGEST], _of(cls.name, args, streams)
+    return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane, of=of)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.errors import WorkCancelledError
 from aiocomms.lowlevel import clock
 from aiocomms.ops import size_of
@@ -57,19 +58,23 @@ class Statistics(msgspec.Struct, frozen=True):
     refused: int
     """Ops that could not be posted: their callers have the error, and nothing was sent."""
     pending: int
+    """Ops under way, but those that stand ready."""
     pending_bytes: int
     """Bytes of the tensors that the pending ops are about."""
     pending_lanes: int
     """Lanes in which something is pending."""
     oldest: float | None
     """Seconds for which the oldest pending op that is waited for has been under way; None: there is none.
-
-    The receives that stand ready for what may come, as those of an idle stream, are none."""
+"""
     silence: Mapping[int, float]
     """Seconds for which each other rank has given no sign of life, as the heartbeat measures them. It asks while ops
     are pending only, about every 0.4 s; empty where nothing was pending of late, or no transport can ask."""
     shared_memory: int | None
     """Bytes of the memory that the transports share with other processes of this host; None: they cannot say."""
+    streams: Sequence[StreamStatistics] = ()
+    """The streams that are open at this end."""
+    standing: int = 0
+    """Receives of this library's that stand ready for what may come, such as those of an idle stream."""
 
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
@@ -77,6 +82,7 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     # These are read before the ops are counted, so that no op is missing below.
     failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), clock.now()
+    busy = [one for one in flying if not one.idle]
     issued = core.issued
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
     failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]
@@ -91,12 +97,14 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
         failed=sorted(failed, key=lambda each: -each.count),
         withdrawn=withdrawn,
         refused=refused,
-        pending=len(flying),
-        pending_bytes=sum(size_of(one.work.op) for one in flying),
-        pending_lanes=len({one.work.number for one in flying if isinstance(one.work, LaneWork)}),
-        oldest=max((now - one.posted for one in flying if not one.idle), default=None),
+        pending=len(busy),
+        pending_bytes=sum(size_of(one.work.op) for one in busy),
+        pending_lanes=len({one.work.number for one in busy if isinstance(one.work, LaneWork)}),
+        oldest=max((now - one.posted for one in busy), default=None),
         silence={rank: silent for rank, silent in core.in_flight.heartbeat.silence(now).items() if rank != core.rank},
         shared_memory=_shared_memory(core.transports),
+        streams=core.recorder.streams.statistics(),
+        standing=len(flying) - len(busy),
     )
 
 

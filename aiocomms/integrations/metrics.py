@@ -16,11 +16,12 @@ from aiocomms.diagnosis.durations import BOUNDS, Durations
 from aiocomms.diagnosis.statistics import Failures, Statistics
 from aiocomms.errors import ArgumentTypeError
 from aiocomms.lowlevel import clock
-from aiocomms.ops import Op, size_of
+from aiocomms.ops import USER, Op, size_of
 from aiocomms.progress.hooks import Hook
 from aiocomms.progress.loops import Loop, running_loop
 from aiocomms.progress.work import Work
 from aiocomms.serving import Service, ServiceStatistics
+from aiocomms.serving.plans import SERVICE_LANE
 
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
@@ -78,6 +79,13 @@ def instrumentable(comm: Any, also: str = "") -> None:
         raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator{also}")
 
 
+def part_of(op: Op, lane: str = "") -> str:
+    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty: the program has."""
+    if getattr(op, "channel", USER) != USER:
+        return "stream_"
+    return "service_" if lane == SERVICE_LANE else ""
+
+
 class OpDurations(Durations):
     """The durations of the ops of one kind that have ended without an error."""
 
@@ -108,7 +116,7 @@ class Tally:
 
     def __init__(self, comm: Instrumentable) -> None:
         self._transports = comm.transports
-        self._kinds: dict[tuple[type[Op], str], OpDurations] = {}
+        self._kinds: dict[tuple[type[Op], str, str], OpDurations] = {}
         self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
@@ -118,7 +126,7 @@ class Tally:
             return
         seconds, op = clock.now() - called, work.op
         size = size_of(op)
-        key = type(op), SIZES[size.bit_length()]
+        key = type(op), SIZES[size.bit_length()], part_of(op, getattr(work, "lane", ""))
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = OpDurations()
@@ -128,10 +136,10 @@ class Tally:
 
     def rows(self) -> Iterator[MetricRow]:
         """Yield what was counted so far; any thread."""
-        for (cls, size), kind in list(dict(self._kinds).items()):
+        for (cls, size, part), kind in list(dict(self._kinds).items()):
             # Collectives that no transport carries go by messages.
             transport = self._transports.get(cls.family, "messages")
-            yield MetricRow(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
+            yield MetricRow(part + cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
 
 
 class Totals:

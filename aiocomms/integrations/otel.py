@@ -11,7 +11,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
 from aiocomms.errors import ArgumentTypeError
-from aiocomms.integrations.metrics import Instrumentable, instrumentable
+from aiocomms.integrations.metrics import Instrumentable, instrumentable, part_of
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import size_of
@@ -37,9 +37,12 @@ class Tracing(Handle):
             return
         if work.called is None:  # The op was called before this hook was registered.
             return
+        op = work.op
+        part = part_of(op, getattr(work, "lane", ""))
+        if part and "recv" in op.name:  # A receive that stands ready is of no request.
+            return
         # The order keeps the span from beginning before its call.
         took, now = clock.now() - work.called, int(clock.wall() * 1e9)
-        op = work.op
         transport = self._transports.get(op.family, "messages")
         facts = {
             **self._place,
@@ -47,7 +50,7 @@ class Tracing(Handle):
             "aiocomms.transport": transport,
             "aiocomms.bytes": size_of(op),
         }
-        span = self._tracer.start_span(op.name, attributes=facts, start_time=now - int(took * 1e9))
+        span = self._tracer.start_span(part + op.name, attributes=facts, start_time=now - int(took * 1e9))
         if work.error is not None:
             span.record_exception(work.error, timestamp=now)
             span.set_status(Status(StatusCode.ERROR, work.error.message))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from aiocomms.integrations.metrics import Traceable, instrumentable
+from aiocomms.integrations.metrics import Traceable, instrumentable, part_of
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
 from aiocomms.progress.work import Work
@@ -60,7 +60,8 @@ class Recording(Handle):
 
     def _called(self, op: Op, seq: int) -> None:
         if profiling():
-            self._ranges[seq] = Range(f"aiocomms:{op.name}", [tensor for _, tensor in (*op.reads(), *op.writes())])
+            given = [tensor for _, tensor in (*op.reads(), *op.writes())]
+            self._ranges[seq] = Range(f"aiocomms:{part_of(op)}{op.name}", given)
 
     def _ended(self, work: Work[Any]) -> None:
         span = self._ranges.pop(work.seq, None)

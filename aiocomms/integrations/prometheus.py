@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Final, overload
+from typing import Final, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from aiocomms.diagnosis.durations import BOUNDS
 from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.integrations.metrics import Instrumentable, Measured, MeasuredService, Shown, Totals, instrumentable
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving import Service, ServiceStatistics
@@ -38,15 +39,15 @@ class Exporter(Handle, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Look at all of them; on any thread."""
-        families = _Families()
+        families, streams, plans = _Families(), _StreamFamilies(), _PlanFamilies()
         for (name, rank), totals in self.shown.totals().items():
             families.add_totals([name, str(rank)], totals)
         for each, now in self.shown.open():
             families.add_state(each, now)
-        plans = _PlanFamilies()
+            streams.add(each, now)
         for service in self.shown.services():
             plans.add(service)
-        for metrics in (families, plans):
+        for metrics in (families, streams, plans):
             yield from vars(metrics).values()
 
 
@@ -108,6 +109,39 @@ class _Families:
             self.memory.add_metric(labels, now.shared_memory)
 
 
+class _StreamFamilies:
+    """The metrics of streams in one scrape."""
+
+    def __init__(self) -> None:
+        self.sent = _of_streams(CounterMetricFamily, "sent", "Items sent on open streams.")
+        self.received = _of_streams(CounterMetricFamily, "received", "Items that the program has taken.")
+        self.queued = _of_streams(GaugeMetricFamily, "queued", "Items that wait for the program.")
+        self.queued_bytes = _of_streams(GaugeMetricFamily, "queued_bytes", "Bytes of these items.")
+        self.send_blocked = _of_streams(
+            CounterMetricFamily, "send_blocked_seconds", "Seconds in which a task was suspended in send."
+        )
+        self.receive_blocked = _of_streams(
+            CounterMetricFamily, "receive_blocked_seconds", "Seconds in which a task was suspended in receive."
+        )
+
+    def add(self, each: Measured, now: Statistics) -> None:
+        """Show what the streams of a communicator carry and hold."""
+        streams: dict[tuple[str, str], list[StreamStatistics]] = {}
+        for stream in now.streams:
+            streams.setdefault((stream.name, str(stream.peer)), []).append(stream)
+        for key, alike in streams.items():
+            self._add([each.name, str(each.rank), *key], alike)
+
+    def _add(self, labels: list[str], alike: list[StreamStatistics]) -> None:
+        """Show the sums over the streams of one name to one rank."""
+        self.sent.add_metric(labels, sum(each.sent for each in alike))
+        self.received.add_metric(labels, sum(each.received for each in alike))
+        self.queued.add_metric(labels, sum(each.queued for each in alike))
+        self.queued_bytes.add_metric(labels, sum(each.queued_bytes for each in alike))
+        self.send_blocked.add_metric(labels, sum(each.send_blocked for each in alike))
+        self.receive_blocked.add_metric(labels, sum(each.receive_blocked for each in alike))
+
+
 class _PlanFamilies:
     """The metrics of services in one scrape."""
 
@@ -142,6 +176,13 @@ class _PlanFamilies:
         self.running.add_metric(labels, now.running)
         self.waiting.add_metric(labels, now.waiting)
         self.oldest.add_metric(labels, now.oldest or 0.0)
+
+
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+
+
+def _of_streams(family: type[_Family], name: str, what: str) -> _Family:
+    return family(f"aiocomms_stream_{name}", what, labels=[*_OWN, "stream", "peer"])
 
 
 def _gauge(name: str, what: str) -> GaugeMetricFamily:

@@ -240,8 +240,8 @@ class Flying(NamedTuple):
 
     @property
     def idle(self) -> bool:
-        """True if it stands ready for what may come, and no task waits for that."""
-        return bool(self.of) and not self.waiters
+        """True if it is a step of this library's, a receive that stands ready say, and no task waits for that."""
+        return not self.waiters and (bool(self.of) or getattr(self.work.op, "channel", ops.USER) != ops.USER)
 
 
 class Stands(Protocol):

@@ -49,7 +49,7 @@ Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator and returns the one that goes on in its place."""
 LEAVES: Final = -1
 """The number that a worker says in place of a plan's when it is to leave."""
-_LANE = "aiocomms.serving"
+SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
 
@@ -69,7 +69,7 @@ class Plan:
         self.number, self._comm, self._core, self._watch = number, comm, comm._core, watch
         self._carrier: Carrier = carrier or {}
         self.called = self.posted = clock.now()  # When it was called or has arrived here; when it was given out.
-        self._lane = None if in_order else comm.lane(f"{_LANE} plan {number}")
+        self._lane = None if in_order else comm.lane(f"{SERVICE_LANE} plan {number}")
         self._scope = anyio.CancelScope()
         self._begun: int | None = None  # The number of ops that had been called outside of lanes.
         self._in_step = True
@@ -260,7 +260,7 @@ class Worker(Handle):
             comm.abort(f"rank {rank} has left the service")
 
     def _next(self, comm: Communicator, rank: int) -> Work[Any]:
-        work = comm.lane(_LANE).recv_object(rank, timeout=None)
+        work = comm.lane(SERVICE_LANE).recv_object(rank, timeout=None)
         # This receive is of a task of ours, so that no rank is said to wait for a plan.
         self._expected.note(rank, cast("StartedWork[Any]", work))
         work.add_done_callback(Work.exception)  # No task waits for it at the end, and that rank may close first.
@@ -270,7 +270,7 @@ class Worker(Handle):
         """Send to ranks. A rank that has left, or is lost, is noticed by the receive from it."""
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
-                self._comm.lane(_LANE).send_object(message, rank).add_done_callback(Work.exception)
+                self._comm.lane(SERVICE_LANE).send_object(message, rank).add_done_callback(Work.exception)
 
     def _begin(self, plan: Plan, what: Any) -> None:
         self._plans[plan.number] = plan

@@ -14,6 +14,7 @@ from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.works import BlockingWork, close, run
 from aiocomms.communicator.rma import Window
 from aiocomms.communicator.streams import ItemStream
+from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.work import Work
 
@@ -112,6 +113,10 @@ class BlockingStream(Handle, Generic[_T]):
     def send_eof(self) -> None:
         """Tell the other end that this end sends nothing more; see :meth:`ItemStream.send_eof`."""
         run(self._door, "send_eof", self._stream.send_eof)
+
+    def statistics(self) -> StreamStatistics:
+        """See :meth:`ItemStream.statistics`."""
+        return self._stream.statistics()
 
     def close(self) -> None:
         """Close both directions, and drop what was not received. Idempotent."""

@@ -912,7 +912,7 @@ def test_trace_names_the_task_that_waits_for_a_stream(run, transport, what, reco
             _, stream = await together(*(lambda c=c: c.open_stream(1 - c.rank, 1, "tokens") for c in world))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(takes if what == "an item" else gives, stream, name="the culprit")
-                while not any(item.of and not item.idle for item in items_of(world[1])):
+                while not any(item.of and item.state == "pending" and not item.idle for item in items_of(world[1])):
                     await turns()
                 for comm in world:
                     comm.dump()
