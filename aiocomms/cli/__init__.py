@@ -39,17 +39,24 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="say from the ranks' flight recorders who is missing, and draw a trace")
     trace.add_argument("path", nargs="+", type=Path, help="files, or folders of them")
     trace.add_argument("--output", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    _add_name(trace)
     trace.set_defaults(run=_trace)
     _add_simulate(commands.add_parser("simulate", help="run a program as simulated ranks, as many seeds decide"))
     top = commands.add_parser("top", help="watch what the communicators of your processes are doing, and who waits")
     top.add_argument("target", metavar="PID|all", help="a process, or all of yours that have communicators")
     top.add_argument("--once", action="store_true", help="one frame, as always where it is no terminal")
     top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    _add_name(top)
     top.set_defaults(run=_top)
     _add_run(
         commands.add_parser("run", help="start the ranks of a program, and new ones in the place of those that die")
     )
     return parser
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    what = "show only operations, lanes and streams of such a name: 'forth*'"
+    parser.add_argument("--name", default="*", metavar="GLOB", help=what)
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
@@ -101,7 +108,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from aiocomms.cli.trace import run
 
-    return run(options.path, options.output)
+    return run(options.path, options.output, options.name)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -124,4 +131,4 @@ def _top(options: argparse.Namespace) -> int:
         raise ValueError(f"PID|all is {given!r}, wanted the number of a process, or all")
     if not 0.05 <= interval <= 3600:
         raise ValueError(f"--interval is {interval}, wanted 0.05 to 3600 seconds")
-    return run(None if given == "all" else int(given), once=options.once, interval=interval)
+    return run(None if given == "all" else int(given), once=options.once, interval=interval, name=options.name)

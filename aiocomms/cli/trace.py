@@ -39,18 +39,20 @@ class TraceRecord(NamedTuple):
     items: list[Item]
 
 
-def run(paths: Sequence[Path], output: Path | None) -> int:
+def run(paths: Sequence[Path], output: Path | None, name: str = "*") -> int:
     """Print an explanation of the files.
 
     :param paths: files, or folders of them.
     :param output: the file for the trace; None: no trace.
+    :param name: a pattern of the shell's: of other operations nothing is said.
     :returns: 1 if some rank waits for another.
     :raises ValueError: a path is no flight recorder.
     """
     stuck = False
     read = [_read(path) for path in _files(paths)]
     happened = [event for found in read if isinstance(found, list) for event in found]
-    groups = _groups([found for found in read if isinstance(found, TraceRecord)])
+    records = [found for found in read if isinstance(found, TraceRecord)]
+    groups = _groups([found._replace(items=[i for i in found.items if i.matches(name)]) for found in records])
     for (name, size), ranks in sorted(groups.items()):
         print(f"communicator '{name}', {size} ranks")
         for line in _notes(ranks, size):

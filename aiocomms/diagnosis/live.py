@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 PREFIX: Final = "aiocomms-live"
-SHOWN: Final = 16
+TOLD: Final = 1024
 """Pending ops, the oldest ones, that are told of each communicator."""
 PATIENCE: Final = 1.0
 """Seconds in which a program that has connected has to take what it is told."""
@@ -56,7 +56,7 @@ def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight
 
     :param secret: one that its ranks share, and that no other communicator has; it is shown in part.
     """
-    oldest = sorted(snapshot.pending, key=lambda item: (item.idle, item.posted or 0.0))[:SHOWN]
+    oldest = sorted(snapshot.pending, key=lambda item: (item.idle, item.posted or 0.0))[:TOLD]
     return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
 
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aiocomms.cli.top.looking import RankPlace, TopFrame, TopGroup
+from aiocomms.cli.top.looking import TopFrame, TopGroup, place_of
 from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
@@ -21,6 +21,11 @@ _PLAIN = 1000
 _OLD = 1.0, 10.0
 """Seconds from which an op that is pending is shown as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
+_SHOWN = 16
+"""Pending ops, and streams, that are shown of a rank."""
+_OF_STREAMS = (
+    "rank", "stream", "to rank", "sent", "received", "queued", "bytes", "blocked in send", "in receive"
+)  # fmt: skip
 _HEADINGS = ("rank", "process", "ops/s", "done", "failed", "pending", "bytes", "age", "operation", "task", "awaited at")
 
 
@@ -50,7 +55,8 @@ def drawn(frame: TopFrame) -> RenderableType:
     """Return a frame for a console of rich."""
     parts: list[RenderableType] = []
     for group in frame.groups:
-        parts += [_title(group), _table(group, frame), *(_line(line) for line in group.waits()), Text()]
+        parts += [_title(group), _table(group, frame), *_streams(group, frame)]
+        parts += [*(_line(line) for line in group.waits()), Text()]
     return Stack(*parts, *(Text(note, style="yellow") for note in frame.notes))
 
 
@@ -69,12 +75,27 @@ def _table(group: TopGroup, frame: TopFrame) -> Table:
     for heading in _HEADINGS:
         words = heading in ("operation", "task", "awaited at")
         table.add_column(heading, justify="left" if words else "right", no_wrap=not words, overflow="fold")
-    for rank, sight in sorted(group.ranks.items()):
-        header = sight.header
-        rate = frame.rates.get(RankPlace(header.pid, header.comm, sight.meeting, rank))
-        for row in _rows(sight, rate):
+    for _, sight in sorted(group.ranks.items()):
+        for row in _rows(sight, frame.rates.get(place_of(sight))):
             table.add_row(*row)
     return table
+
+
+def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
+    """Yield the table of the streams, if there are any: what they hold, and the shares of time blocked in them."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in _OF_STREAMS:
+        table.add_column(heading, justify="left" if heading == "stream" else "right", no_wrap=True)
+    for rank, sight in sorted(group.ranks.items()):
+        streams = sight.statistics.streams
+        for each in streams[:_SHOWN]:
+            shares = [f"{share:.0%}" for share in frame.blocked[place_of(sight), each.number]]
+            counts = f"{each.sent:,}", f"{each.received:,}", f"{each.queued} of {each.capacity}"
+            table.add_row(str(rank), each.words, str(each.peer), *counts, _size(each.queued_bytes), *shares)
+        if len(streams) > _SHOWN:
+            table.add_row(str(rank), f"and {len(streams) - _SHOWN} more")
+    if table.rows:
+        yield table
 
 
 def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
@@ -86,10 +107,10 @@ def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
         str(failed), str(now.pending), _size(now.pending_bytes),
     )  # fmt: skip
     first = [Text(cell, style="red" if cell != "0" and index == 4 else "") for index, cell in enumerate(known)]
-    for index, item in enumerate(sight.pending or [None]):
+    for index, item in enumerate(sight.pending[:_SHOWN] or [None]):
         yield [*(first if not index else [Text()] * len(known)), *_op(item, header.monotonic)]
-    if now.pending > len(sight.pending):
-        yield [*[Text()] * len(known), Text(), Text(f"and {now.pending - len(sight.pending)} more")]
+    if len(sight.pending) > _SHOWN:
+        yield [*[Text()] * len(known), Text(), Text(f"and {len(sight.pending) - _SHOWN} more")]
 
 
 def _op(item: Item | None, now: float) -> list[Text]:

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,9 @@ from aiocomms.cli.trace import TraceRecord, judged
 from aiocomms.core.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import NO_ANSWER
-from aiocomms.diagnosis.live import PATIENCE, SHOWN, Sight, listeners
-from aiocomms.diagnosis.recorder import FORMAT, LONGEST
+from aiocomms.diagnosis.live import PATIENCE, TOLD, Sight, listeners
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, bare
+from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.lowlevel.gate import same_user
 
 _sight = msgspec.json.Decoder(Sight)
@@ -59,18 +61,24 @@ class TopFrame(NamedTuple):
     """The processes that could not be seen, and why."""
     rates: dict[RankPlace, float]
     """Ops that were called in a second, since the frame before."""
+    blocked: dict[tuple[RankPlace, int], tuple[float, float]]
+    """The shares of time in which a task was suspended in ``send`` and ``receive`` of a stream, by its number.
+
+    They are of the time since the frame before, or since the stream was opened if that was later."""
 
 
 class Top:
     """A view that looks again and again."""
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(self, pid: int | None, name: str = "*") -> None:
         """Look at one process, or at all of this user's.
 
+        :param name: a pattern of the shell's for the names of operations, lanes and streams.
         :raises ValueError: it is not this user's, or there is none, or it has no communicator.
         """
-        self._pid = pid
+        self._pid, self._name = pid, name
         self._before: dict[RankPlace, tuple[float, int]] = {}
+        self._streams: dict[tuple[RankPlace, int], StreamStatistics] = {}
         if pid is not None:
             _check(pid)
 
@@ -83,17 +91,25 @@ class Top:
             if isinstance(said, str):
                 notes.append(f"process {pid} {said}")
             else:
-                sights += ((pid, sight) for sight in said)
+                sights += ((pid, self._filtered(sight)) for sight in said)
         if not asked:
             notes.append(_nothing(self._pid))
-        now = {_place(pid, sight): (sight.header.monotonic, sight.statistics.issued) for pid, sight in sights}
+        now = {place_of(sight): (sight.header.monotonic, sight.statistics.issued) for _, sight in sights}
         rates = {
             place: max(0.0, (issued - self._before[place][1]) / (when - self._before[place][0]))
             for place, (when, issued) in now.items()
             if place in self._before and when > self._before[place][0]
         }
-        self._before = now
-        return TopFrame(_groups(sights), notes, rates)
+        streams = {(place_of(sight), each.number): each for _, sight in sights for each in sight.statistics.streams}
+        blocked = {key: _shares(each, self._streams.get(key)) for key, each in streams.items()}
+        self._before, self._streams = now, streams
+        return TopFrame(_groups(sights), notes, rates, blocked)
+
+    def _filtered(self, sight: Sight) -> Sight:
+        streams = [each for each in sight.statistics.streams if any(fnmatchcase(n, self._name) for n in _names(each))]
+        sight.statistics = msgspec.structs.replace(sight.statistics, streams=streams)
+        sight.pending = [item for item in sight.pending if item.matches(self._name)]
+        return sight
 
     def ended(self) -> bool:
         """Return whether the process that it looks at is gone."""
@@ -198,12 +214,26 @@ def _checked(sight: Sight) -> Sight:
     header.comm, header.reason = printable(header.comm), printable(header.reason, 4 * LONGEST)
     sight.meeting = printable(sight.meeting)
     tidy(header.brief)
-    sight.pending = [tidied(item) for item in sight.pending[:SHOWN]]
+    sight.pending = [tidied(item) for item in sight.pending[:TOLD]]
+    streams = [msgspec.structs.replace(each, name=printable(each.name)) for each in sight.statistics.streams]
+    sight.statistics = msgspec.structs.replace(sight.statistics, streams=streams)
     return sight
 
 
-def _place(pid: int, sight: Sight) -> RankPlace:
-    return RankPlace(pid, sight.header.comm, sight.meeting, sight.header.rank)
+def _names(stream: StreamStatistics) -> tuple[str, str]:
+    return stream.words, bare(stream.words)
+
+
+def place_of(sight: Sight) -> RankPlace:
+    """Return whose it is."""
+    return RankPlace(sight.header.pid, sight.header.comm, sight.meeting, sight.header.rank)
+
+
+def _shares(now: StreamStatistics, before: StreamStatistics | None) -> tuple[float, float]:
+    known = (0.0, 0.0, 0.0) if before is None else (before.seconds, before.send_blocked, before.receive_blocked)
+    seconds, *blocked = now.seconds - known[0], now.send_blocked - known[1], now.receive_blocked - known[2]
+    sending, receiving = (min(1.0, max(0.0, each / seconds)) if seconds > 0 else 0.0 for each in blocked)
+    return sending, receiving
 
 
 def _groups(sights: Sequence[tuple[int, Sight]]) -> list[TopGroup]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import anyio
 import msgspec
 import prometheus_client
@@ -12,8 +14,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
+from aiocomms.cli import main as command
+from aiocomms.cli.top import looking
+from aiocomms.cli.top.drawing import drawn
 from aiocomms.communicator.portal.views import BlockingStream
+from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.stream_counts import Blocked, StreamStatistics
 from aiocomms.integrations import otel, profiler, prometheus
 from aiocomms.testing import local_world
@@ -238,3 +245,64 @@ def test_no_span_is_made_of_a_receive_that_stands_ready():
         assert found.count("recv") == 1  # the program's own
 
     on_loop(main)
+
+
+def sights(world):
+    """Return the words of a live view, as `aiocomms top` reads them."""
+    encoded = [msgspec.json.encode(comm._sight()) for comm in world]
+    return [looking._checked(msgspec.json.decode(each, type=Sight)) for each in encoded]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("*", {"fast", "slow"}), ("sl*", {"slow"}), ("stream 'fast'", {"fast"})])
+def test_top_shows_streams_by_name(name, shown, monkeypatch):
+    async def main():
+        async with local_world(2) as world:
+            streams = [await pair(*world, 2, each) for each in ("fast", "slow")]
+            monkeypatch.setattr(looking, "_listeners", dict)
+            monkeypatch.setattr(looking, "_ask", lambda _: [(os.getpid(), sights(world))])
+            await streams[1][0].send(torch.ones(1))
+            while not streams[1][1].statistics().queued:
+                await turns()
+            console = Console(width=200)
+            with console.capture() as captured:
+                console.print(drawn(looking.Top(None, name).look()))
+            lines = captured.get().splitlines()
+            rows = [line.split() for line in lines if "of 2" in line]
+            assert {row[2].strip("'") for row in rows} == shown
+            if "slow" in shown:
+                assert any("1 of 2" in line and "4 B" in line for line in lines)
+            waits = {word for word in ("fast", "slow") if f"recv(src=1) of stream '{word}'" in captured.get()}
+            assert waits == shown
+
+    on_loop(main)
+
+
+def test_trace_is_filtered_by_the_name_of_a_stream(tmp_path, capsys):
+    async def main():
+        async with local_world(2) as (one, two):
+            _, here = await pair(one, two, name="forth")
+            mine = two.recv(torch.ones(1), 0, tag=5)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(here.receive, name="stage")
+                while one.statistics().streams[0].seconds == 0 or two.statistics().standing == 2:
+                    await turns()
+                for comm in (one, two):
+                    comm.dump(tmp_path)
+                tasks.cancel_scope.cancel()
+            await mine.cancel()
+
+    on_loop(main)
+
+    def shown(name):
+        """Return the exit status, the words, and the drawn ops."""
+        output = tmp_path / "trace.json"
+        status = command(["trace", str(tmp_path), "--name", name, "--output", str(output)])
+        events = msgspec.json.decode(output.read_bytes())["traceEvents"]
+        return status, capsys.readouterr().out, [event["name"] for event in events if event["ph"] == "X"]
+
+    status, words, ops = shown("for*")
+    assert (status, {"of stream 'forth'" in op for op in ops}) == (1, {True})
+    assert "recv(src=0) of stream 'forth'" in words
+    assert {op.partition("(")[0] for op in shown("recv")[2]} == {"recv"}
+    assert "recv(src=0, tag=5) (pending)" in shown("*")[2]
+    assert shown("none such")[0::2] == (0, [])
