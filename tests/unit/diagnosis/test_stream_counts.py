@@ -23,6 +23,7 @@ from aiocomms.communicator.portal.views import BlockingStream
 from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.stream_counts import Blocked, StreamStatistics
 from aiocomms.integrations import otel, profiler, prometheus
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -83,6 +84,22 @@ def test_own_receives_of_a_stream_are_not_pending_ops_of_the_program():
                 tasks.cancel_scope.cancel()
             await two.send(torch.ones(4), 0)
             await mine
+
+    on_loop(main)
+
+
+def test_greeting_that_nobody_has_taken_is_no_pending_op_of_the_program():
+    async def main():
+        async with local_world(2) as (one, _), anyio.create_task_group() as tasks:
+            tasks.start_soon(one.open_stream, 1, 8, "early")
+            await turns()
+            items = one._core.recorder.snapshot("").pending
+            assert {(item.name, item.of, item.idle) for item in items} == {
+                ("send", "stream 'early'", True),  # no task awaits it
+                ("recv", "stream 'early'", False),
+            }
+            assert (one.statistics().pending, one.statistics().standing) == (1, 1)
+            tasks.cancel_scope.cancel()
 
     on_loop(main)
 
@@ -207,6 +224,30 @@ def test_prometheus_sums_streams_of_one_name_and_keeps_their_messages_apart():
             assert counts["recv"] == 1  # the program's own
             assert counts["stream_recv"] > 2
             assert seen["aiocomms_pending", ("comm", "world"), ("rank", "1")] == 0
+
+    on_loop(main)
+
+
+def test_prometheus_keeps_messages_of_a_service_apart():
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+
+        async def execute(plan):
+            return plan
+
+        async def serve(comm):
+            async with Service(comm) as service:
+                prometheus.instrument(service, registry)
+                if comm.rank:
+                    return await service.work(execute)
+                async with service.drive(execute) as driver:
+                    await driver.run("plan")
+                    return scrape(registry)
+
+        async with local_world(2) as world:
+            seen, _ = await together(*(lambda comm=comm: serve(comm) for comm in world))
+        ops = {dict(key[1:])["op"] for key in seen if key[0] == "aiocomms_op_seconds_count"}
+        assert ops == {"service_send_object", "service_recv_object"}
 
     on_loop(main)
 
