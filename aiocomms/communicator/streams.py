@@ -329,12 +329,15 @@ class ItemStream(Handle, ObjectStream[T]):
         works = [self._post(ops.Send(m, self.peer, self._out_tag + 1, ops.STREAM_DATA)) for m in messages]
         for work in works:
             self._under_way[work] = None
-        self._sending.begin()
+        suspended = not works[-1].done()
+        if suspended:
+            self._sending.begin()
         try:
             for work in works:
                 await work
         finally:
-            self._sending.end()
+            if suspended:
+                self._sending.end()
             for work in works:
                 del self._under_way[work]
 
