@@ -64,8 +64,7 @@ class Statistics(msgspec.Struct, frozen=True):
     pending_lanes: int
     """Lanes in which something is pending."""
     oldest: float | None
-    """Seconds for which the oldest pending op that is waited for has been under way; None: there is none.
-"""
+    """Seconds for which the oldest pending op that is waited for has been under way; None: there is none."""
     silence: Mapping[int, float]
     """Seconds for which each other rank has given no sign of life, as the heartbeat measures them. It asks while ops
     are pending only, about every 0.4 s; empty where nothing was pending of late, or no transport can ask."""

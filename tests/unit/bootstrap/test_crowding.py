@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms.bootstrap import crowding
+from aiocomms.communicator import formation
 
 pytestmark = pytest.mark.deterministic
 
@@ -30,6 +31,7 @@ def processes(monkeypatch):
     monkeypatch.setattr(crowding, "_counted", EveryTask())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(formation, "call_in_thread", lambda call, _: call())
 
 
 @pytest.fixture
@@ -45,21 +47,12 @@ def warnings(run, caplog):
 
         async def main():
             await together(*[lambda i=i: rank(i) for i in range(size)])
-            for running in list(crowding_threads()):
-                with running:
-                    pass
 
         with caplog.at_level(logging.WARNING, "aiocomms"):
             run(main)
         return [record.getMessage() for record in caplog.records if "threads" in record.getMessage()]
 
     return form
-
-
-def crowding_threads():
-    from aiocomms.lowlevel import threads
-
-    return threads._under_way
 
 
 @pytest.mark.usefixtures("processes")
