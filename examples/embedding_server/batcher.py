@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from aiocomms.errors import CommError
 
 from . import metrics
-from .model import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from tokenizers import Tokenizer
 
     from aiocomms.serving import Driver
 
@@ -110,11 +111,11 @@ class Batcher:
     :param lost: what clients are told while a stage is lost, as a sentence
     """
 
-    def __init__(self, driver: Driver, stages: int, lost: str = LOST) -> None:
+    def __init__(self, driver: Driver, stages: int, tokenizer: Tokenizer, lost: str = LOST) -> None:
         self._driver = driver
         self._lost = lost
         self._stopping: str | None = None
-        self._tokenizer = load_tokenizer()
+        self._tokenizer = tokenizer
         self._numbers = itertools.count()
         self._waiting = Waiting()
         self._in_flight: list[list[Text]] = []

@@ -16,7 +16,7 @@ from aiocomms.integrations.asgi import WebService
 from . import metrics
 from .batcher import Batcher
 from .links import open_links
-from .model import Stage
+from .model import Stage, load_tokenizer
 from .pipeline import THREADS, Pipeline, settle
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class EmbeddingServer(WebService):
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Drive, on rank 0."""
         async with super().lifespan(app), anyio.create_task_group() as tasks:
-            self.batcher = Batcher(self.driver, self.links.place.pp)
+            self.batcher = Batcher(self.driver, self.links.place.pp, load_tokenizer())
             tasks.start_soon(self.batcher.feed)
             tasks.start_soon(metrics.watch_loop)
             yield

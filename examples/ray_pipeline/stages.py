@@ -67,7 +67,7 @@ class Stage:
 
     async def _drive(self, service: Service, pipeline: Pipeline) -> None:
         async with service.drive(pipeline.execute) as driver, anyio.create_task_group() as tasks:
-            batcher = Batcher(driver, service.comm.size, LOST)
+            batcher = Batcher(driver, service.comm.size, model.load_tokenizer(), LOST)
             tasks.start_soon(batcher.feed)
             self._driving.set_result((driver, batcher))
             await self._stopping.wait()
