@@ -282,6 +282,11 @@ class Peer(Handle):
                     await self._settle(COMM_TIMEOUT)
                     arrived = True
                     await self._attachments.settle()
+        except anyio.get_cancelled_exc_class():
+            # The owner of memory may use it for something else as soon as it has heard of the end.
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
+                await self._settle(COMM_TIMEOUT)
+            raise
         finally:
             if not self._comm.closed and not self._comm.aborted:
                 if arrived:
