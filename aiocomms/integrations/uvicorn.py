@@ -26,8 +26,17 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; a second SIGINT ends at once. uvicorn would end the process by the signal when it has ended."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until SIGINT or SIGTERM.
+
+        :raises SystemExit: the application did not start, or did not end in good order.
+        """
+        super().run(sockets)
+        if not self.started or self.lifespan.should_exit:
+            sys.exit(1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, wait for first requests, and close the connections when all is answered."""
@@ -53,7 +62,4 @@ def run(app: Any, **config: Any) -> None:
     :param config: parameters of ``uvicorn.Config``, such as ``port`` or ``fd``.
     :raises SystemExit: the application did not start, or did not end in good order.
     """
-    server = Server(uvicorn.Config(app, **config))
-    server.run()
-    if not server.started or server.lifespan.should_exit:
-        sys.exit(1)
+    Server(uvicorn.Config(app, **config)).run()

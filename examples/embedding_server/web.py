@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -63,10 +62,8 @@ def serve(app: Starlette, drain: Callable[[], Awaitable[None]], host: str, port:
     :raises SystemExit: the application did not end in good order
     """
     place: dict[str, Any] = {"fd": 3} if "LISTEN_FDS" in os.environ else {"host": host, "port": port}
-    server = Server(uvicorn.Config(app, **place, loop="asyncio", log_level="warning", limit_concurrency=1000), drain)
-    server.run()
-    if server.lifespan.should_exit:
-        sys.exit(1)
+    config = uvicorn.Config(app, **place, loop="asyncio", log_level="warning", limit_concurrency=1000)
+    Server(config, drain).run()
 
 
 async def read_body(request: Request) -> bytes:

@@ -23,9 +23,9 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def answers_of_a_server_that_is_told_to_end(server_class: type[uvicorn.Server], path: str) -> list[bytes]:
+async def answers_of_a_server_that_is_told_to_end(path: str) -> list[bytes]:
     """Return what clients read that connected before a signal: one had sent its request, the other sends it then."""
-    server = server_class(uvicorn.Config(app, uds=path, lifespan="off", log_level="warning"))
+    server = Server(uvicorn.Config(app, uds=path, lifespan="off", log_level="warning"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     early, late = [await asyncio.open_unix_connection(path) for _ in range(2)]
@@ -48,5 +48,5 @@ def socket_is_open(path: str) -> bool:
 
 
 def test_connection_that_was_accepted_is_answered_by_a_server_that_ends(tmp_path):
-    answers = asyncio.run(answers_of_a_server_that_is_told_to_end(Server, str(tmp_path / "s")))
+    answers = asyncio.run(answers_of_a_server_that_is_told_to_end(str(tmp_path / "s")))
     assert all(answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"ok") for answer in answers)
