@@ -24,7 +24,7 @@ SOURCES := aiocomms transports tests examples benchmarks docs wheels
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test check-tests \
+.PHONY: help demo serve demo-generate serve-generate demo-tensor-parallel demo-ray check test check-tests \
 	search seconds faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills gpu-check gpu-wheels wheels test-wheels workflows clean \
@@ -87,10 +87,6 @@ serve-generate: $(VENV)/ucx.stamp
 ## A transformer whose layers are split over 2 ranks, awaited from async handlers, compared with the unsplit one.
 demo-tensor-parallel: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tensor_parallel
-
-## KV-cache blocks pushed from a prefill process to a decode process, compared with one process.
-demo-kv-cache: $(VENV)/ucx.stamp
-	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
 ## The embedding server's stages as actors of Ray, on a cluster of its own; every vector checked, and a stage killed.
 demo-ray: $(HOSTS_VENV)/ucx.stamp

@@ -11,12 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from anyio import CapacityLimiter
 
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
@@ -76,21 +74,6 @@ async def tensor_parallel() -> None:
             assert (await driver.run(torch.tensor([[2.0]]))).item() == 5
 
 
-async def kv_cache() -> None:
-    from kv_cache.__main__ import decode, prefill
-    from kv_cache.model import VOCABULARY
-    from kv_cache.transfer import Transfer
-
-    model: Any = SimpleNamespace(extend=lambda *_: torch.ones(VOCABULARY))
-    async with local_world(2) as world, AsyncExitStack() as stack:
-        services = [await stack.enter_async_context(Service(comm)) for comm in world]
-        first, last = await each(world, lambda comm: Transfer.open(services[comm.rank].comm, 4))
-        worker = services[1].work(partial(decode, last, model, CapacityLimiter(1)))
-        async with idle(world, worker), services[0].drive(partial(prefill, first, model)) as driver:
-            tokens, _ = await driver.run(([1, 2, 3], 2))
-            assert tokens == [0, 0]
-
-
 async def embedding_server() -> None:
     from embedding_server.links import Links, Place
     from embedding_server.pipeline import Pipeline
@@ -104,6 +87,6 @@ async def embedding_server() -> None:
             assert vectors.tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", [tutorial, tensor_parallel, embedding_server], ids=lambda f: f.__name__)
 def test_idle_rank_outlives_the_deadline(program: Any) -> None:
     asyncio.run(program())

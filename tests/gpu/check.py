@@ -107,7 +107,7 @@ def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
         pytest("faults G1 to G12", {}, "tests/gpu/test_faults.py"),
         pytest("CUDA graphs", {}, "tests/gpu/test_graphs.py"),
         pytest("arrays of CuPy", {}, "tests/gpu/test_arrays.py"),
-        pytest("examples", shared, "tests/examples/test_tensor_parallel.py", "tests/examples/test_kv_cache.py"),
+        pytest("examples", shared, "tests/examples/test_tensor_parallel.py"),
         *(sanitizer(tool) for tool in ("memcheck", "racecheck")),
         Step("benchmarks", [sys.executable, "-m", "benchmarks.gpu", f"--out={out}"], 1000.0),
     ]
