@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from aiocomms.endpoints.peer import Peer
     from aiocomms.endpoints.regions import Region, RemoteRegion
     from aiocomms.errors import CommError
+    from aiocomms.live.group import LiveGroup
+    from aiocomms.live.lane import LiveLane
+    from aiocomms.live.opening import live_group
     from aiocomms.ops import Message, Received, TensorLike
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.progress.work import Work
@@ -47,6 +50,8 @@ __all__ = [
     "Endpoint",
     "ItemStream",
     "Lane",
+    "LiveGroup",
+    "LiveLane",
     "Message",
     "Peer",
     "Portal",
@@ -67,6 +72,7 @@ __all__ = [
     "functional",
     "get_comm",
     "launching",
+    "live_group",
     "new_comm",
     "open_endpoint",
     "ops",
@@ -83,6 +89,8 @@ _HOME = {
     "Communicator": "communicator.communicator",
     "Endpoint": "endpoints.endpoint",
     "Lane": "communicator.lane",
+    "LiveGroup": "live.group",
+    "LiveLane": "live.lane",
     "Message": "ops",
     "Peer": "endpoints.peer",
     "Portal": "communicator.portal.portal",
@@ -99,6 +107,7 @@ _HOME = {
     "dump_on_signal": "diagnosis.on_signal",
     "from_process_group": "communicator.opening",
     "get_comm": "communicator.formation",
+    "live_group": "live.opening",
     "new_comm": "communicator.opening",
     "open_endpoint": "endpoints.opening",
 }

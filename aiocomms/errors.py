@@ -24,6 +24,7 @@ __all__ = [
     "ConcurrentCollectivesError",
     "DriverLostError",
     "LaneAbortedError",
+    "LeftBehindError",
     "MessageTruncatedError",
     "MismatchError",
     "PeerDiedError",
@@ -201,6 +202,13 @@ class CommTimeoutError(CommError, TimeoutError):
         copy = super().about(comm=comm, op=op, seq=seq, rank=rank)
         copy.late, copy.teller = self.late, self.teller
         return copy
+
+
+class LeftBehindError(CommError):
+    """Raised when the others of a live group have ended the call, and later ones, without this rank.
+
+    The lane stays usable: this rank's next call is the one that is open then.
+    """
 
 
 class PeerDiedError(CommError):

@@ -80,6 +80,8 @@ class LoopDriver:
         self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
+        self.watch: Callable[[int, Callable[[], object]], None] = loop.watch
+        self.unwatch: Callable[[int], None] = loop.unwatch
         self.tasks_of: Callable[[Collection[Waiter]], dict[Waiter, tuple[str, object]]] = loop.tasks_of
         self.task: Callable[[], tuple[str, object] | None] = loop.task
         self.spawn: Callable[[Callable[[], Coroutine[Any, Any, None]], Context], None] = loop.spawn

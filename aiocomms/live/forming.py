@@ -1,0 +1,198 @@
+"""The meeting of the processes of a live group: which memory they share, and who has which place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple, Self, TypeVar
+
+from torch.distributed import HashStore, PrefixStore, Store
+
+from aiocomms.arguments import FORMING
+from aiocomms.communicator.formation import launched
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError
+from aiocomms.live import shared
+from aiocomms.live.group import LiveGroup
+from aiocomms.live.lane import LivePlace
+from aiocomms.live.registers import LEFT, Registers, place_of
+from aiocomms.live.rounds import MOST_RANKS
+from aiocomms.live.shared import SharedRegisters
+from aiocomms.live.stored import StoreRegisters
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.hosts import host_id
+from aiocomms.lowlevel.stores import admitting, store_errors
+from aiocomms.lowlevel.threads import run_in_thread
+
+_STORE: Final = "store"
+"""The word on which the ranks agree where they share no memory; else it is the host whose memory it is."""
+_PAUSE: Final = 0.01
+"""Seconds between two looks at the store."""
+_SALT_BITS: Final = 17
+
+_T = TypeVar("_T")
+
+
+async def form(
+    name: str, store: Store | None, rank: int | None, size: int | None, timeout: float, capacity: int
+) -> LiveGroup:
+    """Take a place, as :class:`aiocomms.live_group` is asked to."""
+    seconds = min(timeout, FORMING)
+    if rank is None or size is None:
+        store, rank, size = await launched(name, seconds)
+    try:
+        if size > MOST_RANKS:
+            raise ArgumentError(f"size is {size}, wanted at most {MOST_RANKS}")
+        place = LivePlace(name, rank, size, timeout, capacity)
+        async with contextlib.AsyncExitStack() as kept:
+            await kept.enter_async_context(admitting(store))  # A process may take a place at any time.
+            meeting = LiveMeeting(PrefixStore(f"aiocomms/live/{name}", store or HashStore()), place, seconds)
+            fd = await run_in_thread(meeting.meet)
+            registers: Registers = (
+                StoreRegisters(meeting.store) if fd is None else SharedRegisters(fd, rank, size, capacity)
+            )
+            kept.callback(registers.close)
+            holder = await _take(registers, rank)
+            return LiveGroup(place, registers, holder, kept.pop_all())
+    except CommError as error:
+        raise error.about(comm=name, op="live_group", rank=rank) from error.__cause__
+
+
+async def _take(registers: Registers, rank: int) -> int:
+    """Take a place; return what it is held by.
+
+    :raises ArgumentError: a process has it that lives.
+    """
+    salt = int.from_bytes(clock.token_bytes(4), "little") % (1 << _SALT_BITS)
+    mine = shared.holder_of(os.getpid(), salt)
+    if clock.simulation is not None:
+        mine = 2 + int.from_bytes(clock.token_bytes(7), "little")
+    held = await registers.load(place_of(rank))
+    while True:
+        if held not in (0, LEFT) and isinstance(registers, SharedRegisters) and registers.alive(held):
+            raise ArgumentError(f"rank is {rank}, which another process is that lives")
+        if (found := await registers.swap(place_of(rank), held, mine)) == held:
+            await registers.tell(None)  # The others do not wait for the process that had the place before.
+            return mine
+        held = found
+
+
+class Opened(NamedTuple):
+    """A process that has the memory, and how others open it there."""
+
+    pid: int
+    holder: int
+    fd: int
+    inode: int
+
+    @classmethod
+    def here(cls, fd: int) -> Self:
+        """Return this process."""
+        return cls(os.getpid(), shared.holder_of(os.getpid(), 0), fd, os.fstat(fd).st_ino)
+
+    @classmethod
+    def listed(cls, text: str) -> list[Self]:
+        """Decode a list."""
+        return [cls(*map(int, line.split(","))) for line in text.split()]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+    @property
+    def lives(self) -> bool:
+        """True if the process lives."""
+        return shared.holder_of(self.pid, 0) == self.holder
+
+    def opened(self) -> int | None:
+        """Open the memory; None: the process is gone, or has closed it.
+
+        :raises ArgumentError: it is another user's.
+        """
+        try:
+            if not self.lives:
+                return None
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except PermissionError:
+            raise ArgumentError(f"the group's memory is that of process {self.pid}, which another user runs") from None
+        except OSError:
+            return None
+        if os.fstat(fd).st_ino == self.inode:
+            return fd
+        os.close(fd)
+        return None
+
+
+class LiveMeeting:
+    """The meeting of one process with the others, in a thread: every call blocks."""
+
+    def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
+        self.store, self._place = store, place
+        self._seconds, self._ends = seconds, clock.now() + seconds
+
+    @store_errors("the store of the group is gone")
+    def meet(self) -> int | None:
+        """Meet the others; return a descriptor of the memory that all share, or None: they share none.
+
+        :raises ArgumentError: they have other arguments, or share memory that this process cannot open.
+        :raises CommTimeoutError: some have not come, or the memory cannot be had.
+        """
+        mine = f"{self._place.size} {self._place.capacity}"
+        theirs = self.store.compare_set("arguments", "", mine).decode()
+        if theirs != mine:
+            raise ArgumentError(f"size and capacity are {mine}, and those of another rank {theirs}")
+        here = _STORE if shared.native() is None else host_id(*sorted(os.listdir("/proc/self/ns")))  # noqa: PTH208
+        self.store.set(f"host/{self._place.rank}", here)
+        where = self._until(self._agreed, self._absent)
+        if where == _STORE:
+            return None
+        if where != here:
+            raise ArgumentError(f"the group has its memory on host {where}, and this process is on {here}")
+        return self._memory()
+
+    def _until(self, look: Callable[[], _T | None], late: Callable[[], str]) -> _T:
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if clock.now() > self._ends:
+                raise CommTimeoutError(f"{late()}, within {self._seconds:g} s")
+            clock.sleep(_PAUSE)
+
+    # ----------------------------------------------------------------------------------------------------- which memory
+
+    def _hosts(self) -> list[str]:
+        return [f"host/{rank}" for rank in range(self._place.size)]
+
+    def _agreed(self) -> str | None:
+        if self.store.check(["where"]):
+            return str(self.store.get("where").decode())
+        if not all(self.store.check([key]) for key in self._hosts()):
+            return None
+        hosts = {self.store.get(key).decode() for key in self._hosts()}
+        wanted = hosts.pop() if len(hosts) == 1 else _STORE
+        return str(self.store.compare_set("where", "", wanted).decode())
+
+    def _absent(self) -> str:
+        absent = [rank for rank, key in enumerate(self._hosts()) if not self.store.check([key])]
+        return f"ranks {absent} have not come"
+
+    # --------------------------------------------------------------------------------------------------- one host's own
+
+    def _memory(self) -> int:
+        """Open the memory of a process that has it, or make it where none has.
+
+        One register of the store lists those that have it, and is changed by compare-and-swap alone. So there is one
+        memory at a time.
+        """
+        listed = self.store.compare_set("memory", "", "").decode()
+        while True:
+            living = [it for it in Opened.listed(listed) if it.lives]
+            fd = next((fd for it in living if (fd := it.opened()) is not None), None)
+            if fd is None:
+                living, fd = [], shared.new_memory(self._place.size, self._place.capacity)
+            wanted = "\n".join(map(str, [*living, Opened.here(fd)]))
+            now = self.store.compare_set("memory", listed, wanted).decode()
+            if now == wanted:
+                return fd
+            os.close(fd)
+            listed = now

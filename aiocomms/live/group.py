@@ -1,0 +1,108 @@
+"""A live group: the place of this process in it, and its lanes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import Final, Self
+
+from aiocomms.arguments import label
+from aiocomms.core.leak_guard import LeakGuard
+from aiocomms.errors import ArgumentError, CommClosedError, CommError
+from aiocomms.live.lane import LiveLane, LivePlace
+from aiocomms.live.registers import LANES, LEFT, NAME, Registers, place_of, register_of
+from aiocomms.live.rounds import Rounds
+from aiocomms.lowlevel.handles import Handle
+
+DEFAULT_LANE: Final = "main"
+
+
+class LiveGroup(Handle):
+    """A group whose collectives end with whom they have; made by :class:`aiocomms.live_group`.
+
+    What the ranks agree on is in memory that outlives each of them, so that a rank that dies ends nothing. A process
+    that takes its place goes on where the others are. On the event loop that made it. ``async with`` closes it.
+    """
+
+    def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:
+        """Begin.
+
+        :param holder: what stands in the register of this place.
+        :param kept: what is closed with it.
+        """
+        self._place, self._registers, self._holder, self._kept = place, registers, holder, kept
+        self._lanes: dict[str, LiveLane] = {}
+        self._guard = LeakGuard(self)
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self.closed else ""
+        return f"<LiveGroup '{self.name}', rank {self.rank} of {self.size}{state}>"
+
+    @property
+    def name(self) -> str:
+        """The name that all its ranks have given."""
+        return self._place.name
+
+    @property
+    def rank(self) -> int:
+        """This process's place, from 0."""
+        return self._place.rank
+
+    @property
+    def size(self) -> int:
+        """The number of places."""
+        return self._place.size
+
+    @property
+    def closed(self) -> bool:
+        """True once it was closed on this rank."""
+        return self._place.closed
+
+    async def lane(self, name: str = DEFAULT_LANE) -> LiveLane:
+        """Open a lane; the same one again for the same name. Each has an order of its own.
+
+        :param name: the same on all ranks, of 1 to 200 characters.
+        :raises ArgumentError: it is no name, or the group has 256 lanes.
+        :raises CommClosedError: the group is closed.
+        """
+        try:
+            if self.closed:
+                raise CommClosedError("the group was closed")
+            if label(name) not in self._lanes:
+                number = await self._number_of(name)
+                rounds = Rounds(self._registers, number, self.rank, self.size, self._holder)
+                self._lanes.setdefault(name, LiveLane(name, self._place, rounds))
+        except CommError as error:
+            raise error.about(comm=self.name, op="lane", rank=self.rank) from error.__cause__
+        return self._lanes[name]
+
+    async def _number_of(self, name: str) -> int:
+        """Return the number of a lane: the first that has no other name, from where the name's hash says."""
+        wanted = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 or 1
+        for step in range(LANES):
+            number = (wanted + step) % LANES
+            register = register_of(number, NAME)
+            held = await self._registers.load(register) or await self._registers.swap(register, 0, wanted)
+            if held in (0, wanted):
+                return number
+        raise ArgumentError(f"name is {name!r}, and the group has {LANES} other lanes already")
+
+    async def aclose(self) -> None:
+        """Leave: the others wait for this rank no more. Idempotent."""
+        if self.closed:
+            return
+        self._place.closed = True
+        try:
+            with contextlib.suppress(CommError):  # The memory is gone, and with it the group.
+                if await self._registers.swap(place_of(self.rank), self._holder, LEFT) == self._holder:
+                    await self._registers.tell(None)
+        finally:
+            self._registers.close()
+            self._guard.dismiss()
+            await self._kept.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

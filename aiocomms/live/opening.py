@@ -1,0 +1,67 @@
+"""The opening of a live group. It loads as little as :mod:`aiocomms.communicator.opening`, for the same reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiocomms.arguments import FORMING, Timeout, as_int, deadline, label, place, wrong_type
+from aiocomms.communicator.opening import Opening
+from aiocomms.errors import ArgumentError
+from aiocomms.loading import loaded
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from aiocomms.live.group import LiveGroup
+
+CAPACITY = 4 * 2**20
+
+
+class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class like a function
+    """Take a place in a live group, whose collectives end with whom they have: with those that live, by a deadline.
+
+    Await it for a :class:`~aiocomms.live.group.LiveGroup`, or use it as ``async with live_group(...) as group:``. The
+    first time all ranks do so; afterwards a process that takes the place of one that has died goes on with the others.
+    Ranks of one host share memory, where the part with native code is installed; others go by the job's store, which is
+    slower, and does not tell who has died.
+
+    :param name: the group's name, the same on all ranks.
+    :param store: where the ranks meet, with ``rank`` and ``size``; as of :class:`aiocomms.new_comm`. The group needs it
+        for as long as it lives.
+    :param rank: this rank.
+    :param size: the number of places, at most 20.
+    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: such
+        ops wait for all that live, and forming has 600 s.
+    :param capacity: the most bytes that a rank contributes to one op, the same on all ranks. Memory is taken as it is
+        used: at most twice as much per lane and rank.
+    :raises ArgumentError: an argument is wrong, differs from the other ranks', or another process has this place.
+    :raises CommTimeoutError: some rank did not come in time; says which.
+    :raises StoreLostError: the store cannot be reached.
+    """
+
+    _example = "group = await live_group(...)"
+
+    def __init__(
+        self,
+        name: str = "live",
+        *,
+        store: Store | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        timeout: Timeout = FORMING,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._name, self._timeout = label(name), deadline("timeout", timeout)
+        self._where = store, as_int(rank), as_int(size)
+        place(*self._where)
+        self._capacity = as_int(capacity)
+        if type(self._capacity) is not int:
+            raise wrong_type("capacity", capacity, "a number of bytes")
+        if not 0 < self._capacity <= 2**40:
+            raise ArgumentError(f"capacity is {capacity}, wanted 0 < capacity <= 2**40 bytes")
+
+    async def _open(self) -> LiveGroup:
+        await loaded("aiocomms.live.forming")
+        from aiocomms.live.forming import form
+
+        return await form(self._name, *self._where, self._timeout, self._capacity)

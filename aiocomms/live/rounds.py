@@ -1,0 +1,254 @@
+"""The agreement of each round of a lane: whose contributions are in it.
+
+Consensus is a compare-and-swap on memory that outlives the ranks (Herlihy, "Wait-free synchronization", TOPLAS 1991).
+A round is one register: its number, a bit that says it is decided, and a bit for each rank whose contribution is there.
+A rank writes its contribution, and then sets its bit by compare-and-swap; whoever finds all bits that are expected sets
+the other one with the same swap. From then on the bits do not change: they are the result, the same for everyone.
+
+Rounds of even and of odd numbers have a register and areas each. Round ``n`` uses those of round ``n - 2`` again, and a
+swap opens it before any rank writes to an area. A reader that finds the number still there after it has read has read
+what was meant for it (as with a seqlock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from aiocomms.errors import CommClosedError, LeftBehindError
+from aiocomms.live.registers import COMING, FIRST, LEFT, Registers, area_of, place_of, register_of, set_bit
+
+MOST_RANKS: Final = 20
+"""The bits of a register that ranks have. The rest count more rounds than a century has."""
+_DECIDED: Final = 1 << MOST_RANKS
+_HOLDER: Final = 8
+"""Bytes before each header: who has written it."""
+BEGIN: Final = 2
+"""The number of the first round. The registers of the two before it hold 0: as if all ranks had been in them."""
+
+T = TypeVar("T")
+
+
+class Round(NamedTuple):
+    """The state of a round, as its register says it."""
+
+    number: int
+    decided: bool
+    bits: int
+    """The bits of the ranks whose contributions are there."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose contributions are there, in ascending order."""
+        return tuple(rank for rank in range(MOST_RANKS) if self.bits >> rank & 1)
+
+
+class Rounds:
+    """The rounds of one lane, as one rank takes part in them: one at a time.
+
+    :param lane: the lane's number.
+    :param holder: what stands in the register of this process's place.
+    """
+
+    def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
+        self._registers, self._lane, self._rank, self._size = registers, lane, rank, size
+        self._bit, self._all, self._holder = 1 << rank, (1 << size) - 1, holder
+        self._coming = register_of(lane, COMING)
+        self._next: int | None = None
+        """The number of this rank's next round; None: whichever is open."""
+        self._was_in = False
+        """True if this rank is known to have been in the last round: then the others wait for it in the next."""
+        self._holders: dict[int, int] = {}
+        """The holders of the ranks' places when these were last in a round."""
+
+    async def take_part(
+        self,
+        header: bytes,
+        parts: Sequence[Tensor],
+        ends: float,
+        use: Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]],
+    ) -> tuple[T, Round]:
+        """Contribute to the next round, wait until it is decided, and use the contributions.
+
+        :param ends: until when it waits for the others, by the registers' clock.
+        :param use: makes the result of the contributions by rank. If they change meanwhile, the result is dropped.
+        :returns: the result, and the round.
+        :raises LeftBehindError: the others have gone on without this rank, whose next round is the one that is open.
+        :raises CommClosedError: another process has this place.
+        """
+        try:
+            return await self._take_part(self._holder.to_bytes(_HOLDER, "little") + header, parts, ends, use)
+        except LeftBehindError:
+            self._next = None
+            await self._announce(True)
+            raise
+
+    async def _take_part(
+        self,
+        header: bytes,
+        parts: Sequence[Tensor],
+        ends: float,
+        use: Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]],
+    ) -> tuple[T, Round]:
+        number, round_ = self._at_once(header, parts)
+        if not number:
+            number = await self._come(header, parts, ends)
+        elif round_.decided:
+            await self._registers.tell(self._register(number))
+        if not round_.decided:
+            round_ = await self._end_of(number, ends)
+        given = {}
+        for rank in round_.ranks:
+            given[rank] = await self._registers.read(self._area(number, rank))
+        holders = {rank: int.from_bytes(header[:_HOLDER], "little") for rank, (header, _) in given.items()}
+        result = await use({rank: (header[_HOLDER:], data) for rank, (header, data) in given.items()})
+        await self._look(number)
+        self._holders |= holders
+        self._was_in = bool(round_.bits & self._bit)
+        return result, round_
+
+    # ----------------------------------------------------------------------------------------------- to come to a round
+
+    def _at_once(self, header: bytes, parts: Sequence[Tensor]) -> tuple[int, Round]:
+        """Contribute as native code does it; return the number of the round and what it is, or 0: it was not done."""
+        number = self._next
+        if self._was_in and number is not None:
+            held = self._registers.at_once(self._lane, number, self._rank, self._holder, header, parts)
+            if held:
+                self._was_in, self._next = False, number + 1
+                return number, self._round(number, held)
+        return 0, Round(0, False, 0)
+
+    async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
+        """Contribute to a round, and return its number. A rank that is late may find it decided without it."""
+        if await self._registers.load(place_of(self._rank)) != self._holder:
+            raise CommClosedError("another process has this place of the group")
+        if self._next is None:
+            return await self._join(header, parts, ends)
+        known, number = self._was_in, self._next
+        if not known:
+            await self._announce(True)
+        if (await self._held(number - 1))[0].number == number - 1:  # A call that was cancelled has not seen its end.
+            await self._end_of(number - 1, ends)
+        self._was_in, self._next = False, number + 1
+        if await self._arrive(number, header, parts) and not known:
+            await self._announce(False)
+        return number
+
+    async def _join(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
+        """Contribute to the first round that can be come to in time: from then on this rank is expected."""
+        self._was_in = False
+        while True:
+            await self._announce(True)
+            even, _ = await self._held(0)
+            odd, _ = await self._held(1)
+            open_ = max(even, odd)
+            if open_.decided:
+                await self._open(open_.number + 1)
+            elif open_.bits & self._bit:  # The process that had this place has contributed to it.
+                await self._end_of(open_.number, ends)
+            elif await self._arrive(open_.number, header, parts):
+                await self._announce(False)
+                self._next = open_.number + 1
+                return open_.number
+
+    async def _announce(self, comes: bool) -> None:
+        """Have the next round wait for this rank, or no longer: from now on they do as long as it takes part."""
+        await set_bit(self._registers, self._coming, self._bit, comes)
+
+    async def _open(self, number: int) -> None:
+        """See to it that the register is of this round: the one before it is decided."""
+        round_, held = await self._held(number)
+        if round_.number < number:
+            await self._registers.swap(self._register(number), held, number * 2 * _DECIDED)
+
+    async def _arrive(self, number: int, header: bytes, parts: Sequence[Tensor]) -> bool:
+        """Contribute to a round; return False if it was decided before."""
+        await self._open(number)
+        round_, held = await self._held(number)
+        if round_.number == number and not round_.decided:
+            await self._registers.write(self._area(number, self._rank), header, parts)
+        while round_.number == number and not round_.decided:
+            decides = not await self._awaits(round_._replace(bits=round_.bits | self._bit))
+            if await self._change(number, held, held | self._bit | decides * _DECIDED):
+                return True
+            round_, held = await self._held(number)
+        return False
+
+    # ---------------------------------------------------------------------------------------------------- until its end
+
+    async def _end_of(self, number: int, ends: float) -> Round:
+        """Wait until a round is decided, or decide it: when nobody is waited for, or it is too late."""
+        while True:
+            round_, held = await self._look(number)
+            if round_.decided:
+                return round_
+            awaited = await self._awaits(round_)
+            if awaited and await self._registers.changed(self._register(number), held, ends):
+                continue
+            if await self._change(number, held, held | _DECIDED):
+                await self._forget(awaited)
+                return round_._replace(decided=True)
+
+    async def _awaits(self, round_: Round) -> int:
+        """Return the bits of the ranks that a round waits for.
+
+        These were in the round before, or say that they come, and have not left, died or been replaced since.
+        """
+        coming = await self._registers.load(self._coming)
+        before, _ = await self._held(round_.number - 1)
+        awaited = (before.bits | coming) & ~round_.bits & self._all
+        for rank in range(self._size):
+            bit = 1 << rank
+            if awaited & bit:
+                holder = await self._registers.load(place_of(rank))
+                replaced = not coming & bit and holder != self._holders.get(rank, holder)
+                if holder == LEFT or replaced or (holder and not self._registers.alive(holder)):
+                    awaited &= ~bit
+        return awaited
+
+    async def _forget(self, late: int) -> None:
+        """Have no round wait for ranks that were late, until they say once more that they come."""
+        for rank in range(self._size):
+            if late >> rank & 1:
+                await set_bit(self._registers, self._coming, 1 << rank, False)
+
+    # ----------------------------------------------------------------------------------------------------- the register
+
+    def _register(self, number: int) -> int:
+        return register_of(self._lane, FIRST + number % 2)
+
+    def _area(self, number: int, rank: int) -> int:
+        return area_of(self._lane, number, rank, self._size)
+
+    async def _held(self, number: int) -> tuple[Round, int]:
+        """Return the round that has this one's register, and what the register holds."""
+        held = await self._registers.load(self._register(number))
+        return self._round(number, held), held
+
+    def _round(self, number: int, held: int) -> Round:
+        if not held:
+            return Round(number % 2, True, self._all)
+        return Round(held // (2 * _DECIDED), bool(held & _DECIDED), held & (_DECIDED - 1))
+
+    async def _look(self, number: int) -> tuple[Round, int]:
+        """Return the same of a round that this rank has come to.
+
+        :raises LeftBehindError: a later round has the register.
+        """
+        round_, held = await self._held(number)
+        if round_.number != number:
+            raise LeftBehindError(
+                f"round {number - BEGIN} was decided, and its contributions are gone: this rank was late by two rounds"
+            )
+        return round_, held
+
+    async def _change(self, number: int, held: int, desired: int) -> bool:
+        register = self._register(number)
+        if await self._registers.swap(register, held, desired) != held:
+            return False
+        if desired & _DECIDED:
+            await self._registers.tell(register)
+        return True

@@ -1,0 +1,255 @@
+"""Registers and areas in memory that processes of one host share.
+
+The memory has no name: it lives as long as a process has it, and each that joins opens it through ``/proc`` of one that
+has it. So nothing is left behind, whoever dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import mmap
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError
+from aiocomms.live.registers import LANES, LONG, PER_LANE, area_of, place_of, register_of
+from aiocomms.live.rounds import MOST_RANKS
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.progress.driver import Bell, LoopDriver
+
+_LINE: Final = 64
+"""Bytes of a word: it has a cache line of its own."""
+_ALL: Final = 2**32 - 1
+"""The number that a bell says which is for all who wait."""
+_NUMBER: Final = struct.Struct("<I")
+_LENGTHS: Final = struct.Struct("<QQ")
+"""The lengths of the header and of the data, with which an area begins."""
+_HEAD: Final = 4096
+"""Bytes of an area before its data."""
+_WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
+"""The registers, and behind them one for each that says who sleeps until it changes."""
+_AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
+_SPIN: Final = 20_000
+"""Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken."""
+_PID_BITS: Final = 22
+_START_BITS: Final = 24
+
+
+def native() -> Any:
+    """Return the module of words in shared memory; None: this installation has none, or this is a simulation."""
+    if clock.simulation is not None:
+        return None
+    try:
+        return importlib.import_module("aiocomms_words")
+    except ImportError:
+        return None
+
+
+def size_of(size: int, capacity: int) -> int:
+    """Return the bytes of a group's memory. Pages that nobody writes take no memory."""
+    return _AREAS + LANES * 2 * size * _stride(capacity)
+
+
+def new_memory(size: int, capacity: int) -> int:
+    """Return a descriptor of new memory for a group.
+
+    :raises OSError: there is none.
+    """
+    fd = os.memfd_create("aiocomms live group", os.MFD_CLOEXEC)
+    try:
+        os.truncate(fd, size_of(size, capacity))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def holder_of(pid: int, salt: int) -> int:
+    """Return the number by which a process holds a place; 0: there is no such process.
+
+    :param salt: tells apart places of one process.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0
+    started = int(fields[19]) % (1 << _START_BITS)  # Field 22 of proc_pid_stat(5), in ticks since boot.
+    return (salt << _START_BITS | started) << _PID_BITS | pid
+
+
+class SharedRegisters:
+    """The registers and areas of a live group in shared memory; see :class:`aiocomms.live.registers.Registers`.
+
+    On one event loop's thread. Whoever waits sleeps, and has a datagram from who changes the register.
+
+    :param fd: the memory's descriptor, which is closed with it.
+    """
+
+    def __init__(self, fd: int, rank: int, size: int, capacity: int) -> None:
+        self._fd, self._rank, self._size, self._capacity = fd, rank, size, capacity
+        self._words = native().Words(fd, _WORDS)
+        self._memory = memoryview(mmap.mmap(fd, size_of(size, capacity)))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._driver = LoopDriver.current()
+        self._bells: dict[int, Bell] = {}
+        self._living: dict[int, int | None] = {}
+        """The descriptors of processes by what they hold places with; None: that process has died."""
+        self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._listen()
+
+    def _listen(self) -> None:
+        try:
+            self._socket.bind(self._name + str(self._rank))
+        except OSError:
+            self._socket.close()
+            raise ArgumentError(f"rank is {self._rank}, which a process of this host is already") from None
+        self._driver.watch(self._socket.fileno(), self._heard)
+
+    async def load(self, register: int) -> int:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        return int(self._words.load(register))
+
+    async def swap(self, register: int, expected: int, desired: int) -> int:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        return int(self._words.swap(register, expected, desired))
+
+    async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        begin = self._begin(area)
+        head = begin + _LENGTHS.size
+        if len(header) > _HEAD - _LENGTHS.size:
+            raise ArgumentError(f"the shapes take {len(header)} bytes, wanted at most {_HEAD - _LENGTHS.size}")
+        self._memory[head : head + len(header)] = header
+        count = sum(map(len, parts))
+        _LENGTHS.pack_into(self._memory, begin, len(header), count)
+        if count > LONG:
+            await run_in_thread(functools.partial(self._copy, begin + _HEAD, parts))
+        else:
+            self._copy(begin + _HEAD, parts)
+
+    def _copy(self, at: int, parts: Sequence[Tensor]) -> None:
+        for part in parts:
+            self._bytes[at : at + len(part)].copy_(part)
+            at += len(part)
+
+    async def read(self, area: int) -> tuple[bytes, Tensor]:
+        """See :class:`aiocomms.live.registers.Registers`. What it returns is the area itself."""
+        begin = self._begin(area)
+        length, count = _LENGTHS.unpack_from(self._memory, begin)
+        head, data = begin + _LENGTHS.size, begin + _HEAD
+        header = bytes(self._memory[head : head + min(length, _HEAD - _LENGTHS.size)])
+        return header, self._bytes[data : data + min(count, self._capacity)]
+
+    def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
+        """See :class:`aiocomms.live.registers.Registers`. It spins for some time before others have to wake it."""
+        count = sum(part.nbytes for part in parts)
+        if count > LONG or len(header) > _HEAD - _LENGTHS.size:
+            return 0
+        given = [(part.data_ptr(), part.nbytes) for part in parts]
+        area = self._bytes.data_ptr() + self._begin(area_of(lane, number, rank, self._size))
+        at = register_of(lane, 0), place_of(0), number, rank, self._size, MOST_RANKS, holder, _SPIN
+        return int(self._words.take_part(*at, area, header, given))
+
+    async def changed(self, register: int, held: int, ends: float) -> bool:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        bell = self._bells.setdefault(register, Bell(self._driver))
+        self._sleep(register, True)  # A rank that changes it looks afterwards who sleeps: one of both sees the other.
+        try:
+            with anyio.move_on_after(ends - clock.now()):
+                if self._words.load(register) == held:
+                    await bell
+        finally:
+            self._sleep(register, False)
+        return clock.now() < ends
+
+    def _sleep(self, register: int, sleeps: bool) -> None:
+        at, bit = _sleepers(register), 1 << self._rank
+        held = self._words.load(at)
+        while bool(held & bit) != sleeps and (found := self._words.swap(at, held, held ^ bit)) != held:
+            held = found
+
+    async def tell(self, register: int | None) -> None:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        asleep = _ALL if register is None else self._words.load(_sleepers(register))
+        said = _NUMBER.pack(_ALL if register is None else register)
+        for rank in range(self._size):
+            if asleep >> rank & 1 and rank != self._rank:
+                # One who is gone need not hear it, and one whose queue is full looks anyway.
+                with contextlib.suppress(OSError):
+                    self._socket.sendto(said, self._name + str(rank))
+
+    def alive(self, holder: int) -> bool:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        if holder not in self._living:
+            self._living[holder] = self._watched(holder)
+        return self._living[holder] is not None
+
+    def _watched(self, holder: int) -> int | None:
+        pid = holder & ((1 << _PID_BITS) - 1)
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        if holder_of(pid, holder >> (_PID_BITS + _START_BITS)) != holder or _ended(fd):
+            os.close(fd)
+            return None
+        self._driver.watch(fd, functools.partial(self._died, holder, fd))
+        return fd
+
+    def _died(self, holder: int, fd: int) -> None:
+        self._living[holder] = None
+        self._driver.unwatch(fd)
+        os.close(fd)
+        self._ring(_ALL)
+
+    def _heard(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while said := self._socket.recv(16):
+                self._ring(_NUMBER.unpack(said)[0] if len(said) == _NUMBER.size else _ALL)
+
+    def _ring(self, number: int) -> None:
+        for register in list(self._bells) if number == _ALL else [number]:
+            if (bell := self._bells.get(register)) is not None:
+                bell.ring()
+
+    def close(self) -> None:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        if self._fd >= 0:
+            self._driver.unwatch(self._socket.fileno())
+            self._socket.close()
+            for fd in filter(None, self._living.values()):
+                self._driver.unwatch(fd)
+                os.close(fd)
+            self._living.clear()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _begin(self, area: int) -> int:
+        return _AREAS + area * _stride(self._capacity)
+
+
+def _ended(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _stride(capacity: int) -> int:
+    return _HEAD + (capacity + _HEAD - 1) // _HEAD * _HEAD
+
+
+def _sleepers(register: int) -> int:
+    return place_of(MOST_RANKS) + register

@@ -1,0 +1,84 @@
+"""Registers and areas in the job's store: for ranks of several hosts, and wherever memory cannot be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import anyio
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.stores import store_errors
+from aiocomms.lowlevel.threads import run_in_thread
+
+_PAUSE: Final = 0.005
+"""Seconds between two looks at a register. A store tells nobody that something has changed."""
+_LENGTH: Final = 4
+"""Bytes that say how long a header is."""
+
+T = TypeVar("T")
+
+
+class StoreRegisters:
+    """The registers and areas of a live group in a store; see :class:`aiocomms.live.registers.Registers`.
+
+    Each call is a request to the store, or two. The store cannot tell who is alive.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def load(self, register: int) -> int:
+        """See :class:`aiocomms.live.registers.Registers`. A key that is not there yet is set to 0."""
+        return await self._ask(lambda store: int(store.add(f"r{register}", 0)))
+
+    async def swap(self, register: int, expected: int, desired: int) -> int:
+        """See :class:`aiocomms.live.registers.Registers`. Whoever swaps has loaded the register before."""
+
+        def swap(store: Store) -> int:
+            found = int(store.compare_set(f"r{register}", str(expected), str(desired)))
+            return expected if found == desired else found
+
+        return await self._ask(swap)
+
+    async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        data = b"".join(part.numpy().tobytes() for part in parts)
+        value: Any = len(header).to_bytes(_LENGTH, "little") + header + data
+        await self._ask(lambda store: store.set(f"a{area}", value))
+
+    async def read(self, area: int) -> tuple[bytes, Tensor]:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        value = await self._ask(lambda store: store.get(f"a{area}"))
+        end = _LENGTH + int.from_bytes(value[:_LENGTH], "little")
+        data = bytearray(value[end:])
+        return value[_LENGTH:end], torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+
+    def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
+        """Return 0: a store does nothing in one step."""
+        return 0
+
+    async def changed(self, register: int, held: int, ends: float) -> bool:
+        """Wait for some milliseconds: a store tells nobody of changes."""
+        await anyio.sleep(max(0.0, min(_PAUSE, ends - clock.now())))
+        return clock.now() < ends
+
+    async def tell(self, register: int | None) -> None:
+        """Do nothing: all look by themselves."""
+
+    def alive(self, holder: int) -> bool:
+        """Return True: nobody can tell."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the store is the job's."""
+
+    async def _ask(self, call: Callable[[Store], T]) -> T:
+        @store_errors("the store of the group is gone")
+        def ask() -> T:
+            return call(self._store)
+
+        return await run_in_thread(ask)

@@ -1,0 +1,256 @@
+"""Live groups: whose contributions are in a result, who is waited for, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from concurrency import until
+from torch import Tensor
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommClosedError,
+    CommTimeoutError,
+    LeftBehindError,
+    MismatchError,
+)
+from aiocomms.live import shared
+from aiocomms.live.group import LiveGroup
+from aiocomms.live.lane import LiveLane, Partial
+
+pytestmark = pytest.mark.deterministic
+
+SHORT = 0.05
+"""Seconds that are waited for somebody who does not come."""
+
+
+@pytest.fixture
+def memory() -> HashStore:
+    """A store for the ranks of a group that share memory. Deadlines over a store are simulated elsewhere."""
+    pytest.importorskip("aiocomms_words", reason="the part with native code is not installed")
+    return HashStore()
+
+
+@pytest.fixture(params=["memory", "store"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """A store for the ranks of a group, which share memory too, or do not."""
+    if request.param == "store":
+        monkeypatch.setattr(shared, "native", lambda: None)
+    else:
+        pytest.importorskip("aiocomms_words", reason="the part with native code is not installed")
+    return HashStore()
+
+
+@contextlib.asynccontextmanager
+async def groups(store: HashStore, size: int, **options: Any) -> AsyncIterator[list[LiveGroup]]:
+    """All ranks of a group, in this process."""
+    openings = [aiocomms.live_group(store=store, rank=rank, size=size, **options) for rank in range(size)]
+    async with contextlib.AsyncExitStack() as stack:
+        opened = await asyncio.gather(*openings)
+        for group in opened:
+            await stack.enter_async_context(group)
+        yield list(opened)
+
+
+@contextlib.asynccontextmanager
+async def lanes(store: HashStore, size: int, **options: Any) -> AsyncIterator[list[LiveLane]]:
+    async with groups(store, size, **options) as opened:
+        yield [await group.lane() for group in opened]
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor([value])
+
+
+async def sums(lanes: Sequence[LiveLane], **options: Any) -> list[Partial[Tensor]]:
+    """Have some ranks add 1, 2, 4 and so on, by their ranks."""
+    calls = [lane.all_reduce(number(2.0**lane._place.rank), **options) for lane in lanes]
+    return list(await asyncio.gather(*calls))
+
+
+@pytest.mark.asyncio
+async def test_each_collective_gives_what_it_says(store):
+    async with lanes(store, 3) as three:
+        ranks = (0, 1, 2)
+        for found in await sums(three):
+            assert (found.value.item(), found.ranks, found.number) == (7.0, ranks, 0)
+        for found in await sums(three, op="mean"):
+            assert found.value.item() == pytest.approx(7 / 3)
+        for found in await asyncio.gather(*(it.all_gather(torch.full((n,), n)) for n, it in enumerate(three))):
+            assert {rank: value.tolist() for rank, value in found.value.items()} == {0: [], 1: [1], 2: [2, 2]}
+        ins = [[torch.tensor([10 * n + to]) for to in ranks] for n in ranks]
+        for n, found in enumerate(await asyncio.gather(*(it.all_to_all(ins[n]) for n, it in enumerate(three)))):
+            assert {rank: value.item() for rank, value in found.value.items()} == {r: 10 * r + n for r in ranks}
+        for n, found in enumerate(await asyncio.gather(*(it.reduce_scatter(ins[n]) for n, it in enumerate(three)))):
+            assert found.value.item() == 30 + 3 * n
+        for found in await asyncio.gather(*(it.broadcast(torch.tensor([n])) for n, it in enumerate(three))):
+            assert (found.value.item(), found.ranks, found.number) == (0, ranks, 5)
+        for found in await asyncio.gather(*(it.barrier() for it in three)):
+            assert found == (None, ranks, 6)
+
+
+@pytest.mark.real
+@pytest.mark.asyncio
+async def test_call_ends_by_its_deadline_with_those_that_have_come(memory):
+    async with lanes(memory, 3) as three:
+        await sums(three)
+        for found in await sums(three[1:], timeout=SHORT):
+            assert (found.value.item(), found.ranks) == (6.0, (1, 2))
+        [late] = await sums(three[:1])
+        assert (late.value.item(), late.ranks, late.number) == (6.0, (1, 2), 1)
+        for found in await sums(three):  # From now on it is waited for again.
+            assert (found.value.item(), found.ranks, found.number) == (7.0, (0, 1, 2), 2)
+
+
+@pytest.mark.real
+@pytest.mark.asyncio
+async def test_rank_that_was_late_is_not_waited_for(memory):
+    async with lanes(memory, 2) as (first, last):
+        await sums([first, last])
+        await sums([first], timeout=SHORT)
+        for _ in range(2):
+            [found] = await sums([first], timeout=None)
+            assert found.ranks == (0,)
+        with pytest.raises(LeftBehindError, match="late by two"):
+            await sums([last])
+        for found in await sums([first, last], timeout=None):
+            assert (found.value.item(), found.ranks, found.number) == (3.0, (0, 1), 4)
+
+
+@pytest.mark.asyncio
+async def test_rank_that_has_left_is_not_waited_for(store):
+    async with groups(store, 2) as (first, last):
+        one, other = await first.lane(), await last.lane()
+        await sums([one, other])
+        waiting = asyncio.create_task(one.all_reduce(number(1.0), timeout=None))
+        await asyncio.sleep(0)
+        await last.aclose()
+        assert (await waiting).ranks == (0,)
+        with pytest.raises(CommClosedError):
+            await other.barrier()
+
+
+@pytest.mark.asyncio
+async def test_new_process_in_a_place_is_in_the_next_call(store):
+    async with groups(store, 2) as (first, last):
+        one = await first.lane()
+        await sums([one, await last.lane()])
+        await last.aclose()
+        await sums([one], timeout=None)
+        async with aiocomms.live_group(store=store, rank=1, size=2) as new:
+            other = await new.lane()
+            called = asyncio.create_task(other.all_reduce(number(2.0), timeout=None))
+            await until(lambda: other._rounds._next)
+            for found in (await one.all_reduce(number(1.0), timeout=None), await called):
+                assert (found.value.item(), found.ranks, found.number) == (3.0, (0, 1), 2)
+
+
+@pytest.mark.asyncio
+async def test_place_of_another_process(store, request):
+    async with groups(store, 2) as (_, last):
+        again = aiocomms.live_group(store=store, rank=1, size=2)
+        if "memory" in request.node.name:
+            with pytest.raises(ArgumentError, match="rank is 1, which"):
+                await again
+        else:  # A store does not tell who lives: the one before is told.
+            async with again:
+                with pytest.raises(CommClosedError, match="another process"):
+                    await (await last.lane()).barrier(timeout=SHORT)
+
+
+@pytest.mark.asyncio
+async def test_lanes_have_orders_of_their_own(store):
+    async with groups(store, 2) as (first, last):
+        (one, two), (other_one, other_two) = [[await it.lane(name) for name in ("one", "two")] for it in (first, last)]
+        waits = asyncio.create_task(one.all_reduce(number(1.0)))
+        for found in await asyncio.gather(two.barrier(), other_two.barrier()):
+            assert found.number == 0
+        assert not waits.done()
+        assert (await other_one.all_reduce(number(2.0))).value.item() == 3
+        assert (await waits).value.item() == 3
+        assert await first.lane("one") is one
+
+
+@pytest.mark.asyncio
+async def test_cancelled_call_has_contributed(memory):
+    async with lanes(memory, 2) as (first, last):
+        await sums([first, last])
+        cancelled = asyncio.create_task(first.all_reduce(number(1.0)))
+        await until(lambda: first._rounds._next == 4)
+        cancelled.cancel()
+        following = asyncio.create_task(first.all_reduce(number(8.0)))
+        assert (await last.all_reduce(number(2.0))).value.item() == 3
+        assert (await last.all_reduce(number(16.0))).value.item() == 24
+        assert (await following).value.item() == 24
+
+
+@pytest.mark.asyncio
+async def test_different_calls_are_told_on_all_ranks_and_the_lane_goes_on(store):
+    async with lanes(store, 2) as (first, last):
+        calls = first.all_reduce(number(1.0)), last.all_reduce(torch.ones(2))
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, MismatchError)
+            assert "float32[1]" in str(error)
+            assert "float32[2]" in str(error)
+        assert [found.value.item() for found in await sums([first, last])] == [3, 3]
+
+
+@pytest.mark.asyncio
+async def test_bad_arguments_are_refused_before_anything_is_contributed(store):
+    async with lanes(store, 2, capacity=64) as (first, last):
+        wrong: list[tuple[Any, type[Exception], str]] = [
+            (lambda: first.all_reduce([1.0]), ArgumentTypeError, "tensor is"),
+            (lambda: first.all_reduce(torch.ones(4, 4).t()), ArgumentError, "contiguous"),
+            (lambda: first.all_reduce(torch.ones(17)), ArgumentError, "68 bytes are given, wanted at most"),
+            (lambda: first.all_reduce(number(1.0), "most"), ArgumentError, "op is 'most'"),
+            (lambda: first.all_reduce(number(1.0), aiocomms.ReduceOp.BAND), ArgumentError, "op is band"),
+            (lambda: first.all_reduce(number(1.0), timeout=0), ArgumentError, "timeout is 0"),
+            (lambda: first.all_to_all([number(1.0)]), ArgumentError, "1 tensors, wanted one per rank: 2"),
+            (lambda: first.all_to_all(number(1.0)), ArgumentTypeError, "inputs is"),
+        ]
+        for call, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                await call()
+        assert [found.number for found in await sums([first, last])] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"name": ""}, "name has 0"), ({"capacity": 0}, "capacity is 0"), ({"capacity": "1"}, "capacity is '1'"),
+        ({"rank": 2, "size": 2}, "rank is 2"), ({"timeout": -1}, "timeout is -1"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_the_group_are_refused(options, text):
+    with pytest.raises(ArgumentError, match=text):
+        aiocomms.live_group(**({"store": HashStore(), "rank": 0, "size": 1} | options))
+
+
+@pytest.mark.asyncio
+async def test_too_many_ranks_are_refused(store):
+    with pytest.raises(ArgumentError, match="size is 21, wanted at most 20"):
+        await aiocomms.live_group(store=store, rank=0, size=21)
+
+
+@pytest.mark.asyncio
+async def test_other_capacities_and_absent_ranks_are_named(store):
+    with pytest.raises(CommTimeoutError, match=r"ranks \[1\] have not come"):
+        await aiocomms.live_group(store=store, rank=0, size=2, timeout=SHORT)
+    with pytest.raises(ArgumentError, match="size and capacity are 2 64, and those of another rank 2 4194304"):
+        await aiocomms.live_group(store=store, rank=1, size=2, capacity=64)
+
+
+@pytest.mark.asyncio
+async def test_large_tensors_are_copied_off_the_loop(store):
+    async with lanes(store, 2) as two:
+        tensors = [torch.arange(3 * 2**18, dtype=torch.float32) * (n + 1) for n in range(2)]
+        for found in await asyncio.gather(*(it.all_reduce(tensors[n]) for n, it in enumerate(two))):
+            assert torch.equal(found.value, torch.arange(3 * 2**18, dtype=torch.float32) * 3)
