@@ -39,6 +39,7 @@ DATA = {
     "TensorLike",
     "Transport",
     "new_comm",
+    "live_group",
     "open_endpoint",
 }
 """Public classes of which nothing is open: values, what others inherit from, and what is yet to be awaited."""

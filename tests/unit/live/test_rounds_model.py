@@ -245,13 +245,15 @@ def explore(make: Callable[[], World], deaths: int, late: int) -> int:
         world = make()
         for choice in order:
             world.take(choice)
-        state = world.state()
-        if state not in seen:
+        while (state := world.state()) not in seen:
             seen.add(state)
             coming = list(world.choices(deaths, late))
             waiting = [process for process in world.processes if process.wants is not None]
             assert coming or not waiting, f"ranks {[it.rank for it in waiting]} wait for ever"
-            orders += [[*order, choice] for choice in coming]
+            if coming:  # The last goes on from here, and the others begin anew.
+                orders += [[*order, choice] for choice in coming[:-1]]
+                order = [*order, coming[-1]]
+                world.take(coming[-1])
         for process in world.processes:
             process.end()
     return len(seen)
