@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple, Self, TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
 from aiocomms.arguments import FORMING
+from aiocomms.bootstrap import supervised
 from aiocomms.communicator.formation import launched
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError
 from aiocomms.live import shared
@@ -47,15 +49,28 @@ async def form(
         async with contextlib.AsyncExitStack() as kept:
             await kept.enter_async_context(admitting(store))  # A process may take a place at any time.
             meeting = LiveMeeting(PrefixStore(f"aiocomms/live/{name}", store or HashStore()), place, seconds)
-            fd = await run_in_thread(meeting.meet)
-            registers: Registers = (
-                StoreRegisters(meeting.store) if fd is None else SharedRegisters(fd, rank, size, capacity)
-            )
+            try:
+                fd = await run_in_thread(meeting.meet)
+            except BaseException:
+                meeting.give_up()
+                raise
+            registers = _registers(meeting.store, fd, place)
             kept.callback(registers.close)
             holder = await _take(registers, rank)
+            supervised.report_formed(rank, size, name, 1)
             return LiveGroup(place, registers, holder, kept.pop_all())
     except CommError as error:
         raise error.about(comm=name, op="live_group", rank=rank) from error.__cause__
+
+
+def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
+    if fd is None:
+        return StoreRegisters(store)
+    try:
+        return SharedRegisters(fd, place.rank, place.size, place.capacity)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 async def _take(registers: Registers, rank: int) -> int:
@@ -128,6 +143,15 @@ class LiveMeeting:
     def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
         self.store, self._place = store, place
         self._seconds, self._ends = seconds, clock.now() + seconds
+        self._lock = threading.Lock()
+        self._given_up, self._fd = False, -1
+
+    def give_up(self) -> None:
+        """Close what the thread has opened, or will have: nobody waits for it any more."""
+        with self._lock:
+            self._given_up = True
+            if self._fd >= 0:
+                os.close(self._fd)
 
     @store_errors("the store of the group is gone")
     def meet(self) -> int | None:
@@ -147,7 +171,12 @@ class LiveMeeting:
             return None
         if where != here:
             raise ArgumentError(f"the group has its memory on host {where}, and this process is on {here}")
-        return self._memory()
+        fd = self._memory()
+        with self._lock:
+            self._fd = fd
+            if self._given_up:
+                os.close(fd)
+        return fd
 
     def _until(self, look: Callable[[], _T | None], late: Callable[[], str]) -> _T:
         while True:

@@ -70,7 +70,7 @@ class Registers(Protocol):
         """Return whether the process may live that has a place: the number which stands in the place's register."""
 
     def close(self) -> None:
-        """Use it no more. Idempotent."""
+        """Use it no more: whoever waits gets a :class:`~aiocomms.errors.CommClosedError`. Idempotent."""
 
 
 def register_of(lane: int, which: int) -> int:

@@ -22,10 +22,11 @@ import anyio
 import torch
 from torch import Tensor
 
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, CommClosedError
 from aiocomms.live.registers import LANES, LONG, PER_LANE, area_of, place_of, register_of
 from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
@@ -116,10 +117,13 @@ class SharedRegisters:
         except OSError:
             self._socket.close()
             raise ArgumentError(f"rank is {self._rank}, which a process of this host is already") from None
+        Unshared(self._name + str(self._rank)).belongs_to(self)
         self._driver.watch(self._socket.fileno(), self._heard)
 
     async def load(self, register: int) -> int:
         """See :class:`aiocomms.live.registers.Registers`."""
+        if self._fd < 0:
+            raise CommClosedError("the group was closed")
         return int(self._words.load(register))
 
     async def swap(self, register: int, expected: int, desired: int) -> int:
@@ -236,6 +240,7 @@ class SharedRegisters:
             self._living.clear()
             os.close(self._fd)
             self._fd = -1
+            self._ring(_ALL)
 
     def _begin(self, area: int) -> int:
         return _AREAS + area * _stride(self._capacity)

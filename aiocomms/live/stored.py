@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from aiocomms.errors import CommClosedError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
@@ -29,7 +30,7 @@ class StoreRegisters:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store: Store | None = store
 
     async def load(self, register: int) -> int:
         """See :class:`aiocomms.live.registers.Registers`. A key that is not there yet is set to 0."""
@@ -74,11 +75,16 @@ class StoreRegisters:
         return True
 
     def close(self) -> None:
-        """Do nothing: the store is the job's."""
+        """See :class:`aiocomms.live.registers.Registers`. The store itself is the job's."""
+        self._store = None
 
     async def _ask(self, call: Callable[[Store], T]) -> T:
+        store = self._store
+        if store is None:
+            raise CommClosedError("the group was closed")
+
         @store_errors("the store of the group is gone")
         def ask() -> T:
-            return call(self._store)
+            return call(store)
 
         return await run_in_thread(ask)

@@ -254,3 +254,16 @@ async def test_large_tensors_are_copied_off_the_loop(store):
         tensors = [torch.arange(3 * 2**18, dtype=torch.float32) * (n + 1) for n in range(2)]
         for found in await asyncio.gather(*(it.all_reduce(tensors[n]) for n, it in enumerate(two))):
             assert torch.equal(found.value, torch.arange(3 * 2**18, dtype=torch.float32) * 3)
+
+
+@pytest.mark.asyncio
+async def test_call_that_waits_ends_when_its_group_is_closed(store):
+    async with groups(store, 2) as (first, last):
+        lane, _ = await first.lane(), await last.lane()
+        waiting = asyncio.create_task(lane.barrier(timeout=None))
+        await until(lambda: lane._rounds._next)
+        await first.aclose()
+        with pytest.raises(CommClosedError, match="the group was closed"):
+            await waiting
+        assert first.closed
+        assert "closed" in repr(first)
