@@ -66,15 +66,19 @@ def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [octets(tensor) for tensor in tensors]
 
 
-def contributions(mine: Called, given: Mapping[int, tuple[bytes, Tensor]]) -> dict[int, Contribution]:
+def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes, Tensor]]) -> dict[int, Contribution]:
     """Decode what the ranks have contributed to a round.
 
     :param mine: what this rank has called.
+    :param encoded: the same, as its own header.
     :raises MismatchError: it is not of one op.
     :raises ProtocolError: it makes no sense.
     """
     found = {}
     for rank, (header, data) in given.items():
+        if header == encoded:
+            found[rank] = Contribution(mine, data)
+            continue
         called = CALLED.decode(header, rank)
         if not called.fits(mine) or sum(map(math.prod, called.shapes)) * _itemsize(called, rank) != len(data):
             raise MismatchError(f"this rank has called {mine}, and rank {rank} {called}", peer=rank)

@@ -177,10 +177,11 @@ class LiveLane(Handle):
             seconds = arguments.op_deadline(timeout, place.timeout)
             long = self._bytes(tensors) > LONG
             called = Called.of(op, tensors, alike)
+            header = CALLED.encode(called)
 
             async def use(given: dict[int, tuple[bytes, Tensor]]) -> T:
                 def make() -> T:
-                    return result(contributions(called, given))
+                    return result(contributions(called, header, given))
 
                 return await run_in_thread(make) if long else make()
 
@@ -192,7 +193,7 @@ class LiveLane(Handle):
                 if place.closed:
                     raise CommClosedError("the group was closed")
                 ends = clock.now() + seconds
-                value, round_ = await self._rounds.take_part(CALLED.encode(called), flat(tensors), ends, use)
+                value, round_ = await self._rounds.take_part(header, flat(tensors), ends, use)
             finally:
                 self._turn.release()
         except CommError as error:

@@ -12,6 +12,7 @@ what was meant for it (as with a seqlock).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -42,7 +43,12 @@ class Round(NamedTuple):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks whose contributions are there, in ascending order."""
-        return tuple(rank for rank in range(MOST_RANKS) if self.bits >> rank & 1)
+        return _ranks_of(self.bits)
+
+
+@functools.lru_cache
+def _ranks_of(bits: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(MOST_RANKS) if bits >> rank & 1)
 
 
 class Rounds:
