@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from aiocomms import ReduceOp, ops
-from aiocomms.errors import MismatchError
+from aiocomms.errors import CommAbortedError, MismatchError
 
 pytestmark = pytest.mark.deterministic
 
 lanes = pytest.importorskip("aiocomms_ucx.lane_collectives", reason="needs the ucx transport", exc_type=ImportError)
+transports = pytest.importorskip("aiocomms_ucx.transport", reason="needs the ucx transport", exc_type=ImportError)
 LANE = 7
 
 
@@ -86,3 +88,15 @@ def test_rank_whose_collective_has_ended_reports_nothing() -> None:
     two.deliver(2, one)
     one.deliver(0, two)
     assert (one.sent, two.sent) == ([], [])
+
+
+def test_ranks_hear_of_an_abort_behind_its_writes() -> None:
+    """They may use their memory again as soon as they hear of it."""
+    order: list[str] = []
+    transport: Any = SimpleNamespace(
+        _ending=nullcontext(), _aborted=False, _closed=False, _disputed=None, rank=0, group=1, peers=[],
+        engine=SimpleNamespace(lose_group=lambda _: order.append("lost")), tell_all=lambda _: order.append("told"),
+    )  # fmt: skip
+    transports.UcxTransport.abort(transport, CommAbortedError("enough"))
+    transports.UcxTransport.abort(transport, CommAbortedError("twice"))
+    assert order == ["lost", "told"]

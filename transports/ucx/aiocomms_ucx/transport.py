@@ -391,8 +391,8 @@ class UcxTransport(LaneTransport, Hastened):
             if isinstance(error, PeerDiedError):  # the peer may be silent although its connection is open
                 self.shared.distrust(self.peers)
             reason = Reason.of(error, self.rank)
+            self.engine.lose_group(self.group)  # Then the others, who may use their memory again.
             self.tell_all(lambda number: wire.Abort(number, reason, self._disputed))
-            self.engine.lose_group(self.group)
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
