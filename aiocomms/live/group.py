@@ -8,7 +8,7 @@ from typing import Final, Self
 
 from aiocomms.arguments import label
 from aiocomms.core.leak_guard import LeakGuard
-from aiocomms.errors import ArgumentError, CommClosedError, CommError
+from aiocomms.errors import ArgumentError, CommError
 from aiocomms.live.lane import LiveLane, LivePlace
 from aiocomms.live.registers import LANES, LEFT, NAME, Registers, place_of, register_of
 from aiocomms.live.rounds import Rounds
@@ -66,8 +66,7 @@ class LiveGroup(Handle):
         :raises CommClosedError: the group is closed.
         """
         try:
-            if self.closed:
-                raise CommClosedError("the group was closed")
+            self._place.check("lane")
             if label(name) not in self._lanes:
                 number = await self._number_of(name)
                 rounds = Rounds(self._registers, number, self.rank, self.size, self._holder)
@@ -91,6 +90,7 @@ class LiveGroup(Handle):
         """Leave: the others wait for this rank no more. Idempotent."""
         if self.closed:
             return
+        self._place.check("aclose")
         self._place.closed = True
         try:
             with contextlib.suppress(CommError):  # The memory is gone, and with it the group.

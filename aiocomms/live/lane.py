@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import anyio
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from aiocomms import arguments
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
-from aiocomms.errors import ArgumentError, CommClosedError, CommError
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, wrong_thread
 from aiocomms.live.contributions import CALLED, Called, Contribution, contributions, flat
 from aiocomms.live.registers import LONG
 from aiocomms.live.rounds import BEGIN, Rounds
@@ -49,6 +50,18 @@ class LivePlace:
     def __init__(self, name: str, rank: int, size: int, timeout: float, capacity: int) -> None:
         self.name, self.rank, self.size, self.timeout, self.capacity = name, rank, size, timeout, capacity
         self.closed = False
+        self._thread = get_ident()
+
+    def check(self, op: str) -> None:
+        """Check that a call is on the group's thread, and that the group is open.
+
+        :raises RuntimeError: it is on another thread.
+        :raises CommClosedError: the group is closed.
+        """
+        if get_ident() != self._thread:
+            raise wrong_thread(f"{op} on '{self.name}'")
+        if self.closed:
+            raise CommClosedError("the group was closed")
 
 
 class LiveLane(Handle):
@@ -174,6 +187,7 @@ class LiveLane(Handle):
     ) -> Partial[T]:  # fmt: skip
         place, name = self._place, op.partition("(")[0]
         try:
+            place.check(name)
             seconds = arguments.op_deadline(timeout, place.timeout)
             long = self._bytes(tensors) > LONG
             called = Called.of(op, tensors, alike)
@@ -190,8 +204,7 @@ class LiveLane(Handle):
             else:
                 self._turn.acquire_nowait()  # An acquire that need not wait gives the loop a turn.
             try:
-                if place.closed:
-                    raise CommClosedError("the group was closed")
+                place.check(name)
                 ends = clock.now() + seconds
                 value, round_ = await self._rounds.take_part(header, flat(tensors), ends, use)
             finally:

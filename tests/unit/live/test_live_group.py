@@ -235,6 +235,15 @@ def test_bad_arguments_of_the_group_are_refused(options, text):
 
 
 @pytest.mark.asyncio
+async def test_other_threads_are_refused(store):
+    async with groups(store, 1) as (group,):
+        lane = await group.lane()
+        for call in (lane.barrier, group.lane, group.aclose):
+            with pytest.raises(RuntimeError, match="another thread"):
+                await asyncio.to_thread(lambda call=call: call().send(None))
+
+
+@pytest.mark.asyncio
 async def test_too_many_ranks_are_refused(store):
     with pytest.raises(ArgumentError, match="size is 21, wanted at most 20"):
         await aiocomms.live_group(store=store, rank=0, size=21)
