@@ -1,4 +1,4 @@
-"""A live group of four processes with a hundred tasks each, of which one is killed every second and replaced."""
+"""A live group of four processes with a hundred tasks each: every second one is killed and replaced, or stopped."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ class Group:
         self.processes[rank].kill()
         self.processes[rank].wait()
 
+    def stop(self, rank: int) -> None:
+        """Have a process stand still for longer than a call takes."""
+        self.processes[rank].send_signal(signal.SIGSTOP)
+        time.sleep(1.2)
+        self.processes[rank].send_signal(signal.SIGCONT)
+
 
 def test_results_are_right_for_the_ranks_that_they_carry_while_ranks_die(tmp_path):
     group = Group(tmp_path / "log")
@@ -57,9 +63,12 @@ def test_results_are_right_for_the_ranks_that_they_carry_while_ranks_die(tmp_pat
             time.sleep(1)
             if len(begun := group.begun()) > SIZE // 2:  # The memory ends with the last process that has it.
                 victim = random.choice(begun)
-                group.kill(victim)
-                group.start(victim)
-                deaths += 1
+                if random.random() < 0.3:
+                    group.stop(victim)
+                else:
+                    group.kill(victim)
+                    group.start(victim)
+                    deaths += 1
         for process in group.processes.values():
             process.terminate()
         codes = {process.wait(60) for process in group.processes.values()}
