@@ -15,7 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiocomms import blocking, cuda, errors, functional, launching, ops, serving, testing
+    from aiocomms import blocking, cuda, errors, functional, launching, ops, resharding, serving, testing
     from aiocomms.arguments import COMM_TIMEOUT
     from aiocomms.communicator.communicator import Communicator
     from aiocomms.communicator.formation import get_comm
@@ -76,6 +76,7 @@ __all__ = [
     "new_comm",
     "open_endpoint",
     "ops",
+    "resharding",
     "serving",
     "testing",
 ]
@@ -111,7 +112,9 @@ _HOME = {
     "new_comm": "communicator.opening",
     "open_endpoint": "endpoints.opening",
 }
-_MODULES = frozenset({"blocking", "cuda", "errors", "functional", "launching", "ops", "serving", "testing"})
+_MODULES = frozenset(
+    {"blocking", "cuda", "errors", "functional", "launching", "ops", "resharding", "serving", "testing"}
+)
 
 
 _MARKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

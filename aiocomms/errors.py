@@ -27,6 +27,8 @@ __all__ = [
     "LeftBehindError",
     "MessageTruncatedError",
     "MismatchError",
+    "MoveLostError",
+    "MoveTimeoutError",
     "PeerDiedError",
     "PlanLostError",
     "PlanTimeoutError",
@@ -274,6 +276,20 @@ class RegionError(CommError):
     """Raised when a region of another endpoint gives no access: forged, foreign, expired, revoked, or not that right.
 
     Nothing was read or written. The connection with that endpoint stays usable.
+    """
+
+
+class MoveLostError(CommError):
+    """Raised on every source rank when a version has not been moved: something was lost, closed or given up; says who.
+
+    The target's old version stays current. The communicators stay usable, unless one of them is what was lost.
+    """
+
+
+class MoveTimeoutError(CommTimeoutError):
+    """Raised on every source rank when a version has not been moved in time; says what was waited for.
+
+    The target's old version stays current. The communicators stay usable.
     """
 
 

@@ -25,9 +25,16 @@ from aiocomms.testing import local_world
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(128)]
 
-ROOMS = ["aiocomms", "aiocomms.blocking", "aiocomms.serving", "aiocomms.integrations.torch_backend"]
+ROOMS = [
+    "aiocomms",
+    "aiocomms.blocking",
+    "aiocomms.resharding",
+    "aiocomms.serving",
+    "aiocomms.integrations.torch_backend",
+]
 DATA = {
     "Capabilities",
+    "Chunk",
     "CommError",
     "DriverState",
     "Message",
@@ -38,6 +45,7 @@ DATA = {
     "ServiceStatistics",
     "TensorLike",
     "Transport",
+    "Weights",
     "new_comm",
     "live_group",
     "open_endpoint",

@@ -1,0 +1,58 @@
+"""Tasks of a source or a target that hear what others say, until it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any
+
+import anyio
+
+from aiocomms.errors import CommError, ProtocolError
+from aiocomms.progress.driver import Bell, LoopDriver
+
+
+class Background:
+    """Tasks that end together."""
+
+    def __init__(self, of: str) -> None:
+        """Begin with none.
+
+        :param of: what they belong to, in words.
+        """
+        self._of, self._driver = of, LoopDriver.current()
+        self._scopes: set[anyio.CancelScope] = set()
+        self._ended = Bell(self._driver)
+        self._closed = False
+
+    def start(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Run something in a task. A lost or closed connection ends it, and what it must not raise is reported."""
+
+        async def run() -> None:
+            with anyio.CancelScope() as scope:
+                self._scopes.add(scope)
+                try:
+                    if not self._closed:
+                        await call()
+                except Exception as error:
+                    if isinstance(error, CommError) and not isinstance(error, ProtocolError):
+                        return  # The tasks that wait for something hear of that in another way.
+                    self._driver.report(f"a task of {self._of} failed", error)
+                finally:
+                    self._scopes.discard(scope)
+                    self._running -= 1
+                    self._ended.ring()
+
+        self._running += 1
+        self._driver.spawn(run, Context())
+
+    _running = 0
+
+    async def aclose(self) -> None:
+        """Cancel all, and wait until they have ended. Idempotent."""
+        self._closed = True
+        for scope in self._scopes:
+            scope.cancel()
+        with anyio.CancelScope(shield=True):
+            while self._running:
+                await self._ended

@@ -1,0 +1,152 @@
+"""Chunks: the parts of tensors that a rank has, in the terms of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiocomms.arguments import as_int, short, wrong_type
+from aiocomms.errors import ArgumentError
+from aiocomms.ops import checks
+from aiocomms.resharding.boxes import Box
+from aiocomms.resharding.words import ChunkRecord
+
+ALIGNMENT: Final = 64
+"""Bytes: where chunks begin in a buffer, so that kernels find them as those of torch's own allocator."""
+DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
+
+
+class Chunk(NamedTuple):
+    """The part of a tensor that a rank has: a box of it, as a chunk of ``torch.distributed.checkpoint`` is.
+
+    :param tensor: the part itself; it may be a view.
+    :param shape: the shape of the whole tensor, in elements.
+    :param offsets: where the part begins in each dimension of the whole tensor, in elements.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class _OnDevice:
+    """The object that checks of tensors look at: no communicator, but its device."""
+
+    rank, size = 0, 1
+    fast_check: Callable[[object, bool], bool] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def chunks_of(tensors: object, device: torch.device) -> dict[str, Chunk]:
+    """Return the chunks of tensors, checked.
+
+    :param tensors: a mapping of names to tensors, DTensors or chunks.
+    :param device: the device that they must be on.
+    :raises ArgumentError: it is something else, or a chunk does not lie within its tensor.
+    """
+    if not isinstance(tensors, Mapping):
+        raise wrong_type("tensors", tensors, "a mapping of names to tensors, DTensors or chunks")
+    found: dict[str, Chunk] = {}
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise wrong_type("a name of tensors", name, "a str")
+        found[name] = _checked(f"tensors[{short(name)}]", _chunk_of(f"tensors[{short(name)}]", value), device)
+    return found
+
+
+def _chunk_of(name: str, value: Any) -> Chunk:
+    if isinstance(value, Chunk):
+        return value
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        return _of_dtensor(name, value)
+    if not isinstance(value, Tensor):
+        raise wrong_type(name, value, "a tensor, a DTensor or a Chunk")
+    return Chunk(value, tuple(value.shape), (0,) * value.dim())
+
+
+def _of_dtensor(name: str, value: Any) -> Chunk:
+    """Return the chunk that this rank has of a DTensor.
+
+    :raises ArgumentError: it is none: this rank is not of the mesh, holds summands, or holds separate rows.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = value.device_mesh, value.placements
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(f"{name} is a DTensor of a mesh without this rank, wanted one with it")
+    if any(placement.is_partial() for placement in placements):
+        raise ArgumentError(f"{name} has placements {placements}, wanted none that is Partial: redistribute it")
+    later: dict[int, int] = {}
+    for size, placement in reversed([*zip(mesh.shape, placements, strict=True)]):
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        factor = getattr(placement, "split_factor", None)
+        later[dim] = later.get(dim, 1) * size
+        if factor is not None and (factor * size != later[dim] or value.shape[dim] % later[dim]):
+            raise ArgumentError(f"{name} is a DTensor with placements {placements} whose shards are not contiguous")
+    shape, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    local = value.to_local()
+    if tuple(local.shape) != tuple(shape):
+        raise ArgumentError(f"{name} has a local tensor of shape {[*local.shape]}, wanted {[*shape]}")
+    return Chunk(local, tuple(value.shape), tuple(offsets))
+
+
+def _checked(name: str, chunk: Chunk, device: torch.device) -> Chunk:
+    tensor = chunk.tensor
+    checks.is_tensor(f"{name}.tensor", tensor)
+    plain = type(tensor) in checks.PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+    if not plain or tensor.dtype not in checks.DTYPES or tensor.device != device:
+        checks.readable(f"{name}.tensor", tensor, _OnDevice(device))
+    shape, offsets = (
+        _ints(f"{name}.{what}", value) for what, value in (("shape", chunk.shape), ("offsets", chunk.offsets))
+    )
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) == len(offsets) and all(
+        0 <= at <= whole - size for at, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+    if not fits:
+        raise ArgumentError(
+            f"{name} has offsets {[*offsets]} and a tensor of shape {[*sizes]}, wanted a part of shape {[*shape]}"
+        )
+    return Chunk(tensor.detach(), shape, offsets)
+
+
+def _ints(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or any(type(as_int(it)) is not int for it in value):
+        raise wrong_type(name, value, "a tuple of ints")
+    return tuple(map(as_int, value))
+
+
+def box_of(record: ChunkRecord) -> Box:
+    """Return the box of a chunk."""
+    return Box(record.offsets, record.sizes)
+
+
+def nbytes_of(record: ChunkRecord) -> int:
+    """Return the bytes of a chunk."""
+    return math.prod(record.sizes) * DTYPES[record.dtype].itemsize
+
+
+def records_of(chunks: Mapping[str, Chunk]) -> tuple[ChunkRecord, ...]:
+    """Describe chunks, one behind the other in a buffer."""
+    records: list[ChunkRecord] = []
+    place = 0
+    for name, (tensor, shape, offsets) in chunks.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        records.append(ChunkRecord(name, dtype, shape, offsets, tuple(tensor.shape), place))
+        place += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(records)
+
+
+def size_of(records: Iterable[ChunkRecord]) -> int:
+    """Return the bytes of the buffer that has chunks."""
+    return max((record.place + nbytes_of(record) for record in records), default=0)

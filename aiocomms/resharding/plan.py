@@ -1,0 +1,123 @@
+"""The plan of a source: which rank writes what to whom. It is computed once, the same on every rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from aiocomms.errors import ArgumentError
+from aiocomms.resharding.boxes import Box, Portion, pieces, runs, shared
+from aiocomms.resharding.chunks import DTYPES, box_of
+from aiocomms.resharding.words import ChunkRecord, TargetRecord
+
+BLOCK: Final = 4 << 20
+"""Bytes that are packed, and written, at once."""
+_NAMED: Final = 3
+"""Most misfits that an error lists."""
+
+
+class Copy(NamedTuple):
+    """Something that this rank writes: a box of one of its chunks, to runs of bytes in a target rank's buffer."""
+
+    target: int
+    name: str
+    box: Box
+    """The part of this rank's chunk."""
+    dtype: str
+    """The dtype there."""
+    starts: list[int]
+    """The byte of the buffer at which each run begins."""
+    run: int
+    """Bytes of a run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes on the way."""
+        return self.run * len(self.starts)
+
+
+class MovePlan(NamedTuple):
+    """The copies of one source rank, and the facts that all ranks share."""
+
+    copies: list[Copy]
+    """The copies, in an order in which the source ranks begin with different target ranks."""
+    targets: tuple[int, ...]
+    """The target ranks that it writes to."""
+    writers: tuple[tuple[int, ...], ...]
+    """The source ranks that write to each target rank."""
+    nbytes: tuple[int, ...]
+    """The bytes that each source rank writes of a version."""
+
+
+Owned = dict[str, list[tuple[int, ChunkRecord]]]
+"""The ranks that have a chunk of a tensor, and the chunks, by the tensor's name."""
+
+
+def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence[TargetRecord]) -> MovePlan:
+    """MovePlan what a source rank writes.
+
+    :param rank: the source rank.
+    :param source: by source rank its chunks.
+    :param target: by target rank its chunks.
+    :raises ArgumentError: the source has not all that the target needs.
+    """
+    held, wanted = _by_name(source), _by_name([record.chunks for record in target])
+    load = [0] * len(source)
+    portions = {name: _portions(name, chunks, held.get(name, []), load) for name, chunks in wanted.items()}
+    misfits = [misfit for _, misfit in portions.values() if misfit]
+    if misfits:
+        more = f"; and {len(misfits) - _NAMED} more" if len(misfits) > _NAMED else ""
+        raise ArgumentError(f"tensors do not have what the target needs: {'; '.join(misfits[:_NAMED])}{more}")
+    copies: list[Copy] = []
+    writers: list[set[int]] = [set() for _ in target]
+    for name, (parts, _) in portions.items():
+        mine, theirs = (dict(chunks) for chunks in (held.get(name, []), wanted[name]))
+        for part in parts:
+            writers[part.target].add(part.source)
+            if part.source == rank:
+                copies += _copies(part, mine[rank], theirs[part.target])
+    copies.sort(key=lambda copy: (copy.target - rank) % len(target))
+    targets = tuple(to for to, sources in enumerate(writers) if rank in sources)
+    return MovePlan(copies, targets, tuple(tuple(sorted(sources)) for sources in writers), tuple(load))
+
+
+def _by_name(ranks: Sequence[Sequence[ChunkRecord]]) -> Owned:
+    found: Owned = defaultdict(list)
+    for rank, records in enumerate(ranks):
+        for record in records:
+            found[record.name].append((rank, record))
+    return dict(found)
+
+
+def _portions(
+    name: str, wanted: list[tuple[int, ChunkRecord]], held: list[tuple[int, ChunkRecord]], load: list[int]
+) -> tuple[list[Portion], str]:
+    """Share one tensor among the source ranks; or say what is wrong with it."""
+    shape = wanted[0][1].shape
+    if not held:
+        return [], f"there is no {name!r}"
+    for rank, record in held:
+        if record.shape != shape:
+            return [], f"{name!r} has shape {[*record.shape]} on source rank {rank}, wanted {[*shape]}"
+    itemsize = DTYPES[wanted[0][1].dtype].itemsize
+    portions, missing = shared(_boxes(wanted), _boxes(held), itemsize, load)
+    if missing:
+        box = missing[0][1]
+        return [], f"no source rank has {[*box.sizes]} elements of {name!r} at {[*box.offsets]}"
+    return portions, ""
+
+
+def _boxes(chunks: list[tuple[int, ChunkRecord]]) -> list[tuple[int, Box]]:
+    return [(rank, box_of(record)) for rank, record in chunks]
+
+
+def _copies(part: Portion, mine: ChunkRecord, theirs: ChunkRecord) -> list[Copy]:
+    """Cut a portion into blocks."""
+    itemsize = DTYPES[theirs.dtype].itemsize
+    found: list[Copy] = []
+    for box in pieces(part.box, BLOCK // itemsize):
+        starts, run = runs(box.within(box_of(theirs)), theirs.sizes)
+        places = [theirs.place + start * itemsize for start in starts]
+        found.append(Copy(part.target, theirs.name, box.within(box_of(mine)), theirs.dtype, places, run * itemsize))
+    return found

@@ -1,0 +1,417 @@
+"""The protocol by which a version moves, as state machines: what each rank does about what it hears.
+
+::
+
+    source ranks  --Enter-->  source rank 0  --Propose-->  target rank 0  --Clear-->    target ranks
+                  <--Admit--                 <--Admit---                  <--Cleared--
+                  ---------------- the bytes, and then Written --------------------->
+                  <-Settled--                <-Settled--                  <--Whole----
+
+Rank 0 of the target decides: once all target ranks have the whole version, it is current. Until then the old one is,
+whatever happens; and the buffers of a version that was given up are never written or read again, as nobody can tell
+when the last byte of a lost process arrives. This is a two-phase commit whose votes are bytes that have arrived (Gray,
+"Notes on Data Base Operating Systems", 1978).
+
+A buffer is written again only when no rank reads the version in it. Rank 0 first lets go of it itself, so that no plan
+or step with that version begins any more; then it asks the other ranks, and says how many steps with it have begun.
+
+Each transition is a pure function from a state and what is heard to the next state and the actions that it asks for;
+:mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` run them, and a model checker does.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple, TypeVar
+
+from aiocomms.resharding.words import (
+    Admit,
+    Broken,
+    Clear,
+    Cleared,
+    Enter,
+    Falter,
+    Propose,
+    Settled,
+    Whole,
+    Withdraw,
+    Word,
+    Written,
+)
+
+Side = Literal["source", "target"]
+LOST: Final = "lost"
+REFUSED: Final = "refused"
+DIFFERS: Final = "differs"
+LATE: Final = "late"
+"""Kinds of reasons for which a version is not current: something was lost or given up; the target has a higher version;
+the source ranks have called for different versions; a deadline has passed."""
+
+DOUBT: Final = "; it may have become current before that"
+"""The words that errors add where target rank 0, which knows, was not heard any more."""
+
+
+class Notify(NamedTuple):
+    """The action to tell something to a rank, perhaps to the one that does so."""
+
+    side: Side
+    rank: int
+    word: Word
+
+
+class Offer(NamedTuple):
+    """The action of a target rank to make a buffer ready, and to tell rank 0 :class:`Cleared`."""
+
+    move: int
+    buffer: int
+    """The number of the buffer; it is made if it is a new one. All buffers that the state does not name are dropped."""
+    steps: int
+
+
+class Switch(NamedTuple):
+    """The action of target rank 0 to begin no step or plan with another version than this one."""
+
+    version: int
+
+
+class Write(NamedTuple):
+    """The action of a source rank to write."""
+
+    move: int
+    descriptors: tuple[bytes, ...]
+
+
+class Stop(NamedTuple):
+    """The action of a source rank to write no more."""
+
+
+class Return(NamedTuple):
+    """The action of a source rank to end the call."""
+
+    kind: str
+    why: str
+
+
+Action = Notify | Offer | Switch | Write | Stop | Return
+_S = TypeVar("_S")
+Next = tuple[_S, list[Action]]
+"""The next state, and what it asks for."""
+
+
+class Held(NamedTuple):
+    """A version that can be read on a target rank."""
+
+    version: int
+    buffer: int
+    uses: int = 0
+    """The number of steps and plans that read it now."""
+    steps: int = 0
+    """The number of steps with it that have begun."""
+
+
+class TargetRank(NamedTuple):
+    """A rank of the target."""
+
+    rank: int
+    held: tuple[Held, ...]
+    free: tuple[int, ...] = (1,)
+    """The buffers that nobody reads or writes."""
+    made: int = 2
+    """The number of buffers that there have been."""
+    move: Clear | None = None
+    """The move under way here."""
+    filling: int | None = None
+    """The buffer that was offered for the last move."""
+    missing: frozenset[int] = frozenset()
+    """The source ranks that have not written all."""
+    gone: int = 0
+    """The number of steps that began with the version that was let go of last, for whatever became of that move."""
+
+    def clear(self, word: Clear) -> Next[TargetRank]:
+        """Make room for a version. If that of the last move is not current by now, it was given up."""
+        held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
+        return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
+
+    def _offered(self) -> Next[TargetRank]:
+        """Offer a buffer, once no rank reads another version than the current one."""
+        move = self.move
+        if move is None or self.filling is not None:
+            return self, []
+        old = [it for it in self.held if it.version != move.keep]
+        if any(it.uses or it.steps < move.steps for it in old):
+            return self, []
+        held = tuple(it for it in self.held if it.version == move.keep)
+        free, made = (*self.free, *(it.buffer for it in old)), self.made
+        if not free:
+            free, made = (made,), made + 1
+        gone = old[0].steps if old else self.gone
+        after = self._replace(held=held, free=free[1:], made=made, filling=free[0], gone=gone)
+        after, actions = after._whole()
+        return after, [Offer(move.move, free[0], gone), *actions]
+
+    def written(self, writer: int, word: Written) -> Next[TargetRank]:
+        """Note that a source rank has written all."""
+        if self.move is None or self.move.move != word.move or writer not in self.missing:
+            return self, []
+        return self._replace(missing=self.missing - {writer})._whole()
+
+    def _whole(self) -> Next[TargetRank]:
+        if self.move is None or self.filling is None or self.missing:
+            return self, []
+        held = (*self.held, Held(self.move.version, self.filling))
+        return self._replace(held=held, move=None), [Notify("target", 0, Whole(self.move.move))]
+
+    def lose(self, writer: int, why: str) -> Next[TargetRank]:
+        """Note that the connection with a source rank is lost: the rest of what it writes will not come."""
+        if self.move is None or writer not in self.missing:
+            return self, []
+        return self._replace(move=None), [Notify("target", 0, Broken(self.move.move, why))]
+
+    def holds(self, version: int) -> bool:
+        """Return whether a version can be read here."""
+        return any(it.version == version for it in self.held)
+
+    def use(self, version: int, step: bool) -> TargetRank:
+        """Note that a step or plan begins to read a version that is held."""
+        return self._counted(version, 1, int(step))
+
+    def release(self, version: int) -> Next[TargetRank]:
+        """Note that one of these has ended."""
+        return self._counted(version, -1, 0)._offered()
+
+    def _counted(self, version: int, uses: int, steps: int) -> TargetRank:
+        counted = (
+            it._replace(uses=it.uses + uses, steps=it.steps + steps) if it.version == version else it
+            for it in self.held
+        )
+        return self._replace(held=tuple(counted))
+
+
+class TargetLeader(NamedTuple):
+    """The decisions of the target's rank 0."""
+
+    ranks: int
+    current: int | None
+    """The version of the next step; None: there is none yet."""
+    newest: int
+    """The highest version of any rank so far."""
+    moves: int = 0
+    move: Propose | None = None
+    """The proposal of the source, until it is settled."""
+    source: bytes = b""
+    cleared: tuple[bytes, ...] = ()
+    """The descriptor of the buffer that each rank offers; empty: none yet."""
+    whole: frozenset[int] = frozenset()
+    lost: str = ""
+    """The reason why the target is lost; empty: it is not."""
+
+    def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
+        """Begin to move a version. The source knows how its last move has ended."""
+        if self.lost:
+            return self, [_to_source(Settled(word.call, LOST, self.lost))]
+        if word.version <= self.newest:
+            why = f"version is {word.version}, and the target has had {self.newest}, wanted a higher one"
+            return self, [_to_source(Settled(word.call, REFUSED, why))]
+        after = self._replace(
+            moves=self.moves + 1, move=word, source=source, cleared=(b"",) * self.ranks, whole=frozenset()
+        )
+        return after, [after._clear(0, 0)]
+
+    def _clear(self, rank: int, steps: int) -> Notify:
+        assert self.move is not None
+        asked = Clear(self.moves, self.source, self.move.version, self.current, steps, self.move.writers[rank])
+        return Notify("target", rank, asked)
+
+    def cleared_by(self, rank: int, word: Cleared) -> Next[TargetLeader]:
+        """Note that a rank offers a buffer; rank 0 itself is the first one."""
+        if self.move is None or word.move != self.moves:
+            return self, []
+        cleared = (*self.cleared[:rank], word.descriptor, *self.cleared[rank + 1 :])
+        after, actions = self._replace(cleared=cleared), list[Action]()
+        if rank == 0:
+            actions += [after._clear(other, word.steps) for other in range(1, self.ranks)]
+        if all(cleared):
+            actions.append(_to_source(Admit(self.move.call, self.moves, cleared)))
+        return after, actions
+
+    def whole_on(self, rank: int, word: Whole) -> Next[TargetLeader]:
+        """Note that a rank has all of the version. The last such rank makes it current."""
+        if self.move is None or word.move != self.moves:
+            return self, []
+        whole = self.whole | {rank}
+        if len(whole) < self.ranks:
+            return self._replace(whole=whole), []
+        version = self.move.version
+        after = self._replace(current=version, newest=version, move=None)
+        return after, [Switch(version), _to_source(Settled(self.move.call))]
+
+    def broken_on(self, word: Broken) -> Next[TargetLeader]:
+        """Note that a rank cannot get all of the version any more."""
+        return self._give_up(LOST, word.why) if word.move == self.moves else (self, [])
+
+    def withdraw(self, word: Withdraw) -> Next[TargetLeader]:
+        """Give the version up for the source, unless it is current by now."""
+        if self.move is None or word.call != self.move.call:
+            return self, []
+        return self._give_up(word.kind, f"{word.why}; {self.waits_for()}")
+
+    def lose(self, why: str) -> Next[TargetLeader]:
+        """Note that the target's communicator is lost: no version comes any more."""
+        after, actions = self._give_up(LOST, why)
+        return after._replace(lost=self.lost or why), actions
+
+    def leave(self, why: str) -> Next[TargetLeader]:
+        """Note that the source is gone, or that another one has taken its place."""
+        return self._give_up(LOST, why)
+
+    def _give_up(self, kind: str, why: str) -> Next[TargetLeader]:
+        if self.move is None:
+            return self, []
+        return self._replace(move=None), [_to_source(Settled(self.move.call, kind, why))]
+
+    def waits_for(self) -> str:
+        """Say what the move under way waits for, for a source that has lost its patience."""
+        using = [rank for rank in range(self.ranks) if not self.cleared[rank]]
+        if not self.cleared[0]:
+            return "target rank 0 still uses the version before the current one"
+        if using:
+            return f"{_ranks('target', using)} still {_verb('use', using)} the version before the current one"
+        late = [rank for rank in range(self.ranks) if rank not in self.whole]
+        return f"not all of it has arrived at {_ranks('target', late)}"
+
+
+class SourceRank(NamedTuple):
+    """A rank of the source."""
+
+    rank: int
+    targets: tuple[int, ...]
+    """The target ranks that it writes to."""
+    call: int = 0
+    """The number of its last call of ``move``."""
+    phase: Literal["idle", "entered", "writing", "written", "faltered"] = "idle"
+    early: tuple[Settled, ...] = ()
+    """The ends of calls that it has not made yet: another rank could not wait for it."""
+    lost: str = ""
+
+    def start(self, version: int) -> Next[SourceRank]:
+        """Begin a call of ``move``."""
+        call = self.call + 1
+        if self.lost:
+            return self, [Return(LOST, self.lost)]
+        after = self._replace(call=call, phase="entered")
+        entering: list[Action] = [Notify("source", 0, Enter(call, version))]
+        if self.early:
+            after, actions = after._replace(early=self.early[1:]).settled(self.early[0])
+            return after, entering + actions
+        return after, entering
+
+    def admit(self, word: Admit) -> Next[SourceRank]:
+        """Begin to write, as the target has buffers."""
+        if self.phase != "entered" or word.call != self.call:
+            return self, []
+        return self._replace(phase="writing"), [Write(word.move, word.descriptors)]
+
+    def wrote(self, move: int) -> Next[SourceRank]:
+        """Note that all that it writes has arrived."""
+        if self.phase != "writing":
+            return self, []
+        return self._replace(phase="written"), [Notify("target", rank, Written(move)) for rank in self.targets]
+
+    def falter(self, kind: str, why: str) -> Next[SourceRank]:
+        """Give up: the caller was cancelled, a deadline has passed, a connection or a conversion has failed."""
+        if self.phase in ("idle", "faltered"):
+            return self, []
+        return self._replace(phase="faltered"), [Stop(), Notify("source", 0, Falter(self.call, kind, why))]
+
+    def settled(self, word: Settled) -> Next[SourceRank]:
+        """Note that a move is over, perhaps before this rank has called it."""
+        if word.call > self.call:
+            return self._replace(early=(*self.early, word)), []
+        if self.phase == "idle" or word.call < self.call:
+            return self, []
+        return self._replace(phase="idle"), [Stop(), Return(word.kind, word.why)]
+
+    def lose(self, why: str) -> Next[SourceRank]:
+        """Note that the source's communicator is lost, or that its rank 0 does not answer."""
+        after = self._replace(phase="idle", lost=self.lost or why)
+        return after, [] if self.phase == "idle" else [Stop(), Return(LOST, why + DOUBT)]
+
+
+class SourceLeader(NamedTuple):
+    """The decisions of the source's rank 0."""
+
+    ranks: int
+    writers: tuple[tuple[int, ...], ...]
+    """The source ranks that write to each target rank."""
+    call: int = 1
+    """The number of the call that is under way, or comes next."""
+    entered: tuple[tuple[int, int], ...] = ()
+    """The ranks that have called, and the versions."""
+    phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
+
+    def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
+        """Note that a rank has called ``move``. The last such rank has the version proposed."""
+        if word.call != self.call:
+            return self, []
+        entered = (*self.entered, (rank, word.version))
+        after = self._replace(entered=entered)
+        if len(entered) < self.ranks:
+            return after, []
+        if len({version for _, version in entered}) > 1:
+            calls = ", ".join(f"source rank {who} for {version}" for who, version in sorted(entered))
+            return after._settle(DIFFERS, f"the ranks call for different versions: {calls}")
+        propose = Propose(self.call, word.version, self.writers)
+        return after._replace(phase="proposed"), [Notify("target", 0, propose)]
+
+    def falter(self, word: Falter) -> Next[SourceLeader]:
+        """Note that a rank has given up. The target may have switched by now, and says so."""
+        if word.call != self.call or self.phase == "withdrawn":
+            return self, []
+        if self.phase == "proposed":
+            return self._replace(phase="withdrawn"), [Notify("target", 0, Withdraw(self.call, word.kind, word.why))]
+        here = {rank for rank, _ in self.entered}
+        absent = [rank for rank in range(self.ranks) if rank not in here]
+        called = f"; {_ranks('source', absent)} {_verb('have', absent)} not called move" if absent else ""
+        return self._settle(word.kind, word.why + called)
+
+    def admit(self, word: Admit) -> Next[SourceLeader]:
+        """Have all ranks write, as the target has buffers."""
+        if self.phase != "proposed" or word.call != self.call:
+            return self, []
+        return self, [Notify("source", rank, word) for rank in range(self.ranks)]
+
+    def settled(self, word: Settled) -> Next[SourceLeader]:
+        """Note that the target has switched, or has given the version up."""
+        if self.phase == "gathering" or word.call != self.call:
+            return self, []
+        return self._settle(word.kind, word.why)
+
+    def target_gone(self, why: str) -> Next[SourceLeader]:
+        """Note that the connection with target rank 0 is lost."""
+        return self._settle(LOST, why + DOUBT) if self.phase != "gathering" else (self, [])
+
+    def lose(self, why: str) -> Next[SourceLeader]:
+        """Note that the source's communicator is lost."""
+        if self.phase != "proposed":
+            return self, []
+        return self._replace(phase="withdrawn"), [Notify("target", 0, Withdraw(self.call, LOST, why))]
+
+    def _settle(self, kind: str, why: str) -> Next[SourceLeader]:
+        after = self._replace(call=self.call + 1, entered=(), phase="gathering")
+        settled = Settled(self.call, kind, why)
+        return after, [Notify("source", rank, settled) for rank in range(self.ranks)]
+
+
+def _to_source(word: Word) -> Notify:
+    return Notify("source", 0, word)
+
+
+def _ranks(side: Side, ranks: list[int]) -> str:
+    """Name some ranks in words."""
+    names = ", ".join(map(str, ranks[:-1]))
+    return f"{side} rank {ranks[0]}" if len(ranks) == 1 else f"{side} ranks {names} and {ranks[-1]}"
+
+
+def _verb(verb: str, ranks: list[int]) -> str:
+    if len(ranks) > 1:
+        return verb
+    return "has" if verb == "have" else f"{verb}s"

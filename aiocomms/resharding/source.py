@@ -1,0 +1,374 @@
+"""The side that has new weights: its ranks write them into the buffers of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Final, Self
+
+import anyio
+
+from aiocomms import arguments
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, wrong_type
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.core.core import CLOSE_GRACE
+from aiocomms.endpoints.endpoint import Endpoint
+from aiocomms.endpoints.peer import Peer
+from aiocomms.errors import (
+    ArgumentError,
+    CommClosedError,
+    CommError,
+    MismatchError,
+    MoveLostError,
+    MoveTimeoutError,
+    ProtocolError,
+    as_reason,
+)
+from aiocomms.lowlevel import clock, run_in_thread
+from aiocomms.progress.driver import Bell
+from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
+from aiocomms.resharding.party import Party, say
+from aiocomms.resharding.plan import MovePlan, planned
+from aiocomms.resharding.protocol import (
+    DIFFERS,
+    LATE,
+    LOST,
+    REFUSED,
+    Action,
+    Notify,
+    Return,
+    SourceLeader,
+    SourceRank,
+    Stop,
+    Write,
+)
+from aiocomms.resharding.target import Tensors, checked_version
+from aiocomms.resharding.words import (
+    WORDS,
+    Admit,
+    Enter,
+    Falter,
+    Inquire,
+    Inventory,
+    Known,
+    Present,
+    Settled,
+    TargetRecord,
+    Word,
+    inventory,
+)
+from aiocomms.resharding.writing import Convert, write
+
+_ERRORS: Final[dict[str, type[CommError]]] = {
+    LOST: MoveLostError, REFUSED: ArgumentError, DIFFERS: MismatchError, LATE: MoveTimeoutError
+}  # fmt: skip
+
+
+class Source(Party):
+    """A rank of the side that has new weights; made by :meth:`open`.
+
+    It belongs to the event loop and thread that made it. ``async with`` closes it.
+    """
+
+    _plan: MovePlan
+
+    def __init__(
+        self, comm: Communicator, here: Endpoint, chunks: Mapping[str, Chunk], convert: Convert | None
+    ) -> None:
+        super().__init__(comm, "a source")
+        self._here, self._chunks, self._convert = here, chunks, convert
+        self._peers: dict[int, Peer] = {}
+        """The target ranks that this rank writes to; on rank 0 the target's rank 0, too."""
+        self._version = 0
+        self._returned: Return | None = None
+        self._writing: anyio.CancelScope | None = None
+        self._news = Bell(self._driver)
+
+    @classmethod
+    async def open(
+        cls,
+        comm: Communicator,
+        tensors: Tensors,
+        here: Endpoint,
+        address: bytes,
+        *,
+        convert: Convert | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Self:
+        """Connect with a target, and plan what moves. Collective. It takes the place of the target's last source.
+
+        :param comm: the ranks that have the weights.
+        :param tensors: by name this rank's part: a whole tensor, a DTensor, or a :class:`Chunk`; dense, on the
+            endpoint's device. Together the ranks have all that the target wants; they may have more. Each move reads
+            the values that are in them then.
+        :param here: an endpoint of this rank, used for nothing else. It stays open as long as the source.
+        :param address: :attr:`Target.address`; rank 0's counts.
+        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype; None: rounded
+            to that. It is called in a thread, and with parts of any shape, so it works element by element.
+        :param timeout: the deadline in seconds of each part of it, None for no deadline; by default the communicator's.
+        :raises ArgumentError: an argument is wrong, or the tensors do not have what the target wants.
+        :raises MoveLostError: another rank could not connect with the target.
+        :raises CommError: this rank could not; or the communicator is lost or closed.
+        """
+        if not isinstance(here, Endpoint):
+            raise wrong_type("here", here, "an Endpoint")
+        if convert is not None and not callable(convert):
+            raise wrong_type("convert", convert, "a function, or None")
+        self = cls(comm, here, chunks_of(tensors, here.device), convert)
+        try:
+            await self._meet(address, timeout)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
+        """Know the target and each other, plan, and connect."""
+        number, records = clock.token_bytes(16), records_of(self._chunks)
+        mine = WORDS.encode(Inventory(0, (TargetRecord(b"", records),)))
+
+        async def inquire() -> tuple[bytes, bytes, bytes]:
+            return number, mine, b"" if self._rank else await self._inquire(address, number, timeout)
+
+        told = await self._together(inquire, timeout)
+        number, target = told[0][0], inventory(told[0][2])
+        held = [inventory(word, rank).ranks[0].chunks for rank, (_, word, _) in enumerate(told)]
+        self._version = target.version
+        self._plan = await run_in_thread(partial(planned, self._rank, held, target.ranks))
+        self._state = SourceRank(self._rank, self._plan.targets)
+        self._leader = SourceLeader(self._comm.size, self._plan.writers)
+        self._open_lane(number)
+        if self._rank == 0:
+            self._background.start(self._hear_target)
+        await self._together(partial(self._connect, number, target, timeout), timeout)
+
+    async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
+        """Do something on each rank, and return what it came to on each.
+
+        :raises CommError: it has failed on a rank; on all of them.
+        """
+        failure, result = None, None
+        try:
+            result = await call()
+        except CommError as error:
+            failure = error
+        why = "" if failure is None else as_reason(failure)
+        told = await self._comm.all_gather_object((why, result), timeout=timeout)
+        if failure is not None:
+            raise failure
+        for rank, (why, _) in enumerate(told):
+            if why:
+                raise MoveLostError(f"source rank {rank}: {why}", comm=self._comm.name, rank=self._rank)
+        return [result for _, result in told]
+
+    async def _inquire(self, address: bytes, number: bytes, timeout: OpTimeout) -> bytes:
+        """Ask the target's rank 0 what the target holds."""
+        peer = self._peers[0] = await self._here.connect(address, timeout=timeout)
+        say(peer, Inquire(number))
+        word: bytes = await peer.recv_object(timeout=timeout)
+        inventory(word)
+        return word
+
+    async def _connect(self, number: bytes, target: Inventory, timeout: OpTimeout) -> None:
+        """Connect with the target ranks that this rank writes to."""
+        for rank in self._plan.targets:
+            peer = self._peers[rank] = await self._here.connect(target.ranks[rank].address, timeout=timeout)
+            say(peer, Present(number, self._rank))
+            if rank or self._rank:  # Target rank 0 answers source rank 0 where that one hears it.
+                word = WORDS.decode(await peer.recv_object(timeout=timeout))
+                if not isinstance(word, Known):
+                    raise ProtocolError(
+                        f"target rank {rank} says {type(word).__name__}, wanted that it knows this rank"
+                    )
+
+    def __repr__(self) -> str:
+        return f"<Source of '{self._comm.name}' rank {self._rank}: version {self._version}>"
+
+    @property
+    def version(self) -> int:
+        """The highest version that the target has had, as far as this rank knows."""
+        return self._version
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this rank writes of each version, in the target's dtypes."""
+        return self._plan.nbytes[self._rank]
+
+    # -------------------------------------------------------------------------------------------------------- moving
+
+    async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Move the values to the target as a version; done when the target takes its next step with it. Collective.
+
+        Nobody changes the tensors meanwhile. If it fails, or is cancelled, it fails on all ranks, and the target goes
+        on with the version that it has.
+
+        :param version: a higher one than the target has had.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :raises ArgumentError: the version is not higher; nothing was sent.
+        :raises MismatchError: the ranks call for different versions; nothing was sent.
+        :raises MoveTimeoutError: the deadline has passed on a rank; says what was waited for.
+        :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised; says who.
+        """
+        version, seconds = checked_version(version), arguments.op_deadline(timeout, self._comm._seconds)
+        self._check(version)
+        self._returned, self._cause = None, None
+        self._state, actions = self._state.start(version)
+        self._act(actions)
+        try:
+            with anyio.move_on_after(seconds) as scope:
+                await self._end()
+            if scope.cancelled_caught:
+                await self._give_up(LATE, f"its deadline of {seconds:g} s has passed on source rank {self._rank}")
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._give_up(LOST, f"it was cancelled on source rank {self._rank}")
+            raise
+        self._conclude(version)
+
+    def _check(self, version: int) -> None:
+        error: CommError | None = None
+        if self._closed:
+            error = CommClosedError("the source is closed")
+        elif self._moving:
+            error = ArgumentError("move was called while another one is under way; await that first")
+        elif version <= self._version:
+            error = ArgumentError(f"version is {version}, and the target has had {self._version}, wanted a higher one")
+        if error is not None:
+            raise error.about(comm=self._comm.name, op="move", rank=self._rank)
+
+    @property
+    def _moving(self) -> bool:
+        return self._state.phase != "idle" or self._writing is not None
+
+    async def _end(self) -> None:
+        """Wait until the move is over, and this rank writes no more."""
+        while self._moving:
+            await self._news
+
+    async def _give_up(self, kind: str, why: str) -> None:
+        """Have all ranks end it, and wait for that: for some seconds, if the others do not answer."""
+        self._falter(kind, why)
+        with anyio.move_on_after(CLOSE_GRACE):
+            await self._end()
+            return
+        if self._rank == 0:
+            self._peers[0].abort(f"target rank 0 has not answered for {CLOSE_GRACE:g} s")
+        else:
+            self._state, actions = self._state.lose(f"{why}, and source rank 0 has not answered for {CLOSE_GRACE:g} s")
+            self._act(actions)
+        await self._end()
+
+    def _falter(self, kind: str, why: str) -> None:
+        self._state, actions = self._state.falter(kind, why)
+        self._act(actions)
+
+    def _conclude(self, version: int) -> None:
+        returned = self._returned
+        assert returned is not None
+        if not returned.kind:
+            self._version = version
+            return
+        text = f"version {version} is not current: {returned.why}"
+        raise _ERRORS[returned.kind](text, comm=self._comm.name, op="move", rank=self._rank) from self._cause
+
+    _cause: Exception | None = None
+
+    async def _write(self, action: Write, scope: anyio.CancelScope) -> None:
+        actions: list[Action] = []
+        try:
+            with scope:
+                buffers = {rank: (self._peers[rank], action.descriptors[rank]) for rank in self._plan.targets}
+                await write(self._plan.copies, self._chunks, buffers, self._convert)
+                self._state, actions = self._state.wrote(action.move)
+        except Exception as error:
+            self._cause = cause = first(error)
+            why = cause.message if isinstance(cause, MoveLostError) else f"source rank {self._rank}: {as_reason(cause)}"
+            self._state, actions = self._state.falter(LOST, why)
+        finally:
+            self._writing = None
+            self._act(actions)
+            self._news.ring()
+
+    # --------------------------------------------------------------------------------------------- words and actions
+
+    def _heard(self, rank: int, word: Word) -> None:
+        actions: list[Action]
+        match word:
+            case Enter() if self._rank == 0:
+                self._leader, actions = self._leader.enter(rank, word)
+            case Falter() if self._rank == 0:
+                self._leader, actions = self._leader.falter(word)
+            case Admit() if rank == 0:
+                self._state, actions = self._state.admit(word)
+            case Settled() if rank == 0:
+                self._state, actions = self._state.settled(word)
+            case _:
+                raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
+        self._act(actions)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Notify("source", rank, word):
+                self._tell(rank, word)
+            case Notify(_, rank, word):
+                say(self._peers[rank], word)
+                if rank == 0 and self._rank == 0 and self._gone:
+                    self._target_gone()
+            case Write():
+                self._writing = anyio.CancelScope()
+                self._background.start(partial(self._write, action, self._writing))
+            case Stop():
+                if self._writing is not None:
+                    self._writing.cancel()
+            case Return():
+                self._returned = action
+                self._news.ring()
+
+    async def _hear_target(self) -> None:
+        """Hear what the target's rank 0 says, on this side's."""
+        peer = self._peers[0]
+        try:
+            while True:
+                word = WORDS.decode(await peer.recv_object(timeout=None))
+                actions: list[Action] = []
+                match word:
+                    case Admit():
+                        self._leader, actions = self._leader.admit(word)
+                    case Settled():
+                        self._leader, actions = self._leader.settled(word)
+                self._act(actions)
+        except CommError as error:
+            self._gone = f"target rank 0: {error.message}"
+            self._target_gone()
+
+    _gone = ""
+    """The reason why the target's rank 0 is not reached any more; empty: it is reached."""
+
+    def _target_gone(self) -> None:
+        self._leader, actions = self._leader.target_gone(self._gone)
+        self._act(actions)
+
+    def _lost(self, error: CommError) -> None:
+        why = f"the source is lost: {error}"
+        self._leader, actions = self._leader.lose(why)
+        self._act(actions)
+        self._state, actions = self._state.lose(why)
+        self._act(actions)
+
+    async def aclose(self) -> None:
+        """Close it on this rank; a move that is under way fails. Idempotent."""
+        if not self._closed and hasattr(self, "_state"):
+            self._falter(LOST, f"source rank {self._rank} was closed")
+            self._state, actions = self._state.lose("the source was closed")
+            self._act(actions)
+        await self._leave()
+        for peer in self._peers.values():
+            await peer.aclose()
+
+
+def first(error: BaseException) -> Exception:
+    """Return the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

@@ -1,0 +1,381 @@
+"""The side that serves: its ranks hold two buffers each, and switch to a version at one step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor
+
+from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int, short, wrong_type
+from aiocomms.communicator.communicator import Communicator
+from aiocomms.endpoints.endpoint import Endpoint
+from aiocomms.endpoints.peer import Peer
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, ProtocolError
+from aiocomms.lowlevel import clock
+from aiocomms.progress.driver import Bell
+from aiocomms.progress.work import Work
+from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
+from aiocomms.resharding.party import Party, say
+from aiocomms.resharding.protocol import LOST, Action, Held, Notify, Offer, Switch, TargetLeader, TargetRank
+from aiocomms.resharding.versions import VersionMemory, Weights
+from aiocomms.resharding.words import (
+    WORDS,
+    Broken,
+    Clear,
+    Cleared,
+    Inquire,
+    Inventory,
+    Known,
+    Present,
+    Propose,
+    Settled,
+    TargetRecord,
+    Whole,
+    Withdraw,
+    Word,
+    Written,
+    inventory,
+)
+
+Tensors = Mapping[str, Tensor | Chunk]
+REPLACED = "another source has taken its place"
+MOST = 1 << 62
+"""Versions are lower than this."""
+
+
+def checked_version(version: Any) -> int:
+    """Return a version as an int.
+
+    :raises ArgumentError: it is none.
+    """
+    version = as_int(version)
+    if type(version) is not int or not 0 <= version < MOST:
+        raise ArgumentError(f"version is {short(version)}, wanted an int: 0 <= version < 2**62")
+    return version
+
+
+class Target(Party):
+    """A rank of the side whose weights are replaced while it serves; made by :meth:`open`.
+
+    It belongs to the event loop and thread that made it. ``async with`` closes it.
+    """
+
+    _inventory: Inventory
+
+    def __init__(self, comm: Communicator, here: Endpoint, chunks: Mapping[str, Chunk], version: int) -> None:
+        super().__init__(comm, "a target")
+        self._here, self._chunks = here, chunks
+        self._records = records_of(chunks)
+        self._memory = VersionMemory(here, self._records)
+        self._state = TargetRank(comm.rank, (Held(version, 0),))
+        self._leader = TargetLeader(comm.size, None, version)
+        self._switched = Bell(self._driver)
+        self._peers: dict[tuple[bytes, int], Peer] = {}
+        """The source ranks, by the number of their source and their rank."""
+        self._speaker: tuple[bytes, Peer] | None = None
+        """The source that moves versions, and the connection with its rank 0."""
+        self._failure: CommError | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        comm: Communicator,
+        tensors: Tensors,
+        here: Endpoint,
+        *,
+        version: int = 0,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Self:
+        """Let a source replace the weights of a server. Collective.
+
+        The values are copied: the server reads them by :meth:`step`, or by :meth:`pin` and :meth:`at`. This takes twice
+        their memory, for the version that is served and for the one that comes.
+
+        :param comm: the ranks of the server.
+        :param tensors: by name this rank's part: a whole tensor, a DTensor, or a :class:`Chunk`; dense, of any dtype,
+            on the endpoint's device. A name stands for the same tensor on all ranks, and at the source.
+        :param here: an endpoint to which nothing else connects. It stays open as long as the target.
+        :param version: the version of these values, at least 0. Where ranks give different ones, as a newcomer does,
+            none is current until a source has moved one.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises CommError: the communicator is lost or closed.
+        """
+        if not isinstance(here, Endpoint):
+            raise wrong_type("here", here, "an Endpoint")
+        self = cls(comm, here, chunks_of(tensors, here.device), checked_version(version))
+        try:
+            await self._memory.make(0)
+            await self._memory.fill(0, self._chunks)
+            await self._memory.make(1)
+            await self._meet(timeout)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _meet(self, timeout: OpTimeout) -> None:
+        """Have all ranks know each other, and begin to hear."""
+        mine = Inventory(self._leader.newest, (TargetRecord(self._here.address, self._records),))
+        told = await self._comm.all_gather_object((WORDS.encode(mine), clock.token_bytes(8)), timeout=timeout)
+        all_of = [inventory(word, rank) for rank, (word, _) in enumerate(told)]
+        versions = [it.version for it in all_of]
+        self._inventory = Inventory(max(versions), tuple(it.ranks[0] for it in all_of))
+        current = versions[0] if len({*versions}) == 1 else None
+        self._leader = self._leader._replace(current=current, newest=max(versions))
+        self._open_lane(told[0][1])
+        self._background.start(self._accept)
+
+    def __repr__(self) -> str:
+        versions = [it.version for it in self._state.held]
+        return f"<Target of '{self._comm.name}' rank {self._rank}: versions {versions}>"
+
+    @property
+    def address(self) -> bytes:
+        """The address by which a source finds the target, the same on all ranks: at most 1,024 bytes."""
+        return self._inventory.ranks[0].address
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that this rank holds whole; on rank 0 the one that is current. None: there is none yet."""
+        if self._rank == 0:
+            return self._leader.current
+        return max((it.version for it in self._state.held), default=None)
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @contextlib.asynccontextmanager
+    async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
+        """Take a step with one version on all ranks: ``async with target.step() as weights``. Collective.
+
+        It is a broadcast of rank 0 on the communicator, behind what was called before. The weights stay as they are to
+        the end of the block.
+
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :raises CommError: the communicator is lost or closed.
+        """
+        step = _Step(self)
+        version = await self._current() if self._rank == 0 else None
+        work = self._comm.broadcast_object(version, 0, timeout=timeout)
+        work.add_done_callback(step.hear)
+        if version is not None:  # The others begin this step, if only they hear of it.
+            step.begin(version)
+        try:
+            step.begin(await work)
+            yield self._weights(step.version)
+        finally:
+            step.end()
+
+    @contextlib.asynccontextmanager
+    async def pin(self) -> AsyncIterator[Weights]:
+        """Keep the current version within the block, on rank 0: for a plan that carries ``weights.version``.
+
+        The other ranks take it by :meth:`at`. It waits until there is a version.
+
+        :raises ArgumentError: this is not rank 0.
+        :raises CommError: the communicator is lost or closed.
+        """
+        if self._rank:
+            raise ArgumentError(f"pin was called on rank {self._rank}, wanted at(version): rank 0 says which one")
+        with self.at(await self._current()) as weights:
+            yield weights
+
+    @contextlib.contextmanager
+    def at(self, version: int) -> Iterator[Weights]:
+        """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. No communication.
+
+        :param version: what rank 0 says.
+        :raises ArgumentError: this rank does not hold it: it was never current, or rank 0 keeps it no more.
+        """
+        if not self._state.holds(version):
+            held = " and ".join(str(it.version) for it in self._state.held)
+            raise ArgumentError(
+                f"version is {short(version)}, wanted one that rank 0 has pinned; this rank holds {held}"
+            )
+        self._state = self._state.use(version, step=False)
+        try:
+            yield self._weights(version)
+        finally:
+            self._release(version)
+
+    async def _current(self) -> int:
+        """Return the version of rank 0, once there is one."""
+        while self._leader.current is None:
+            if self._failure is not None:
+                raise self._failure.about(op="step", rank=self._rank)
+            if self._closed:
+                raise CommClosedError("the target is closed", comm=self._comm.name, op="step", rank=self._rank)
+            await self._switched
+        return self._leader.current
+
+    def _weights(self, version: int) -> Weights:
+        buffer = next(it.buffer for it in self._state.held if it.version == version)
+        return Weights(version, self._memory.tensors(buffer))
+
+    def _begin_step(self, version: int) -> None:
+        if not self._state.holds(version):
+            raise ProtocolError(f"rank 0 takes a step with version {version}, which this rank does not hold", peer=0)
+        self._state = self._state.use(version, step=True)
+
+    def _release(self, version: int) -> None:
+        self._state, actions = self._state.release(version)
+        self._act(actions)
+
+    # --------------------------------------------------------------------------------------- the other target ranks
+
+    def _heard(self, rank: int, word: Word) -> None:
+        actions: list[Action]
+        match word:
+            case Clear() if rank == 0:
+                self._state, actions = self._state.clear(word)
+                for writer in word.writers:
+                    if (word.source, writer) not in self._peers:
+                        self._state, more = self._state.lose(
+                            writer, f"target rank {self._rank} has lost source rank {writer}"
+                        )
+                        actions += more
+            case Cleared() if self._rank == 0:
+                self._leader, actions = self._leader.cleared_by(rank, word)
+            case Whole() if self._rank == 0:
+                self._leader, actions = self._leader.whole_on(rank, word)
+            case Broken() if self._rank == 0:
+                self._leader, actions = self._leader.broken_on(word)
+            case _:
+                raise ProtocolError(f"rank {rank} says {type(word).__name__}, which is not for it to say", peer=rank)
+        self._act(actions)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Notify("target", rank, word):
+                self._tell(rank, word)
+            case Notify(_, _, word):
+                if self._speaker is not None:
+                    say(self._speaker[1], word)
+            case Offer():
+                self._background.start(partial(self._offer, action))
+            case Switch():
+                self._switched.ring()
+
+    async def _offer(self, offer: Offer) -> None:
+        """Make a buffer ready. What is dropped is revoked beside that."""
+        state = self._state
+        named = {*(it.buffer for it in state.held), *state.free, offer.buffer}
+        for region in self._memory.drop(named):
+            self._background.start(region.revoke)
+        try:
+            await self._memory.make(offer.buffer)
+        except Exception as error:
+            self._tell(0, Broken(offer.move, f"target rank {self._rank} has no memory for it: {error}"))
+        else:
+            self._tell(0, Cleared(offer.move, self._memory.descriptor(offer.buffer), offer.steps))
+
+    def _lost(self, error: CommError) -> None:
+        self._failure = error
+        self._switched.ring()
+        self._leader, actions = self._leader.lose(f"the target is lost: {error}")
+        self._act(actions)
+
+    # ------------------------------------------------------------------------------------------------- source ranks
+
+    async def _accept(self) -> None:
+        while True:
+            peer = await self._here.accept()
+            self._background.start(partial(self._serve, peer))
+
+    async def _serve(self, peer: Peer) -> None:
+        """Hear what a source rank says."""
+        who: tuple[bytes, int] | None = None
+        try:
+            while True:
+                word = WORDS.decode(await peer.recv_object(timeout=None))
+                if isinstance(word, Present):
+                    who = word.source, word.rank
+                    self._peers[who] = peer
+                    say(peer, Known())
+                else:
+                    self._hear_source(peer, who, word)
+        except CommError as error:
+            self._gone(peer, who, error)
+            await peer.aclose()
+
+    def _hear_source(self, peer: Peer, who: tuple[bytes, int] | None, word: Word) -> None:
+        speaks = self._speaker is not None and self._speaker[1] is peer
+        actions: list[Action] = []
+        match word:
+            case Inquire() if self._rank == 0:
+                self._leader, actions = self._leader.leave(REPLACED)
+                self._act(actions)
+                self._speaker, actions = (word.source, peer), []
+                say(peer, Inventory(self._leader.newest, self._inventory.ranks))
+            case Written() if who is not None:
+                self._state, actions = self._state.written(who[1], word)
+            case Propose() if speaks and self._speaker is not None:
+                self._leader, actions = self._leader.propose(self._speaker[0], word)
+            case Withdraw() if speaks:
+                self._leader, actions = self._leader.withdraw(word)
+            case Propose():
+                say(peer, Settled(word.call, LOST, REPLACED))
+            case Withdraw():
+                pass  # The source was told that another one has taken its place.
+            case _:
+                raise ProtocolError(f"a source rank says {type(word).__name__}, which is not for it to say")
+        self._act(actions)
+
+    def _gone(self, peer: Peer, who: tuple[bytes, int] | None, error: CommError) -> None:
+        """Note that the connection with a source rank is over."""
+        actions: list[Action] = []
+        rank = 0 if who is None else who[1]
+        why = f"source rank {rank}: {error.message}"
+        if who is not None and self._peers.get(who) is peer:
+            del self._peers[who]
+            if self._state.move is not None and self._state.move.source == who[0]:
+                self._state, actions = self._state.lose(rank, why)
+        if self._speaker is not None and self._speaker[1] is peer:
+            self._leader, more = self._leader.leave(why)
+            self._speaker, actions = None, actions + more
+        self._act(actions)
+
+    async def aclose(self) -> None:
+        """Close it on this rank; a move that is under way fails. Idempotent."""
+        if not self._closed:
+            self._leader, actions = self._leader.lose("the target is closed")
+            self._act(actions)
+        await self._leave()
+        self._switched.ring()
+        for peer in [*self._peers.values(), *([self._speaker[1]] if self._speaker else [])]:
+            await peer.aclose()
+        for region in self._memory.drop(set()):
+            with contextlib.suppress(CommError):
+                await region.revoke()
+
+
+class _Step:
+    """A step on this rank. Its version is known when the broadcast is done, whoever waits for that by then."""
+
+    version: int
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._begun, self._over = target, False, False
+
+    def hear(self, work: Work[Any]) -> None:
+        """Take in the version, once the broadcast is done."""
+        if work.exception() is None:
+            self.begin(work.result())
+
+    def begin(self, version: int) -> None:
+        """Begin it, unless that is done."""
+        if self._begun:
+            return
+        self._target._begin_step(version)
+        self.version, self._begun = version, True
+        if self._over:
+            self._target._release(version)
+
+    def end(self) -> None:
+        """End it, or have it end as soon as it begins."""
+        self._over = True
+        if self._begun:
+            self._target._release(self.version)

@@ -1,0 +1,94 @@
+"""The memory of a target rank: buffers that hold a version each, and are open to the source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aiocomms.endpoints.endpoint import Endpoint
+from aiocomms.endpoints.regions import Region
+from aiocomms.lowlevel import run_in_thread
+from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
+from aiocomms.resharding.chunks import DTYPES, Chunk, nbytes_of, size_of
+from aiocomms.resharding.words import ChunkRecord
+
+
+class Weights(Mapping[str, Tensor]):
+    """A version of the weights: by name this rank's chunks, to be read and not to be written.
+
+    They stay as they are within the block that has given them, and are memory of the next version some time after.
+    """
+
+    version: int
+
+    def __init__(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self.version, self._tensors = version, tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"<Weights of version {self.version}: {len(self)} tensors>"
+
+
+class VersionMemory:
+    """The buffers of a target rank, by number."""
+
+    def __init__(self, here: Endpoint, records: Sequence[ChunkRecord]) -> None:
+        self._here, self._records = here, records
+        self._regions: dict[int, Region] = {}
+        self._tensors: dict[int, dict[str, Tensor]] = {}
+
+    async def make(self, number: int) -> None:
+        """Make a buffer, unless there is one: in a thread, for its pages are touched."""
+        if number in self._regions:
+            return
+        flat = await run_in_thread(self._allocated)
+        self._regions[number] = self._here.register(flat, read=False)
+        self._tensors[number] = {record.name: _view(flat, record) for record in self._records}
+
+    @unaffected
+    def _allocated(self) -> Tensor:
+        flat = buffers.zeros(size_of(self._records), dtype=torch.uint8, device=self._here.device)
+        # A region whose memory is shared already is not moved on the loop's thread when it is first opened.
+        if flat.device.type == "cpu" and flat.numel():
+            flat.share_memory_()  # type: ignore[no-untyped-call]
+        return flat
+
+    async def fill(self, number: int, chunks: Mapping[str, Chunk]) -> None:
+        """Copy chunks into a buffer."""
+
+        @unaffected
+        def call() -> None:
+            for name, chunk in chunks.items():
+                self._tensors[number][name].copy_(chunk.tensor)
+
+        await run_in_thread(call)
+
+    def tensors(self, number: int) -> Mapping[str, Tensor]:
+        """Return the chunks in a buffer."""
+        return self._tensors[number]
+
+    def descriptor(self, number: int) -> bytes:
+        """Return what the source ranks are given for a buffer."""
+        return self._regions[number].descriptor
+
+    def drop(self, named: set[int]) -> list[Region]:
+        """Forget all buffers but some, and return their regions, to be revoked."""
+        for number in self._tensors.keys() - named:
+            del self._tensors[number]
+        return [self._regions.pop(number) for number in self._regions.keys() - named]
+
+
+def _view(flat: Tensor, record: ChunkRecord) -> Tensor:
+    part = flat[record.place : record.place + nbytes_of(record)]
+    return part.view(DTYPES[record.dtype]).view(record.sizes)
