@@ -116,6 +116,13 @@ class Party(Handle, ABC):
         await self.aclose()
 
 
+async def hear(peer: Peer) -> Word:
+    """Wait for what the other end of a connection says next."""
+    work = peer.recv_object(timeout=None)
+    work.add_done_callback(Work.exception)  # No task waits for it at the end.
+    return WORDS.decode(await work)
+
+
 def say(peer: Peer, word: Word) -> None:
     """Notify the other end of a connection. That it is lost is heard from the connection."""
     with contextlib.suppress(CommError):

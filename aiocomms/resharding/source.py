@@ -27,7 +27,7 @@ from aiocomms.errors import (
 from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.progress.driver import Bell
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
-from aiocomms.resharding.party import Party, say
+from aiocomms.resharding.party import Party, hear, say
 from aiocomms.resharding.plan import MovePlan, planned
 from aiocomms.resharding.protocol import (
     DIFFERS,
@@ -329,7 +329,7 @@ class Source(Party):
         peer = self._peers[0]
         try:
             while True:
-                word = WORDS.decode(await peer.recv_object(timeout=None))
+                word = await hear(peer)
                 actions: list[Action] = []
                 match word:
                     case Admit():

@@ -18,7 +18,7 @@ from aiocomms.lowlevel import clock
 from aiocomms.progress.driver import Bell
 from aiocomms.progress.work import Work
 from aiocomms.resharding.chunks import Chunk, chunks_of, records_of
-from aiocomms.resharding.party import Party, say
+from aiocomms.resharding.party import Party, hear, say
 from aiocomms.resharding.protocol import LOST, Action, Held, Notify, Offer, Switch, TargetLeader, TargetRank
 from aiocomms.resharding.versions import VersionMemory, Weights
 from aiocomms.resharding.words import (
@@ -157,6 +157,7 @@ class Target(Party):
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
         :raises CommError: the communicator is lost or closed.
         """
+        self._check("step")
         step = _Step(self)
         version = await self._current() if self._rank == 0 else None
         work = self._comm.broadcast_object(version, 0, timeout=timeout)
@@ -190,6 +191,7 @@ class Target(Party):
         :param version: what rank 0 says.
         :raises ArgumentError: this rank does not hold it: it was never current, or rank 0 keeps it no more.
         """
+        self._check("at")
         if not self._state.holds(version):
             held = " and ".join(str(it.version) for it in self._state.held)
             raise ArgumentError(
@@ -206,10 +208,13 @@ class Target(Party):
         while self._leader.current is None:
             if self._failure is not None:
                 raise self._failure.about(op="step", rank=self._rank)
-            if self._closed:
-                raise CommClosedError("the target is closed", comm=self._comm.name, op="step", rank=self._rank)
             await self._switched
+            self._check("step")
         return self._leader.current
+
+    def _check(self, op: str) -> None:
+        if self._closed:
+            raise CommClosedError("the target is closed", comm=self._comm.name, op=op, rank=self._rank)
 
     def _weights(self, version: int) -> Weights:
         buffer = next(it.buffer for it in self._state.held if it.version == version)
@@ -290,7 +295,7 @@ class Target(Party):
         who: tuple[bytes, int] | None = None
         try:
             while True:
-                word = WORDS.decode(await peer.recv_object(timeout=None))
+                word = await hear(peer)
                 if isinstance(word, Present):
                     who = word.source, word.rank
                     self._peers[who] = peer

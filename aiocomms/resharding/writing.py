@@ -60,7 +60,9 @@ async def write(
             tasks.start_soon(work)
     for target, region in regions.items():
         with _to(target):
-            await region.flush()
+            flush = region.flush()
+            flush.add_done_callback(Work.exception)  # A cancelled call does not ask what becomes of it.
+            await flush
 
 
 @contextlib.contextmanager
@@ -116,4 +118,5 @@ async def _put(region: RemoteRegion, copy: Copy, data: Tensor) -> None:
         with anyio.CancelScope(shield=True):  # Until then the memory is theirs.
             for work in works:
                 await work.wait()
+                work.exception()
         raise

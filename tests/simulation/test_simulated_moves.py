@@ -1,0 +1,368 @@
+"""The promises of a source and a target, one at a time, between two jobs of two ranks in a simulated world."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiocomms
+from aiocomms import Communicator
+from aiocomms.errors import (
+    ArgumentError,
+    CommClosedError,
+    MismatchError,
+    MoveLostError,
+    MoveTimeoutError,
+    PeerDiedError,
+)
+from aiocomms.resharding import Chunk, Source, Target
+from aiocomms.serving import Service
+from aiocomms.testing.simulation import here, simulate
+
+pytestmark = pytest.mark.deterministic
+
+Server = Callable[[Communicator, Target], Awaitable[Any]]
+Trainer = Callable[[Communicator, Source, Tensor], Awaitable[Any]]
+USES = "still uses the version before the current one"
+
+
+def leave(name: str, value: bytes = b"") -> None:
+    """Leave something for the ranks of both jobs."""
+    here().world.store.set(name, value)
+
+
+async def found(name: str) -> bytes:
+    """Wait for what another rank has left."""
+    while not here().world.store.check([name]):  # noqa: ASYNC110 - another process sets it
+        await asyncio.sleep(0.005)
+    return here().world.store.get(name)
+
+
+async def all_over() -> None:
+    """Leave when all four have come here."""
+    leave(f"over {here().rank}")
+    for rank in range(here().ranks):
+        await found(f"over {rank}")
+
+
+def run(server: Server, trainer: Trainer, *, versions: tuple[int, int] = (0, 0), **options: Any) -> list[Any]:
+    """Run a server of two ranks, which have a column each, and a trainer of two, which have a row each.
+
+    :param versions: what the server's ranks begin with.
+    :param options: those of ``Source.open``, and ``dtype``, that of the server.
+    """
+    dtype = options.pop("dtype", torch.float32)
+
+    async def program() -> Any:
+        side, rank = divmod(here().rank, 2)
+        here().launched_as(("server", "trainer")[side], rank, 2)
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if side == 0:
+                chunk = Chunk(torch.zeros(2, 1, dtype=dtype), (2, 2), (0, rank))
+                async with await Target.open(comm, {"w": chunk}, mine, version=versions[rank]) as target:
+                    leave("address", target.address)
+                    result = await server(comm, target)
+                    await all_over()
+                    return result
+            row = torch.zeros(1, 2)
+            address = await found("address")
+            async with await Source.open(
+                comm, {"w": Chunk(row, (2, 2), (rank, 0))}, mine, address, **options
+            ) as source:
+                result = await trainer(comm, source, row)
+                await all_over()
+                return result
+
+    return simulate(program, 4, seed=1).results
+
+
+async def idle(comm: Communicator, target: Target) -> None:
+    """Serve nobody."""
+
+
+async def read(target: Target) -> tuple[int, list[float]]:
+    """Take a step, and return what it reads."""
+    async with target.step() as weights:
+        return weights.version, weights["w"].flatten().tolist()
+
+
+def fills(value: float) -> Trainer:
+    """Return a trainer that moves one version, whose elements are ``value`` and one more in the second row."""
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        row.fill_(value + comm.rank)
+        await source.move(1)
+        leave("moved")
+
+    return trainer
+
+
+async def read_when_moved(comm: Communicator, target: Target) -> Any:
+    await found("moved")
+    return await read(target)
+
+
+def test_step_reads_what_was_moved() -> None:
+    assert run(read_when_moved, fills(5.0))[:2] == [(1, [5.0, 6.0])] * 2
+
+
+def test_values_are_rounded_to_the_dtype_of_the_target() -> None:
+    assert run(read_when_moved, fills(1.001), dtype=torch.bfloat16)[:2] == [(1, [1.0, 2.0])] * 2
+
+
+def test_convert_makes_the_values_that_are_sent() -> None:
+    def convert(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        assert name == "w"
+        return (part * 10).to(dtype)
+
+    assert run(read_when_moved, fills(1.5), dtype=torch.int32, convert=convert)[:2] == [(1, [15, 25])] * 2
+
+
+def test_error_of_convert_is_named_and_the_next_move_works() -> None:
+    def convert(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        if part.min() == 7:
+            raise ValueError("an unlucky number")
+        return part
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> Any:
+        row.fill_(6 + comm.rank)
+        with pytest.raises(
+            MoveLostError, match="version 1 is not current: source rank 1: ValueError: an unlucky"
+        ) as one:
+            await source.move(1)
+        assert isinstance(one.value.__cause__, ValueError) == (comm.rank == 1)
+        row.fill_(9.0)
+        await source.move(1)
+        leave("moved")
+        return source.version, source.nbytes
+
+    assert run(read_when_moved, trainer, convert=convert) == [(1, [9.0, 9.0])] * 2 + [(1, 8)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_deadline_says_which_target_rank_keeps_a_version(rank: int) -> None:
+    async def server(comm: Communicator, target: Target) -> Any:
+        if comm.rank == rank:
+            with target.at(0) as weights:
+                await found("late")
+                assert weights["w"].flatten().tolist() == [0.0, 0.0]
+            leave("let go")
+        return await read_when_moved(comm, target)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await source.move(1)
+        row.fill_(2.0)
+        with pytest.raises(MoveTimeoutError, match=f"source rank [01]; target rank {rank} {USES}"):
+            await source.move(2, timeout=3)
+        leave("late")
+        await found("let go")
+        await source.move(2)
+        leave("moved")
+
+    assert run(server, trainer)[:2] == [(2, [2.0, 2.0])] * 2
+
+
+def test_cancelled_rank_ends_the_move_on_the_others_and_the_next_one_works() -> None:
+    async def server(comm: Communicator, target: Target) -> Any:
+        with target.at(0):
+            await found("cancelled")
+        return await read_when_moved(comm, target)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await source.move(1)
+        if comm.rank == 1:
+            task = asyncio.ensure_future(source.move(2))
+            await asyncio.sleep(1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            leave("cancelled")
+        else:
+            with pytest.raises(
+                MoveLostError, match=r"version 2 is not current: it was cancelled on source rank 1; target"
+            ):
+                await source.move(2)
+        row.fill_(3.0)
+        await source.move(2)
+        leave("moved")
+
+    assert run(server, trainer)[:2] == [(2, [3.0, 3.0])] * 2
+
+
+def test_ranks_that_call_for_different_versions_are_told_so() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        with pytest.raises(MismatchError, match=r"source rank 0 for 1, source rank 1 for 2$"):
+            await source.move(1 + comm.rank)
+        await fills(4.0)(comm, source, row)
+
+    assert run(read_when_moved, trainer)[:2] == [(1, [4.0, 5.0])] * 2
+
+
+def test_deadline_says_which_source_rank_has_not_called() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        if comm.rank == 0:
+            with pytest.raises(MoveTimeoutError, match=r"on source rank 0; source rank 1 has not called move$"):
+                await source.move(1, timeout=2)
+            leave("late")
+        else:
+            await found("late")
+            with pytest.raises(MoveTimeoutError, match=r"source rank 1 has not called move$"):
+                await source.move(1)
+        await fills(4.0)(comm, source, row)
+
+    assert run(read_when_moved, trainer)[:2] == [(1, [4.0, 5.0])] * 2
+
+
+def test_version_must_rise_and_be_a_number() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        for version, message in (
+            (0, "version is 0, and the target has had 3, wanted a higher one"),
+            (-1, "wanted an int"),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                await source.move(version)
+        with pytest.raises(ArgumentError, match="version is None, wanted an int"):
+            await source.move(None)  # type: ignore[arg-type]
+        await source.move(4)
+
+    run(idle, trainer, versions=(3, 3))
+
+
+def test_no_step_begins_until_ranks_that_differ_have_a_version() -> None:
+    async def server(comm: Communicator, target: Target) -> Any:
+        assert target.version == (None if comm.rank == 0 else 0)
+        return await read(target)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        assert source.version == 7
+        row.fill_(8.0)
+        await asyncio.sleep(5)
+        await source.move(8)
+
+    assert run(server, trainer, versions=(7, 0))[:2] == [(8, [8.0, 8.0])] * 2
+
+
+def test_plan_reads_the_version_that_its_caller_has_pinned() -> None:
+    async def server(comm: Communicator, target: Target) -> Any:
+        async def execute(plan: Any) -> float:
+            with target.at(plan) as weights:
+                leave("running")
+                await found("moved")
+                return (await service.comm.all_reduce(weights["w"].clone())).sum().item()
+
+        async with Service(comm) as service:
+            if comm.rank:
+                await service.work(execute)
+                return None
+            async with service.drive(execute) as driver:
+                async with target.pin() as weights:
+                    old = await driver.run(weights.version)
+                async with target.pin() as weights:
+                    return old, await driver.run(weights.version)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await found("running")
+        await fills(1.0)(comm, source, row)
+
+    assert run(server, trainer)[0] == (0.0, 6.0)
+
+
+def test_version_that_is_not_held_is_refused() -> None:
+    async def server(comm: Communicator, target: Target) -> None:
+        with pytest.raises(ArgumentError, match="version is 3, wanted one that rank 0 has pinned; this rank holds 0"):
+            target.at(3).__enter__()
+        if comm.rank:
+            with pytest.raises(ArgumentError, match="pin was called on rank 1, wanted at"):
+                await target.pin().__aenter__()
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        pass
+
+    run(server, trainer)
+
+
+def test_source_that_another_one_has_taken_the_place_of_is_told_so() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        async with (
+            aiocomms.open_endpoint(timeout=60) as mine,
+            await Source.open(comm, {"w": Chunk(row, (2, 2), (comm.rank, 0))}, mine, await found("address")) as other,
+        ):
+            with pytest.raises(MoveLostError, match="another source has taken its place"):
+                await source.move(1)
+            row.fill_(2.0)
+            await other.move(1)
+            leave("moved")
+
+    assert run(read_when_moved, trainer)[:2] == [(1, [2.0, 2.0])] * 2
+
+
+def test_closed_target_is_named() -> None:
+    async def server(comm: Communicator, target: Target) -> None:
+        await found("first")
+        await comm.barrier()
+        await target.aclose()
+        await target.aclose()
+        leave("closed")
+        with pytest.raises(CommClosedError):
+            await read(target)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await source.move(1)
+        leave("first")
+        await found("closed")
+        with pytest.raises(MoveLostError, match=r"target rank [01]: the other endpoint has closed the connection"):
+            await source.move(2)
+        await source.aclose()
+        with pytest.raises(CommClosedError, match="the source is closed"):
+            await source.move(2)
+
+    run(server, trainer)
+
+
+def test_target_that_cannot_be_reached_is_an_error_on_all_source_ranks() -> None:
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        other = await aiocomms.open_endpoint(timeout=60)
+        await other.aclose()
+        kind = PeerDiedError if comm.rank == 0 else MoveLostError
+        async with aiocomms.open_endpoint(timeout=60) as mine:
+            with pytest.raises(kind, match="cannot be reached"):
+                await Source.open(comm, {"w": Chunk(row, (2, 2), (comm.rank, 0))}, mine, other.address)
+            with pytest.raises(ArgumentError, match=r"no source rank has \[2, 1\] elements of 'w' at \[0, 1\]"):
+                await Source.open(comm, {"w": Chunk(row[:, :1], (2, 2), (comm.rank, 0))}, mine, await found("address"))
+
+    run(idle, trainer)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([torch.zeros(1)], "tensors is .*, wanted a mapping of names to tensors, DTensors or chunks"),
+        ({1: torch.zeros(1)}, "a name of tensors is 1 .*, wanted a str"),
+        ({"w": 1.0}, r"tensors\['w'\] is 1.0 \(float\), wanted a tensor, a DTensor or a Chunk"),
+        (
+            {"w": Chunk(torch.zeros(2), (3,), (2,))},
+            r"has offsets \[2\] and a tensor of shape \[2\], wanted a part of.*\[3\]",
+        ),
+        ({"w": Chunk(torch.zeros(2), (3,), (0, 0))}, r"has offsets \[0, 0\]"),
+        ({"w": Chunk(torch.zeros(2), 3, (0,))}, r"tensors\['w'\].shape is 3 \(int\), wanted a tuple of ints"),
+        ({"w": torch.zeros(2).to_sparse()}, r"tensors\['w'\].tensor is a sparse_coo tensor, wanted a dense one"),
+        ({"w": torch.zeros(2, device="meta")}, r"tensors\['w'\].tensor is on meta, wanted it on cpu"),
+    ],
+)
+def test_wrong_tensors_are_refused(tensors: Any, message: str) -> None:
+    async def server(comm: Communicator, target: Target) -> None:
+        async with aiocomms.open_endpoint(timeout=60) as mine:
+            with pytest.raises(ArgumentError, match=message):
+                await Target.open(comm, tensors, mine)
+            with pytest.raises(ArgumentError, match=message):
+                await Source.open(comm, tensors, mine, target.address)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        pass
+
+    run(server, trainer)
