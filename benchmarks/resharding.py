@@ -39,8 +39,8 @@ MIB = 2**20
 WIDTH, LAYERS = 4096, 8
 """Columns of each tensor, and how many there are."""
 LOAD = 0.8
-WARM, SECONDS = 1.0, 4.0
-"""Seconds for which a server is asked at full speed, and then at LOAD of that."""
+WARM, SECONDS, PAUSE = 1.0, 10.0, 1.0
+"""Seconds for which a server is asked at full speed, and then at LOAD of that; and those between two moves."""
 KIND = {0: "target", 1: "source"}
 
 
@@ -162,11 +162,11 @@ class Rank:
         return latencies
 
     async def under_load(self) -> None:
-        """Answer at LOAD of full speed, at first alone, and then while the source moves one version after the other."""
+        """Answer at LOAD of full speed, at first alone, and then with a move in each second or so."""
         rate = 0.0
         if self.side == 0:
             rate = LOAD * len(await self.serve(WARM, None)) / WARM
-        for what in ("alone", "amid moves"):
+        for what in ("alone", "with moves"):
             await self.all.barrier()
             if self.side == 0:
                 self.found[f"latencies {what}"] = await self.serve(SECONDS, rate)
@@ -176,6 +176,7 @@ class Rank:
                 began = time.perf_counter()
                 await self.move()
                 self.found.setdefault("move under load", []).append(time.perf_counter() - began)
+                await asyncio.sleep(PAUSE)
                 if await self.comm.broadcast_object(time.perf_counter() > ends, 0):
                     break
 
@@ -234,7 +235,7 @@ def show(found: list[dict[str, Any]], mib: int, rounds: int, load: float) -> Non
         speed = mib / 1024 / median
         print(f"| {what} | {median:.3f} s | {min(each):.3f} s | {max(each):.3f} s | {speed:.2f} |")
     print(f"\n| requests at {found[0]['rate']:.0f}/s | p50 | p99 | most |\n|---|---:|---:|---:|")
-    for what in ("alone", "amid moves"):
+    for what in ("alone", "with moves"):
         each = sorted(1e3 * it for it in found[0][f"latencies {what}"])
         print(
             f"| {what} | {statistics.median(each):.2f} ms | {each[int(0.99 * len(each))]:.2f} ms | {each[-1]:.2f} ms |"

@@ -23,7 +23,7 @@ class Background:
         self._of, self._driver = of, LoopDriver.current()
         self._scopes: set[anyio.CancelScope] = set()
         self._ended = Bell(self._driver)
-        self._closed = False
+        self._closed, self._running = False, 0
 
     def start(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run something in a task. A lost or closed connection ends it, and what it must not raise is reported."""
@@ -45,8 +45,6 @@ class Background:
 
         self._running += 1
         self._driver.spawn(run, Context())
-
-    _running = 0
 
     async def aclose(self) -> None:
         """Cancel all, and wait until they have ended. Idempotent."""

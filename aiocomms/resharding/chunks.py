@@ -14,11 +14,10 @@ from aiocomms.arguments import as_int, short, wrong_type
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 from aiocomms.resharding.boxes import Box
-from aiocomms.resharding.words import ChunkRecord
+from aiocomms.resharding.words import DTYPES, ChunkRecord
 
 ALIGNMENT: Final = 64
 """Bytes: where chunks begin in a buffer, so that kernels find them as those of torch's own allocator."""
-DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
 
 
 class Chunk(NamedTuple):

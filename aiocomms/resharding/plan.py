@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 from aiocomms.errors import ArgumentError
 from aiocomms.resharding.boxes import Box, Portion, pieces, runs, shared
-from aiocomms.resharding.chunks import DTYPES, box_of
-from aiocomms.resharding.words import ChunkRecord, TargetRecord
+from aiocomms.resharding.chunks import box_of
+from aiocomms.resharding.words import DTYPES, ChunkRecord, TargetRecord
 
 BLOCK: Final = 4 << 20
 """Bytes that are packed, and written, at once."""

@@ -330,10 +330,10 @@ class SourceRank(NamedTuple):
             return self, []
         return self._replace(phase="idle"), [Stop(), Return(word.kind, word.why)]
 
-    def lose(self, why: str) -> Next[SourceRank]:
+    def lose(self, why: str, kind: str = LOST) -> Next[SourceRank]:
         """Note that the source's communicator is lost, or that its rank 0 does not answer."""
         after = self._replace(phase="idle", lost=self.lost or why)
-        return after, [] if self.phase == "idle" else [Stop(), Return(LOST, why + DOUBT)]
+        return after, [] if self.phase == "idle" else [Stop(), Return(kind, why + DOUBT)]
 
 
 class SourceLeader(NamedTuple):
@@ -347,6 +347,8 @@ class SourceLeader(NamedTuple):
     entered: tuple[tuple[int, int], ...] = ()
     """The ranks that have called, and the versions."""
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
+    kind: str = LOST
+    """The kind of the reason for which it was withdrawn."""
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
         """Note that a rank has called ``move``. The last such rank has the version proposed."""
@@ -367,7 +369,8 @@ class SourceLeader(NamedTuple):
         if word.call != self.call or self.phase == "withdrawn":
             return self, []
         if self.phase == "proposed":
-            return self._replace(phase="withdrawn"), [Notify("target", 0, Withdraw(self.call, word.kind, word.why))]
+            after = self._replace(phase="withdrawn", kind=word.kind)
+            return after, [Notify("target", 0, Withdraw(self.call, word.kind, word.why))]
         here = {rank for rank, _ in self.entered}
         absent = [rank for rank in range(self.ranks) if rank not in here]
         called = f"; {_ranks('source', absent)} {_verb('have', absent)} not called move" if absent else ""
@@ -387,7 +390,7 @@ class SourceLeader(NamedTuple):
 
     def target_gone(self, why: str) -> Next[SourceLeader]:
         """Note that the connection with target rank 0 is lost."""
-        return self._settle(LOST, why + DOUBT) if self.phase != "gathering" else (self, [])
+        return self._settle(self.kind, why + DOUBT) if self.phase != "gathering" else (self, [])
 
     def lose(self, why: str) -> Next[SourceLeader]:
         """Note that the source's communicator is lost."""
@@ -396,7 +399,7 @@ class SourceLeader(NamedTuple):
         return self._replace(phase="withdrawn"), [Notify("target", 0, Withdraw(self.call, LOST, why))]
 
     def _settle(self, kind: str, why: str) -> Next[SourceLeader]:
-        after = self._replace(call=self.call + 1, entered=(), phase="gathering")
+        after = self._replace(call=self.call + 1, entered=(), phase="gathering", kind=LOST)
         settled = Settled(self.call, kind, why)
         return after, [Notify("source", rank, settled) for rank in range(self.ranks)]
 

@@ -62,6 +62,8 @@ from aiocomms.resharding.writing import Convert, write
 _ERRORS: Final[dict[str, type[CommError]]] = {
     LOST: MoveLostError, REFUSED: ArgumentError, DIFFERS: MismatchError, LATE: MoveTimeoutError
 }  # fmt: skip
+_LATER: Final = 1.0
+"""Seconds for which other ranks than 0 wait longer, so that they hear from that one whom it has waited for."""
 
 
 class Source(Party):
@@ -81,6 +83,10 @@ class Source(Party):
         """The target ranks that this rank writes to; on rank 0 the target's rank 0, too."""
         self._version = 0
         self._returned: Return | None = None
+        self._cause: Exception | None = None
+        """The error of this rank for which the last move has failed."""
+        self._gone = ""
+        """The reason why the target's rank 0 is not reached any more; empty: it is reached."""
         self._writing: anyio.CancelScope | None = None
         self._news = Bell(self._driver)
 
@@ -248,13 +254,15 @@ class Source(Party):
     async def _give_up(self, kind: str, why: str) -> None:
         """Have all ranks end it, and wait for that: for some seconds, if the others do not answer."""
         self._falter(kind, why)
-        with anyio.move_on_after(CLOSE_GRACE):
+        seconds = CLOSE_GRACE + (_LATER if self._rank else 0.0)
+        with anyio.move_on_after(seconds):
             await self._end()
             return
         if self._rank == 0:
-            self._peers[0].abort(f"target rank 0 has not answered for {CLOSE_GRACE:g} s")
+            self._peers[0].abort(f"target rank 0 has not answered for {seconds:g} s")
         else:
-            self._state, actions = self._state.lose(f"{why}, and source rank 0 has not answered for {CLOSE_GRACE:g} s")
+            why += f", and source rank 0 has not answered for {seconds:g} s"
+            self._state, actions = self._state.lose(why, kind)
             self._act(actions)
         await self._end()
 
@@ -270,8 +278,6 @@ class Source(Party):
             return
         text = f"version {version} is not current: {returned.why}"
         raise _ERRORS[returned.kind](text, comm=self._comm.name, op="move", rank=self._rank) from self._cause
-
-    _cause: Exception | None = None
 
     async def _write(self, action: Write, scope: anyio.CancelScope) -> None:
         actions: list[Action] = []
@@ -340,9 +346,6 @@ class Source(Party):
         except CommError as error:
             self._gone = f"target rank 0: {error.message}"
             self._target_gone()
-
-    _gone = ""
-    """The reason why the target's rank 0 is not reached any more; empty: it is reached."""
 
     def _target_gone(self) -> None:
         self._leader, actions = self._leader.target_gone(self._gone)

@@ -317,6 +317,8 @@ class Target(Party):
                 say(peer, Inventory(self._leader.newest, self._inventory.ranks))
             case Written() if who is not None:
                 self._state, actions = self._state.written(who[1], word)
+            case Propose() if len(word.writers) != self._comm.size:
+                raise ProtocolError(f"a source speaks of {len(word.writers)} target ranks, wanted {self._comm.size}")
             case Propose() if speaks and self._speaker is not None:
                 self._leader, actions = self._leader.propose(self._speaker[0], word)
             case Withdraw() if speaks:

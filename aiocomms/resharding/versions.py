@@ -12,8 +12,8 @@ from aiocomms.endpoints.regions import Region
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
-from aiocomms.resharding.chunks import DTYPES, Chunk, nbytes_of, size_of
-from aiocomms.resharding.words import ChunkRecord
+from aiocomms.resharding.chunks import Chunk, nbytes_of, size_of
+from aiocomms.resharding.words import DTYPES, ChunkRecord
 
 
 class Weights(Mapping[str, Tensor]):

@@ -11,7 +11,10 @@ from typing import Final
 import msgspec
 
 from aiocomms.lowlevel import ControlCodec
+from aiocomms.ops import checks
 
+DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
+"""The dtypes, by the names by which ranks tell each other of them."""
 LONGEST: Final = 64 << 20
 """Most bytes of a word: a layout names each chunk of each target rank."""
 
@@ -27,6 +30,14 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...]
     place: int = 0
     """The byte at which the chunk begins in each buffer of a target rank."""
+
+    def makes_sense(self) -> bool:
+        """Return whether it is a part of a tensor that there can be."""
+        lengths = {len(self.shape), len(self.offsets), len(self.sizes)}
+        if self.dtype not in DTYPES or self.place < 0 or len(lengths) > 1:
+            return False
+        boxes = zip(self.offsets, self.sizes, self.shape, strict=True)
+        return all(at >= 0 and 0 <= size <= whole - at for at, size, whole in boxes)
 
 
 class TargetRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -181,4 +192,7 @@ def inventory(word: bytes, peer: int | None = None) -> Inventory:
     found = WORDS.decode(word, peer)
     if not isinstance(found, Inventory):
         raise WORDS.unreadable(f"it is {type(found).__name__}, wanted Inventory", peer)
+    for record in (record for rank in found.ranks for record in rank.chunks):
+        if not record.makes_sense():
+            raise WORDS.unreadable(f"{record.name!r} is no part of a tensor", peer)
     return found

@@ -18,13 +18,14 @@ from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops.buffers import empty
 from aiocomms.ops.modes import unaffected
 from aiocomms.progress.work import Work
-from aiocomms.resharding.chunks import DTYPES, Chunk
+from aiocomms.resharding.chunks import Chunk
 from aiocomms.resharding.plan import BLOCK, Copy
+from aiocomms.resharding.words import DTYPES
 
 Convert = Callable[[str, Tensor, torch.dtype], Tensor]
 """A function of a name, a part of that tensor, and the target's dtype, which returns the part in that dtype."""
-AT_ONCE: Final = 4
-"""Blocks that are under way at once, each with its own memory."""
+AT_ONCE: Final = 2
+"""Blocks that are under way at once, each with its own memory: one is packed while another one is put."""
 _IN_THREAD: Final = 64 << 10
 """Bytes from which on a block is packed in a thread."""
 

@@ -54,14 +54,17 @@ def run(server: Server, trainer: Trainer, *, versions: tuple[int, int] = (0, 0),
     """Run a server of two ranks, which have a column each, and a trainer of two, which have a row each.
 
     :param versions: what the server's ranks begin with.
-    :param options: those of ``Source.open``, and ``dtype``, that of the server.
+    :param options: those of ``Source.open``; ``dtype``, that of the server; and ``heartbeat``, a hint to all.
     """
-    dtype = options.pop("dtype", torch.float32)
+    dtype, hints = options.pop("dtype", torch.float32), {"heartbeat": options.pop("heartbeat", None)}
 
     async def program() -> Any:
         side, rank = divmod(here().rank, 2)
         here().launched_as(("server", "trainer")[side], rank, 2)
-        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+        async with (
+            aiocomms.new_comm(timeout=60, hints=hints) as comm,
+            aiocomms.open_endpoint(timeout=60, hints=hints) as mine,
+        ):
             if side == 0:
                 chunk = Chunk(torch.zeros(2, 1, dtype=dtype), (2, 2), (0, rank))
                 async with await Target.open(comm, {"w": chunk}, mine, version=versions[rank]) as target:
@@ -366,3 +369,18 @@ def test_wrong_tensors_are_refused(tensors: Any, message: str) -> None:
         pass
 
     run(server, trainer)
+
+
+@pytest.mark.parametrize("stuck", [0, 2])
+def test_rank_0_that_does_not_answer_is_named_some_seconds_after_the_deadline(stuck: int) -> None:
+    """Target rank 0 and source rank 0 stand still for longer than the others wait, and nothing takes them for dead."""
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        if here().rank == 3:
+            here().world.pause(stuck, 15.0)
+        who = "target rank 0: .*not answered for 5 s" if stuck == 0 else "source rank 0 has not answered for 6 s"
+        if here().rank != stuck:
+            with pytest.raises(MoveTimeoutError, match=f"{who}.*; it may have become current before that"):
+                await source.move(1, timeout=1)
+
+    run(idle, trainer, heartbeat=0)

@@ -16,9 +16,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from aiocomms.errors import ArgumentError
 from aiocomms.resharding.boxes import SPLIT, Box, intersection, pieces, rest, runs, shared
-from aiocomms.resharding.chunks import DTYPES, Chunk, chunks_of, records_of, size_of
+from aiocomms.resharding.chunks import Chunk, chunks_of, records_of, size_of
 from aiocomms.resharding.plan import MovePlan, planned
-from aiocomms.resharding.words import TargetRecord
+from aiocomms.resharding.words import DTYPES, TargetRecord
 
 pytestmark = pytest.mark.deterministic
 
