@@ -24,6 +24,7 @@ from aiocomms.resharding.versions import VersionMemory, Weights
 from aiocomms.resharding.words import (
     WORDS,
     Broken,
+    ChunkRecord,
     Clear,
     Cleared,
     Inquire,
@@ -65,11 +66,10 @@ class Target(Party):
 
     _inventory: Inventory
 
-    def __init__(self, comm: Communicator, here: Endpoint, chunks: Mapping[str, Chunk], version: int) -> None:
+    def __init__(self, comm: Communicator, here: Endpoint, records: tuple[ChunkRecord, ...], version: int) -> None:
         super().__init__(comm, "a target")
-        self._here, self._chunks = here, chunks
-        self._records = records_of(chunks)
-        self._memory = VersionMemory(here, self._records)
+        self._here, self._records = here, records
+        self._memory = VersionMemory(here, records)
         self._state = TargetRank(comm.rank, (Held(version, 0),))
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
@@ -106,10 +106,11 @@ class Target(Party):
         """
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
-        self = cls(comm, here, chunks_of(tensors, here.device), checked_version(version))
+        chunks = chunks_of(tensors, here.device)
+        self = cls(comm, here, records_of(chunks), checked_version(version))
         try:
             await self._memory.make(0)
-            await self._memory.fill(0, self._chunks)
+            await self._memory.fill(0, chunks)
             await self._memory.make(1)
             await self._meet(timeout)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 from collections.abc import Iterable
@@ -22,6 +23,16 @@ pytestmark = pytest.mark.deterministic
 
 ROWS, COLUMNS = 6, 4
 LAST = 3
+FAULTS = (
+    Faults(deaths=1),
+    Faults(pauses=1),
+    Faults(cuts=1),
+    Faults(partitions=1),
+    Faults(slow=1),
+    Faults(deaths=1, pauses=1, cuts=1, partitions=1),
+)
+SEARCHED = os.environ.get("MOVE_SEEDS", "0-100000")
+"""The seeds that a search takes; half of them are each of two tests', for two processors."""
 PATIENCE = 150.0
 """Seconds after which nobody is left who would do what a rank waits for."""
 
@@ -144,16 +155,28 @@ def judge(history: History) -> None:
 
 
 def test_every_step_reads_one_whole_version_on_all_ranks() -> None:
-    for seed in range(3):
+    for seed in range(2):
         history = repeated(whatever_goes_wrong, 6, seed=seed)
         judge(history)
         assert all(seen.error is None for seen in history.results)
         assert {*history.results[0].versions} <= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    "faults", [Faults(deaths=1), Faults(pauses=1), Faults(cuts=1), Faults(partitions=1), Faults(slow=1)], ids=str
-)
+@pytest.mark.parametrize("faults", FAULTS, ids=str)
 def test_server_goes_on_whatever_becomes_of_the_source(faults: Faults) -> None:
-    for seed in range(4):
+    for seed in range(2):
         check(seed, faults)
+
+
+def test_history_that_has_failed_does_not() -> None:
+    """A work that a cancelled move had left behind was reported as forgotten."""
+    check(1030, Faults(cuts=1))
+
+
+@pytest.mark.search
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("half", range(2))
+def test_server_goes_on_in_histories_of_new_seeds(half: int) -> None:
+    first, last = map(int, SEARCHED.split("-"))
+    for seed in range(first + half, last, 2):
+        check(seed, FAULTS[seed // 2 % len(FAULTS)])
