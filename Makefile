@@ -315,6 +315,7 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.compare
 	$(BENCH_BIN)/python -m benchmarks.core
 	$(BENCH_BIN)/python -m benchmarks.kv
+	$(BENCH_BIN)/python -m benchmarks.resharding
 	$(BENCH_BIN)/python -m benchmarks.metrics
 	$(BENCH_BIN)/python -m benchmarks.many
 	$(BENCH_BIN)/python -m benchmarks.many --ranks 8 --splits 1000

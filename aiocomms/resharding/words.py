@@ -117,7 +117,7 @@ class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
 
     call: int
     kind: str = ""
-    """The reason for which the old version stays current, a key of :data:`KINDS`; empty: the new one is current."""
+    """The kind of the reason for which the old version stays current; empty: the new one is current."""
     why: str = ""
 
 

@@ -82,7 +82,7 @@ async def _packed(copy: Copy, tensor: Tensor, scratch: Tensor, convert: Convert 
         return _pack(copy, tensor, scratch, convert)
 
     part = tensor[copy.box.slices()]
-    if copy.nbytes < _IN_THREAD or (convert is None and _lies_so(part, copy.dtype)):
+    if convert is None and (copy.nbytes < _IN_THREAD or _lies_so(part, copy.dtype)):
         return call()
     with anyio.CancelScope(shield=True):  # The thread would read the tensor after the caller has gone on.
         return await run_in_thread(call)

@@ -43,6 +43,7 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 # Pages whose code waits for no clock, and starts no process.
 BY_THEMSELVES = {"arrays.md", "cancellation.md", "index.md", "metrics.md", "recovery.md", "reference.md", "serving.md"}
 FOR_HOSTS = ["ray.md", "running.md"]  # tests/hosts and tests/launchers run their code
+SEARCHED = {"resharding.md"}  # The search runs these pages: the real tests of the gate are as many as it may have.
 BOUND = 240.0  # seconds after which a command hangs
 
 FENCE = re.compile(r"(?:^<!-- (run|file: (\S+)) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -136,7 +137,9 @@ class Session:
 
 def kind_of(page: Path) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a page."""
-    return [pytest.mark.deterministic, pytest.mark.slow] if page.name in BY_THEMSELVES else [pytest.mark.real]
+    if page.name in BY_THEMSELVES:
+        return [pytest.mark.deterministic, pytest.mark.slow]
+    return [pytest.mark.real, pytest.mark.search] if page.name in SEARCHED else [pytest.mark.real]
 
 
 @pytest.mark.every_case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from aiocomms import Communicator
 from aiocomms.errors import (
     ArgumentError,
     CommClosedError,
+    CommError,
     MismatchError,
     MoveLostError,
     MoveTimeoutError,
@@ -384,3 +386,59 @@ def test_rank_0_that_does_not_answer_is_named_some_seconds_after_the_deadline(st
                 await source.move(1, timeout=1)
 
     run(idle, trainer, heartbeat=0)
+
+
+async def serve_with_a_newcomer(rank: int) -> list[int]:
+    """Take steps to version 3; rank 1 dies in its first step with version 1, and another process takes its place."""
+    comm = await aiocomms.new_comm(timeout=60, join=here().restarts > 0)
+    seen, values = [0], torch.zeros(2, 1)
+    while seen[-1] < 3:
+        try:
+            async with (
+                aiocomms.open_endpoint(timeout=60) as mine,
+                await Target.open(comm, {"w": Chunk(values, (2, 2), (0, rank))}, mine, version=seen[-1]) as target,
+            ):
+                leave(f"address of {comm.name}", target.address)
+                while seen[-1] < 3:
+                    async with target.step() as weights:
+                        seen.append(weights.version)
+                        values = weights["w"].clone()
+                        assert values.flatten().tolist() == [weights.version] * 2
+                        if rank == 1 and seen[-1] == 1:
+                            leave("rank 1 dies")
+                            here().world.kill(here().rank, 1.0)
+                    await asyncio.sleep(0.02)
+        except CommError:
+            comm = await comm.reconfigure(size=2, timeout=30)
+    await comm.aclose()
+    return sorted({*seen})
+
+
+async def train_with_a_newcomer(rank: int) -> None:
+    """Move version 1 to the first form of the server, and the others to the second."""
+    row = torch.zeros(1, 2)
+    chunks = {"w": Chunk(row, (2, 2), (rank, 0))}
+    async with aiocomms.new_comm(timeout=60) as comm:
+        for name, versions in (("world", (1, 2)), ("world@2", (2, 3))):
+            address = await found(f"address of {name}")
+            async with (
+                aiocomms.open_endpoint(timeout=60) as mine,
+                await Source.open(comm, chunks, mine, address) as source,
+            ):
+                for version in versions:
+                    row.fill_(version)
+                    if lost := (name, version) == ("world", 2):
+                        await found("rank 1 dies")
+                    with pytest.raises(MoveLostError) if lost else contextlib.nullcontext():
+                        await source.move(version)
+
+
+def test_target_rank_that_joins_gets_its_weights_by_the_next_move() -> None:
+    async def program() -> Any:
+        side, rank = divmod(here().rank, 2)
+        here().launched_as(("server", "trainer")[side], rank, 2)
+        return await (serve_with_a_newcomer, train_with_a_newcomer)[side](rank)
+
+    results = [simulate(program, 4, seed=seed, longest=300).results for seed in range(4)]
+    assert [it[1] for it in results] == [[0, 2, 3]] * 4
+    assert any(it[0] == [0, 1, 2, 3] for it in results), "the ranks never differed in their versions"
