@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -29,6 +30,8 @@ class Party(Handle, ABC):
     """A rank of a source or of a target."""
 
     _lane: Lane
+    _peers: Mapping[Any, Peer]
+    """The connections with ranks of the other side."""
 
     def __init__(self, comm: Communicator, what: str) -> None:
         """Begin alone.
@@ -112,7 +115,10 @@ class Party(Handle, ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:  # The other side may be waiting for what this rank will never do.
+            for peer in self._peers.values():
+                peer.abort(error)
         await self.aclose()
 
 

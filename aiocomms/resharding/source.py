@@ -69,7 +69,8 @@ _LATER: Final = 1.0
 class Source(Party):
     """A rank of the side that has new weights; made by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it.
+    It belongs to the event loop and thread that made it. ``async with`` closes it; an error that leaves the
+    block is told to the target.
     """
 
     _plan: MovePlan

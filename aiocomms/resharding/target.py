@@ -61,7 +61,8 @@ def checked_version(version: Any) -> int:
 class Target(Party):
     """A rank of the side whose weights are replaced while it serves; made by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it.
+    It belongs to the event loop and thread that made it. ``async with`` closes it; an error that leaves the
+    block is told to the source.
     """
 
     _inventory: Inventory

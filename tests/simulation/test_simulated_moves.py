@@ -306,6 +306,34 @@ def test_source_that_another_one_has_taken_the_place_of_is_told_so() -> None:
     assert run(read_when_moved, trainer)[:2] == [(1, [2.0, 2.0])] * 2
 
 
+def test_error_that_leaves_the_block_of_a_target_is_told_to_the_source() -> None:
+    async def server(comm: Communicator, target: Target) -> None:
+        async with aiocomms.open_endpoint(timeout=60) as mine:
+            with contextlib.suppress(ValueError):
+                async with await Target.open(
+                    comm, {"w": Chunk(torch.zeros(2, 1), (2, 2), (0, comm.rank))}, mine
+                ) as other:
+                    leave("other address", other.address)
+                    await found("connected 0")
+                    await found("connected 1")
+                    raise ValueError("out of luck")
+            leave(f"raised {comm.rank}")
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        chunks = {"w": Chunk(row, (2, 2), (comm.rank, 0))}
+        async with (
+            aiocomms.open_endpoint(timeout=60) as mine,
+            await Source.open(comm, chunks, mine, await found("other address")) as other,
+        ):
+            leave(f"connected {comm.rank}")
+            await found("raised 0")
+            await found("raised 1")
+            with pytest.raises(MoveLostError, match=r"target rank 0: .*ValueError: out of luck"):
+                await other.move(1)
+
+    run(server, trainer)
+
+
 def test_closed_target_is_named() -> None:
     async def server(comm: Communicator, target: Target) -> None:
         await found("first")
