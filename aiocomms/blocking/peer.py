@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast, overload
 
@@ -195,7 +195,19 @@ class BlockingRemoteRegion(Described):
             self._remote._puts += 1
         return work
 
+    def put_v(
+        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        *, timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> BlockingWork[Given]:  # fmt: skip
+        """Write equal runs of elements into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""
+        self._check("put_v", "written", self.writable)
+        with self._counting:
+            work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
+            self._remote._puts += 1
+        return work
+
     get: Final = started(RemoteRegion.get)
+    get_v: Final = started(RemoteRegion.get_v)
     flush: Final = started(RemoteRegion.flush)
     _check: Callable[..., None] = cast("Any", RemoteRegion._check)
 

@@ -161,6 +161,64 @@ class Window(Handle):
         """
         return self._comm._issue(ops.PutSignal(self._info, tensor, dst, offset), hints, timeout)
 
+    def put_v(
+        self,
+        tensor: Given,
+        dst: int,
+        offsets: Sequence[int],
+        starts: Sequence[int],
+        count: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Write equal runs of a tensor's elements into a rank's part of the window, in one operation.
+
+        What MPI does by ``MPI_Put`` with types that ``MPI_Type_create_indexed_block`` has made.
+
+        :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
+        :param dst: the rank whose part is written; may be this rank.
+        :param offsets: where each run goes: its first element in that part.
+        :param starts: where each run comes from: its first element in the tensor. As many as ``offsets``.
+        :param count: the elements of a run.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
+        """
+        op = ops.PutV(
+            self._info, tensor, dst, checks.integers("offsets", offsets), checks.integers("starts", starts), count
+        )
+        return self._comm._issue(op, hints, timeout)
+
+    def get_v(
+        self,
+        tensor: Given,
+        src: int,
+        offsets: Sequence[int],
+        starts: Sequence[int],
+        count: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Read equal runs of a rank's part of the window into a tensor, in one operation; see :meth:`put_v`.
+
+        :param tensor: the tensor to read into, of any shape and of the window's dtype.
+        :param src: the rank whose part is read; may be this rank.
+        :param offsets: where each run comes from: its first element in that part.
+        :param starts: where each run goes: its first element in the tensor. As many as ``offsets``.
+        :param count: the elements of a run.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
+        """
+        op = ops.GetV(
+            self._info, tensor, src, checks.integers("offsets", offsets), checks.integers("starts", starts), count
+        )
+        return self._comm._issue(op, hints, timeout)
+
     def get(
         self,
         tensor: Given,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -257,6 +257,30 @@ class RemoteRegion(Described):
         """
         self._check("get", "read", self._says.read)
         return self._window.get(tensor, self._owner, offset, hints=hints, timeout=timeout)
+
+    def put_v(
+        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        *, timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:  # fmt: skip
+        """Write equal runs of a tensor's elements into the region; see :meth:`Window.put_v`.
+
+        :raises RegionError: as :meth:`put`.
+        """
+        self._check("put_v", "written", self._says.write)
+        work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
+        self._puts += 1
+        return work
+
+    def get_v(
+        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        *, timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:  # fmt: skip
+        """Read equal runs of the region's elements into a tensor; see :meth:`Window.get_v`.
+
+        :raises RegionError: as :meth:`get`.
+        """
+        self._check("get_v", "read", self._says.read)
+        return self._window.get_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
 
     def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until all that was put so far is visible to the owner.

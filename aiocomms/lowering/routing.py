@@ -104,7 +104,8 @@ class Router(dict[type[ops.Op], Route]):
         transport = self._transports.get(cls.family)
         if cls in FROM_ANY:
             return self.arrivals.call if self.carries_arrivals() else self._refuse
-        fallback = self._lower if cls in SCHEDULES and self._has_messages() else self._refuse
+        lowers = cls in SCHEDULES and (cls in ops.RUNS or self._has_messages())
+        fallback = self._lower if lowers else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
         if cls in (ops.Send, ops.Recv, ops.Probe, ops.Take):

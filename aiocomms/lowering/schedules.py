@@ -67,6 +67,26 @@ def batch(g: Context, op: ops.Batch) -> Steps:
     yield list(op.parts)
 
 
+@schedule(ops.PutV)
+def put_v(g: Context, op: ops.PutV) -> Steps:
+    """Put each run by itself."""
+    flat, window = op.tensor.view(-1), op.window
+    yield [
+        ops.Put(window, flat[start : start + op.count], op.dst, offset)
+        for offset, start in zip(op.offsets, op.starts, strict=True)
+    ]
+
+
+@schedule(ops.GetV)
+def get_v(g: Context, op: ops.GetV) -> Steps:
+    """Get each run by itself."""
+    flat, window = op.tensor.view(-1), op.window
+    yield [
+        ops.Get(window, flat[start : start + op.count], op.src, offset)
+        for offset, start in zip(op.offsets, op.starts, strict=True)
+    ]
+
+
 @schedule(ops.Barrier)
 def barrier(g: Context, op: ops.Op) -> Steps:
     """Dissemination barrier (Hensgen, Finkel and Manber 1988): ceil(log2(n)) rounds of empty messages."""

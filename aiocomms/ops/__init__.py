@@ -53,9 +53,11 @@ from aiocomms.ops._rma import (
     FetchAdd,
     Flush,
     Get,
+    GetV,
     MapRemoteTensor,
     Put,
     PutSignal,
+    PutV,
     Signal,
     WaitSignal,
     WindowClose,
@@ -103,6 +105,8 @@ RMA: frozenset[type[Op]] = frozenset(
         WindowOpen,
     }
 )
+RUNS: frozenset[type[Op]] = frozenset({PutV, GetV})
+"""Puts and gets of equal runs, which a transport with RMA need not carry: each run goes by itself then."""
 
 __all__ = [
     "ARRIVALS",
@@ -115,6 +119,7 @@ __all__ = [
     "RMA_DATA",
     "RMA_REPLY",
     "RMA_REQUEST",
+    "RUNS",
     "SCANS",
     "STREAM",
     "STREAM_DATA",
@@ -137,6 +142,7 @@ __all__ = [
     "Gather",
     "GatherSingle",
     "Get",
+    "GetV",
     "MapRemoteTensor",
     "Message",
     "Op",
@@ -144,6 +150,7 @@ __all__ = [
     "ProbeAny",
     "Put",
     "PutSignal",
+    "PutV",
     "Received",
     "Recv",
     "RecvAny",

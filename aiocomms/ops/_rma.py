@@ -141,6 +141,73 @@ class Get(_OnWindow, frozen=True, eq=False):
         return [("tensor", self.tensor)]
 
 
+class _Runs(_OnWindow, frozen=True, eq=False):
+    """Equal runs of elements, each from its own place to its own."""
+
+    def _check_runs(self, op: PutV | GetV, rank_name: str, rank: int, group: CheckedComm) -> None:
+        self._check_target(rank_name, rank, group)
+        self._check_dtype(op.tensor)
+        if type(op.count) is not int or op.count < 0:
+            raise ArgumentError(
+                f"count is {arguments.short(op.count)}, wanted the elements of a run: an int of at least 0"
+            )
+        places = (("offsets", op.offsets, self.window.sizes[rank]), ("starts", op.starts, op.tensor.numel()))
+        for name, values, room in places:
+            if {*map(type, values)} - {int}:
+                raise arguments.wrong_type(name, values, "ints, in elements")
+            if values and not 0 <= min(values) <= max(values) <= room - op.count:
+                raise ArgumentError(
+                    f"{name} are from {min(values)} to {max(values)} for runs of {op.count} elements, wanted 0 to "
+                    f"{room - op.count}, as there are {room} elements"
+                )
+        if len(op.offsets) != len(op.starts):
+            raise ArgumentError(f"offsets are {len(op.offsets)} and starts {len(op.starts)}, wanted as many of both")
+
+
+class PutV(_Runs, frozen=True, eq=False):
+    """A :class:`Put` of equal runs: that from element ``starts[i]`` of ``tensor`` on goes to ``offsets[i]``."""
+
+    name = kind = "put_v"
+    tensor: AsTensor
+    dst: int
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    count: int
+    """Elements of a run."""
+
+    def check(self, group: CheckedComm) -> None:
+        checks.readable("tensor", self.tensor, group)
+        self._check_runs(self, "dst", self.dst, group)
+
+    def result(self) -> Tensor:
+        return self.tensor
+
+    def reads(self) -> Buffers:
+        return [("tensor", self.tensor)]
+
+
+class GetV(_Runs, frozen=True, eq=False):
+    """A :class:`Get` of equal runs: that from ``offsets[i]`` of the part on goes to element ``starts[i]``."""
+
+    name = kind = "get_v"
+    tensor: AsTensor
+    src: int
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    count: int
+    """Elements of a run."""
+
+    def check(self, group: CheckedComm) -> None:
+        checks.writable("tensor", self.tensor, group)
+        self._check_runs(self, "src", self.src, group)
+
+    def result(self) -> Tensor:
+        return self.tensor
+
+    def writes(self) -> Buffers:
+        return [("tensor", self.tensor)]
+
+
 class FetchAdd(_OnWindow, frozen=True, eq=False):
     """An atomic addition of ``value`` to an element of rank ``dst``'s part. The result is the value before."""
 

@@ -56,8 +56,10 @@ class BlockingWindow(Handle):
         return self._window.closed
 
     put: Final = started(Window.put)
+    put_v: Final = started(Window.put_v)
     put_signal: Final = started(Window.put_signal)
     get: Final = started(Window.get)
+    get_v: Final = started(Window.get_v)
     fetch_add: Final = started(Window.fetch_add)
     compare_swap: Final = started(Window.compare_swap)
     signal: Final = started(Window.signal)

@@ -61,6 +61,33 @@ async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -
 
 
 @pytest.mark.memory
+@ranks(1, 2, 3)
+async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicator, case: Case) -> None:
+    """Runs of a tensor go to other places of a part, in one operation, and come back; runs may be none, or empty."""
+    there = (comm.rank + 1) % comm.size
+    for dtype in (torch.uint8, torch.int16, torch.float64):
+        slot, win = await window(comm, case, dtype, 4 * PART)
+        slot.tensor.zero_()
+        await comm.barrier()
+        content = case.bits(dtype, (4, PART), comm.rank)
+        given = case.full(content)
+        offsets, starts = (3 * PART, 0, 2 * PART), (0, 2 * PART, 3 * PART)
+        assert await win.put_v(given.tensor, there, offsets, starts, PART) is given.tensor
+        for work in (win.put_v(given.tensor, there, (), (), PART), win.get_v(given.tensor, there, (1, 2), (0, 5), 0)):
+            await work
+        await win.flush()
+        await comm.barrier()
+        came = case.bits(dtype, (4, PART), (comm.rank - 1) % comm.size)
+        slot.expect(torch.cat([came[2], torch.zeros(PART, dtype=dtype), came[3], came[0]]))
+        got = case.empty(dtype, (4, PART))
+        got.tensor.zero_()
+        assert await win.get_v(got.tensor, there, list(offsets), list(starts), PART) is got.tensor
+        got.expect(torch.cat([content[:1], torch.zeros(1, PART, dtype=dtype), content[2:]]))
+        given.expect_untouched()
+        await win.aclose()
+
+
+@pytest.mark.memory
 @ranks(2, 3, more=(1, 7))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 async def test_concurrent_fetch_add_loses_no_addition(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
@@ -285,6 +312,28 @@ async def test_wrong_arguments_of_a_window_are_refused(comm: Communicator, case:
         with pytest.raises(ArgumentError, match=text):
             call()
     await win.put(other, 1 - comm.rank)
+    await win.aclose()
+    slot.expect_untouched()
+
+
+@pytest.mark.core
+@ranks(2)
+async def test_wrong_runs_are_refused(comm: Communicator, case: Case) -> None:
+    slot, win = await window(comm, case, torch.int32, 4)
+    other, real = torch.zeros(4, dtype=torch.int32, device=comm.device), cast("int", 1.0)
+    calls: dict[Callable[[], Work[Any]], str] = {
+        lambda: win.put_v(other, 0, (0, 3), (0, 0), 2): "offsets are from 0 to 3 for runs of 2 elements",
+        lambda: win.put_v(other, 0, (0,), (3,), 2): "starts are from 3 to 3",
+        lambda: win.get_v(other, 0, (0, 1), (-1, 0), 1): "starts are from -1 to 0",
+        lambda: win.get_v(other, 0, (0, 1), (0,), 1): "offsets are 2 and starts 1",
+        lambda: win.get_v(other, 0, (0,), (0,), real): "count is 1.0",
+        lambda: win.get_v(other, 0, (real,), (0,), 1): "offsets",
+        lambda: win.get_v(other.float(), 0, (0,), (0,), 1): "tensor has dtype",
+    }
+    for call, text in calls.items():
+        with pytest.raises(ArgumentError, match=text):
+            call()
+    await win.put_v(other, 1 - comm.rank, (0, 2), (2, 0), 2)
     await win.aclose()
     slot.expect_untouched()
 

@@ -41,7 +41,7 @@ class UcxTransport(LaneTransport, Hastened):
     """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.RMA,
+        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.RMA | ops.RUNS,
         devices=frozenset({"cpu", "cuda"}),
         lanes=ops.COLLECTIVES,
         in_process=True,

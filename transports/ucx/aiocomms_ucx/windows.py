@@ -95,6 +95,9 @@ class Windows:
                 done = engine.put(ticket, group, number, rank, op.offset * size, tensor)
             case ops.Get(tensor=tensor, src=rank):
                 done = engine.get(ticket, group, number, rank, op.offset * size, tensor)
+            case ops.PutV() | ops.GetV():
+                move, rank = (engine.put_v, op.dst) if isinstance(op, ops.PutV) else (engine.get_v, op.src)
+                done = move(ticket, group, number, rank, op.tensor, op.offsets, op.starts, op.count)
             case ops.Signal():
                 done = engine.signal(ticket, group, number, op.dst)
             case ops.WaitSignal():

@@ -139,6 +139,65 @@ void windows_put_and_signal() {
   far.windows.close_lanes(far.group);
 }
 
+void windows_move_runs() {
+  const std::int64_t data[4] = {10, 11, 12, 13};
+  const auto* from = reinterpret_cast<const std::byte*>(data);
+  Office near(true);
+  near.windows.put_v(near.operation(), {0, 1, 8, {24, 0, 40}, {0, 16, 24}}, from);
+  CHECK(near.memory[3] == 10 && near.memory[0] == 12 && near.memory[5] == 13 && near.memory[1] == 0);
+  std::int64_t back[4] = {};
+  near.windows.get_v(near.operation(), {0, 1, 8, {24, 0}, {8, 24}}, reinterpret_cast<std::byte*>(back));
+  CHECK(back[1] == 10 && back[3] == 12 && back[0] == 0 && near.ucx.calls.empty());
+  near.windows.put_v(near.operation(), {0, 1, 8, {}, {}}, from);
+  near.windows.put_v(near.operation(), {0, 1, 0, {64}, {32}}, from);
+  CHECK(near.outcomes().size() == 4 && !near.windows.has_jobs());
+  bool thrown = false;
+  auto op = std::make_unique<Operation>(near.reports, near.group, 99);
+  try {
+    near.windows.put_v(op.get(), {0, 1, 8, {0, 60}, {0, 0}}, from);
+  } catch (const std::out_of_range&) {
+    thrown = true;
+  }
+  CHECK(thrown && near.memory[0] == 12);
+  Office far(false);
+  far.windows.put_v(far.operation(), {0, 1, 8, {24, 0}, {0, 16}}, from);
+  far.windows.get_v(far.operation(), {0, 1, 8, {8, 16, 32}, {0, 8, 16}}, reinterpret_cast<std::byte*>(back));
+  CHECK(far.ucx.calls == (std::vector<std::string>{"put", "put", "get", "get", "get"}));
+  for (int i = 0; i < 4; ++i) far.ucx.finish();
+  CHECK(far.outcomes().size() == 1);  // the put; one of the gets is under way
+  far.ucx.finish();
+  far.windows.put_v(far.operation(), {0, 1, 8, {}, {}}, from);
+  CHECK(far.outcomes().size() == 2);
+  // Of an op whose first run fails the others come to their ends first.
+  far.windows.put_v(far.operation(), {0, 1, 8, {48, 56}, {0, 8}}, from);
+  far.ucx.finish(UCS_ERR_NO_MEMORY);
+  CHECK(far.outcomes().empty());
+  far.ucx.finish();
+  CHECK(far.outcomes()[0].status == Status::kBroken);
+  far.windows.close(far.group, 0);
+  while (!far.ucx.under_way.empty()) far.ucx.finish();
+}
+
+// Runs of more than one step are copied piece by piece, and an op behind them comes after them.
+void windows_move_large_runs() {
+  std::vector<std::byte> here(600'000), there(600'000);
+  for (std::size_t i = 0; i < here.size(); ++i) here[i] = static_cast<std::byte>(i * 7 + i / 1000);
+  Desk desk;
+  Windows windows{desk.ucx, false};
+  windows.map(desk.group, 0, here.data(), here.size(), false);
+  windows.open(desk.group, 0, 1, there.data(), "", 0, there.size());
+  windows.put_v(desk.operation(), {0, 1, 100'000, {500'000, 0, 200'000}, {0, 100'000, 400'000}}, here.data());
+  CHECK(windows.has_jobs());
+  while (windows.advance_jobs()) {
+  }
+  const auto same = [&](std::size_t at, std::size_t from) {
+    return std::memcmp(there.data() + at, here.data() + from, 100'000) == 0;
+  };
+  CHECK(same(500'000, 0) && same(0, 100'000) && same(200'000, 400'000) && there[150'000] == std::byte{0});
+  CHECK(desk.outcomes().size() == 1 && !windows.has_jobs());
+  windows.close(desk.group, 0);
+}
+
 void windows_are_lost() {
   Office office(false);
   std::int64_t data = 0;
@@ -161,6 +220,8 @@ void test_windows() {
   windows_serve_and_ask_atomics();
   windows_signal();
   windows_put_and_signal();
+  windows_move_runs();
+  windows_move_large_runs();
   windows_are_lost();
 }
 

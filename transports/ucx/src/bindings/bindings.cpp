@@ -192,6 +192,28 @@ bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t wi
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
+// Runs of `count` elements, between places in a tensor and in a rank's part, which are in elements.
+Windows::Runs runs_of(const View& data, std::uint64_t window, int rank, std::vector<std::uint64_t> offsets,
+                      std::vector<std::uint64_t> starts, std::size_t count) {
+  const std::size_t size = size_of(data.dtype);
+  if (offsets.size() != starts.size()) throw std::out_of_range("as many runs begin here as there");
+  for (std::uint64_t& offset : offsets) offset *= size;
+  for (std::uint64_t& start : starts) {
+    if (count > data.count || start > data.count - count) throw std::out_of_range("beyond the end of a tensor");
+    start *= size;
+  }
+  return {window, rank, count * size, std::move(offsets), std::move(starts)};
+}
+
+template <auto move>
+bool runs_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, nb::handle tensor,
+             std::vector<std::uint64_t> offsets, std::vector<std::uint64_t> starts, std::size_t count) {
+  const View data = view_of(tensor);
+  const Windows::Runs runs = runs_of(data, window, rank, std::move(offsets), std::move(starts), count);
+  Unlocked unlocked;
+  return (engine.*move)(ticket, group, runs, static_cast<std::byte*>(data.data));
+}
+
 template <bool (Engine::*tell)(Ticket, std::uint32_t, std::uint64_t, int, Held&)>
 bool tell_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank) {
   return (engine.*tell)(ticket, group, window, rank, nothing_held);
@@ -469,6 +491,12 @@ NB_MODULE(_engine, module) {
       .def("get", &get_op,
            nb::sig("def get(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "
                    "/) -> bool"))
+      .def("put_v", &runs_op<&Engine::put_v>,
+           nb::sig("def put_v(self, ticket: int, group: int, window: int, rank: int, tensor: torch.Tensor, "
+                   "offsets: Sequence[int], starts: Sequence[int], count: int, /) -> bool"))
+      .def("get_v", &runs_op<&Engine::get_v>,
+           nb::sig("def get_v(self, ticket: int, group: int, window: int, rank: int, tensor: torch.Tensor, "
+                   "offsets: Sequence[int], starts: Sequence[int], count: int, /) -> bool"))
       .def("atomic", &Engine::atomic,
            nb::sig("def atomic(self, ticket: int, group: int, window: int, rank: int, offset: int, swap: bool, "
                    "bytes: int, first: int, second: int, /) -> bool"),

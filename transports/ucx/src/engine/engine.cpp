@@ -322,6 +322,14 @@ bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
   return post(ticket, id, held, [&](Operation* op) { windows_.get(op, {window, rank, offset, bytes}, data); });
 }
 
+bool Engine::put_v(Ticket ticket, std::uint32_t id, const Windows::Runs& runs, const std::byte* data) {
+  return post(ticket, id, nothing_held, [&](Operation* op) { windows_.put_v(op, runs, data); });
+}
+
+bool Engine::get_v(Ticket ticket, std::uint32_t id, const Windows::Runs& runs, std::byte* data) {
+  return post(ticket, id, nothing_held, [&](Operation* op) { windows_.get_v(op, runs, data); });
+}
+
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
                     std::size_t bytes, std::uint64_t a, std::uint64_t b) {
   return post(ticket, id, nothing_held,

@@ -154,6 +154,9 @@ class Engine : private Inbox::Owner {
                   const void* data, std::size_t bytes, Held& held = nothing_held);
   bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data,
            std::size_t bytes, Held& held = nothing_held);
+  // Equal runs, within one op: see Windows::Runs.
+  bool put_v(Ticket ticket, std::uint32_t group, const Windows::Runs& runs, const std::byte* data);
+  bool get_v(Ticket ticket, std::uint32_t group, const Windows::Runs& runs, std::byte* data);
   // Add a to an element of 4 or 8 bytes; or, to swap, replace a by b. The outcome tells what was there.
   bool atomic(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
               std::size_t bytes, std::uint64_t a, std::uint64_t b);

@@ -68,6 +68,11 @@ Window::Part& Windows::part_of(Group& group, const Place& place) {
   return part;
 }
 
+Window::Part& Windows::part_of(Group& group, const Runs& runs) {
+  for (const std::uint64_t offset : runs.offsets) part_of(group, Place{runs.window, runs.rank, offset, runs.bytes});
+  return part_of(group, runs.window, runs.rank);
+}
+
 // ------------------------------------------------------------------------------------------------- opening and closing
 
 std::string Windows::map(Group& group, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
@@ -123,10 +128,26 @@ void Windows::copy(Operation* op, Copy copy, const Then& then) {
   if (jobs_.size() == 1) advance_job();
 }
 
+// The copies of one op, in the order of a vector that begins with the last one.
+void Windows::copy_all(Operation* op, std::vector<Copy> copies) {
+  if (copies.empty()) return copy(op, {}, finish);
+  const Copy first = copies.back();
+  copies.pop_back();
+  jobs_.push_back({op, first, finish, std::move(copies)});
+  if (jobs_.size() == 1) advance_job();
+}
+
 bool Windows::advance_job() noexcept {
   Job& job = jobs_.front();
-  job.copy.advance(kStep);
-  if (job.copy.bytes > 0) return true;
+  for (std::size_t left = kStep; left > 0;) {
+    const std::size_t before = job.copy.bytes;
+    job.copy.advance(left);
+    left -= before - job.copy.bytes;
+    if (job.copy.bytes > 0 || job.more.empty()) break;
+    job.copy = job.more.back();
+    job.more.pop_back();
+  }
+  if (job.copy.bytes > 0 || !job.more.empty()) return true;
   const Job done = std::move(job);
   jobs_.pop_front();
   try {
@@ -234,18 +255,65 @@ void Windows::put_signal(Operation* op, const Place& place, const void* data) {
 }
 
 void Windows::get(Operation* op, const Place& place, void* data) {
-  Group& group = op->group;
-  const Window::Part& from = part_of(group, place);
+  const Window::Part& from = part_of(op->group, place);
   if (from.mapped || place.bytes == 0) {
     return copy(op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes}, finish);
   }
+  get_far(op->group, op, place, data);
+}
+
+void Windows::get_far(Group& group, Pending* pending, const Place& place, void* data) {
+  const Window::Part& from = part_of(group, place);
   const std::uint64_t there = from.address + place.offset;
   Lane& lane = lane_to(group, place.rank);
-  auto start = [this, op, data, there, bytes = place.bytes, &lane, rkey = from.rkey] {
-    auto counted = new Counted(lane.gets, op);
+  auto start = [this, pending, data, there, bytes = place.bytes, &lane, rkey = from.rkey] {
+    auto counted = new Counted(lane.gets, pending);
     follow(counted, network_.get(lane.peer, rkey, there, data, bytes, counted));
   };
-  enqueue(lane, {Lane::kGet, place.window, op, start, there, there + place.bytes});
+  enqueue(lane, {Lane::kGet, place.window, pending, start, there, there + place.bytes});
+}
+
+void Windows::put_v(Operation* op, const Runs& runs, const std::byte* data) {
+  const Window::Part& to = part_of(op->group, runs);
+  if (!to.mapped && runs.bytes > 0) {
+    return move_far(op, runs, [&](Pending* pending, const Place& place, std::uint64_t start) {
+      put_far(op->group, pending, place, data + start);
+    });
+  }
+  std::vector<Copy> copies;
+  for (std::size_t i = runs.bytes > 0 ? runs.starts.size() : 0; i-- > 0;) {
+    copies.push_back({to.mapped + runs.offsets[i], data + runs.starts[i], runs.bytes});
+  }
+  copy_all(op, std::move(copies));
+}
+
+void Windows::get_v(Operation* op, const Runs& runs, std::byte* data) {
+  const Window::Part& from = part_of(op->group, runs);
+  if (!from.mapped && runs.bytes > 0) {
+    return move_far(op, runs, [&](Pending* pending, const Place& place, std::uint64_t start) {
+      get_far(op->group, pending, place, data + start);
+    });
+  }
+  std::vector<Copy> copies;
+  for (std::size_t i = runs.bytes > 0 ? runs.starts.size() : 0; i-- > 0;) {
+    copies.push_back({data + runs.starts[i], from.mapped + runs.offsets[i], runs.bytes});
+  }
+  copy_all(op, std::move(copies));
+}
+
+// far(pending, place, start) begins the operation of one run.
+template <typename Far>
+void Windows::move_far(Operation* op, const Runs& runs, const Far& far) {
+  if (runs.starts.empty()) return op->finished(UCS_OK);
+  lane_to(op->group, runs.rank);  // made now, where that may throw: from here on the op is known
+  auto all = new Countdown(static_cast<int>(runs.starts.size()), [op](ucs_status_t worst) { op->finished(worst); });
+  for (std::size_t i = 0; i < runs.starts.size(); ++i) {
+    try {
+      far(all, {runs.window, runs.rank, runs.offsets[i], runs.bytes}, runs.starts[i]);
+    } catch (const std::bad_alloc&) {  // before UCX had the run in hand
+      all->finished(UCS_ERR_NO_MEMORY);
+    }
+  }
 }
 
 void Windows::change_atomically(Operation* op, const Place& place, bool swap, std::uint64_t a, std::uint64_t b) {

@@ -40,6 +40,16 @@ class Windows {
   void put(Operation* op, const Place& place, const void* data);
   void put_signal(Operation* op, const Place& place, const void* data);  // both, the signal behind the put
   void get(Operation* op, const Place& place, void* data);
+  // Equal runs of bytes, each from its own place to its own.
+  struct Runs {
+    std::uint64_t window;
+    int rank;
+    std::size_t bytes;                   // of a run
+    std::vector<std::uint64_t> offsets;  // in the rank's part
+    std::vector<std::uint64_t> starts;   // in this rank's memory; as many
+  };
+  void put_v(Operation* op, const Runs& runs, const std::byte* data);
+  void get_v(Operation* op, const Runs& runs, std::byte* data);
   void change_atomically(Operation* op, const Place& place, bool swap, std::uint64_t a, std::uint64_t b);
   void signal(Operation* op, std::uint64_t window, int rank);
   void wait_signal(Operation* op, std::uint64_t window, int rank);
@@ -79,6 +89,7 @@ class Windows {
     Operation* op;
     Copy copy;
     std::function<void(Operation*)> then;  // ends the op
+    std::vector<Copy> more = {};           // the op's other copies, the next one last
   };
   // Who waits for the answer to an atomic, and where the value goes that it brings.
   struct Question {
@@ -90,9 +101,14 @@ class Windows {
 
   Window::Part& part_of(Group& group, std::uint64_t window, int rank);
   Window::Part& part_of(Group& group, const Place& place);
+  Window::Part& part_of(Group& group, const Runs& runs);
   template <typename Then>
   void copy(Operation* op, Copy copy, const Then& then);
+  void copy_all(Operation* op, std::vector<Copy> copies);
   void put_far(Group& group, Pending* pending, const Place& place, const void* data);
+  void get_far(Group& group, Pending* pending, const Place& place, void* data);
+  template <typename Far>
+  void move_far(Operation* op, const Runs& runs, const Far& far);
   void send_signal(Group& group, Pending* pending, std::uint64_t window, int rank);
   bool advance_job() noexcept;
   Lane& lane_to(Group& group, int rank);
