@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from aiocomms.communicator.streams import ItemStream, TensorStream
     from aiocomms.diagnosis.on_signal import dump_on_signal
     from aiocomms.endpoints.endpoint import Endpoint
+    from aiocomms.endpoints.handed import HandedLease
     from aiocomms.endpoints.opening import open_endpoint
     from aiocomms.endpoints.peer import Peer
+    from aiocomms.endpoints.pools import Lease, Pool
     from aiocomms.endpoints.regions import Region, RemoteRegion
     from aiocomms.errors import CommError
     from aiocomms.live.group import LiveGroup
@@ -48,12 +50,15 @@ __all__ = [
     "CommError",
     "Communicator",
     "Endpoint",
+    "HandedLease",
     "ItemStream",
     "Lane",
+    "Lease",
     "LiveGroup",
     "LiveLane",
     "Message",
     "Peer",
+    "Pool",
     "Portal",
     "Received",
     "ReduceOp",
@@ -89,11 +94,14 @@ _HOME = {
     "CommError": "errors",
     "Communicator": "communicator.communicator",
     "Endpoint": "endpoints.endpoint",
+    "HandedLease": "endpoints.handed",
     "Lane": "communicator.lane",
+    "Lease": "endpoints.pools",
     "LiveGroup": "live.group",
     "LiveLane": "live.lane",
     "Message": "ops",
     "Peer": "endpoints.peer",
+    "Pool": "endpoints.pools",
     "Portal": "communicator.portal.portal",
     "Received": "ops",
     "ReduceOp": "ops.reductions",

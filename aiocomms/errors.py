@@ -24,6 +24,7 @@ __all__ = [
     "ConcurrentCollectivesError",
     "DriverLostError",
     "LaneAbortedError",
+    "LeaseError",
     "LeftBehindError",
     "MessageTruncatedError",
     "MismatchError",
@@ -276,6 +277,13 @@ class RegionError(CommError):
     """Raised when a region of another endpoint gives no access: forged, foreign, expired, revoked, or not that right.
 
     Nothing was read or written. The connection with that endpoint stays usable.
+    """
+
+
+class LeaseError(CommError):
+    """Raised when blocks that are lent may not be used: their owner has taken them back, or the borrower dropped them.
+
+    The message says why. The connection with the other endpoint stays usable.
     """
 
 

@@ -33,6 +33,7 @@ from aiocomms.endpoints.words import (
     Grant,
     Here,
     Leave,
+    OfLeases,
     Refuse,
     RegionOpening,
     Word,
@@ -75,15 +76,18 @@ class Attachments:
         comm: Communicator,
         grant: Callable[[bytes], Region],
         bye: Callable[[], object],
+        hear: Callable[[OfLeases], object],
     ) -> None:
         """Hear from now on what the other endpoint says.
 
         :param grant: checks a descriptor of this endpoint's, and returns the region; it raises :class:`RegionError`.
         :param bye: called when the other endpoint closes the connection.
+        :param hear: called with each word about blocks that are lent, of a connection that is over, too; it raises
+            :class:`ProtocolError`.
         """
         self._comm, self._core = comm, comm._core
         self._driver = comm._core.driver
-        self._grant, self._bye = grant, bye
+        self._grant, self._bye, self._hear_of_leases = grant, bye, hear
         self._me, self._other = comm.rank, 1 - comm.rank
         self._granted: dict[int, Region] = {}
         """This endpoint's regions that are open to the other one, or may be opened by it."""
@@ -133,7 +137,7 @@ class Attachments:
     def _ask(self, descriptor: bytes, says: Descriptor) -> _Question:
         number, question = next(self._numbers), _Question(descriptor, dtype_of(says), Promise(self._driver))
         self._questions[number] = question
-        self._say(Ask(number, descriptor))
+        self.say(Ask(number, descriptor))
         return question
 
     async def close(self, attachment: Attachment, why: str, timeout: OpTimeout = COMM_TIMEOUT) -> None:
@@ -153,7 +157,7 @@ class Attachments:
                 if self._me == LEADER:
                     self._lead(attachment, why)
                 else:
-                    self._say(Leave(attachment.owner, attachment.number, why[:LONGEST_WHY]))
+                    self.say(Leave(attachment.owner, attachment.number, why[:LONGEST_WHY]))
             await attachment.closed
             return
         late = CommTimeoutError(f"the other endpoint did not let go of a region within {seconds:g} s")
@@ -173,26 +177,25 @@ class Attachments:
         for attachment in list(self._known.values()):
             await attachment.opened
 
-    def say_here(self) -> None:
-        """Tell the other endpoint that this one is there.
+    def say_here(self, place: str, pid: int) -> None:
+        """Tell the other endpoint that this one is there, and where; see :class:`Here`.
 
         :raises UnsupportedOperation: the transport carries no such words.
         """
-        if not self._say(Here()):
+        if not self.say(Here(place, pid)):
             raise UnsupportedOperation(
                 "the transport carries no notes (Transport.say), which endpoints need: use another"
             )
 
     def say_bye(self) -> None:
         """Tell the other endpoint that this one closes the connection."""
-        self._say(Bye())
+        self.say(Bye())
 
     def end(self, error: CommError) -> None:
         """Refuse all questions from now on: the communicator is lost or closed. The first reason stays."""
         if self._over is not None:
             return
         self._over = error
-        self._core.notes.on_passed = lambda rank, what: None
         self._bye = lambda: None  # The former callback refers to the peer.
         for question in list(self._questions.values()):
             question.end(error)
@@ -202,6 +205,10 @@ class Attachments:
             self._closed(attachment)
         self._granted.clear()
         self._orders.clear()
+
+    def hear_no_more(self) -> None:
+        """Hear nothing more: the communicator is about to be closed."""
+        self._core.notes.on_passed = lambda rank, what: None
 
     def check_thread(self, op: str) -> None:
         """Check that this is the loop's thread.
@@ -230,17 +237,21 @@ class Attachments:
 
     # ------------------------------------------------------------------------------------------------- what is heard
 
-    def _say(self, word: Word) -> bool:
+    def say(self, word: Word) -> bool:
+        """Send the other end a word; False: the transport carries none, or none any more."""
         return self._core.notes.say(self._other, Passed(WORDS.encode(word)))
 
     def _hear(self, what: bytes) -> None:
-        if self._over is not None:
-            return
         try:
             word = read(what, self._me)
+            if isinstance(word, OfLeases):
+                self._hear_of_leases(word)
+            elif self._over is None:
+                self._heed(word)
         except ProtocolError as error:
             self._core.lose(error)
-            return
+
+    def _heed(self, word: Word) -> None:
         match word:
             case Ask(question, descriptor):
                 self._answer(question, descriptor)
@@ -276,20 +287,20 @@ class Attachments:
         try:
             region = self._grant(descriptor)
         except RegionError as error:
-            self._say(Refuse(question, error.message[:LONGEST_WHY]))
+            self.say(Refuse(question, error.message[:LONGEST_WHY]))
             return
         number = region._number
         known = self._known.get((self._me, number))
         if known is not None and known.over:  # The other end has closed it, and has heard of that first.
             self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
-            self._say(Refuse(question, "it is open already"))
+            self.say(Refuse(question, "it is open already"))
         else:
             self._granted[number] = region
             if self._me == LEADER:
                 self._begin(self._me, number, question)
             else:
-                self._say(Grant(question, number))
+                self.say(Grant(question, number))
 
     async def _answer_when_closed(self, known: Attachment, question: int, descriptor: bytes) -> None:
         await known.closed
@@ -306,13 +317,13 @@ class Attachments:
     def _begin(self, owner: int, number: int, question: int) -> None:
         """Open a region as the leader, and tell the other end."""
         self._open(owner, number, question)
-        self._say(RegionOpening(owner, number, question))
+        self.say(RegionOpening(owner, number, question))
 
     def _lead(self, attachment: Attachment, why: str) -> None:
         """Close an open region as the leader, and tell the other end."""
         if attachment.window is not None:
             self._close(attachment)
-            self._say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
+            self.say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
 
     async def _follow(self) -> None:
         """Call what the leader has called, in its order."""

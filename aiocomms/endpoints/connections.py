@@ -24,6 +24,7 @@ from aiocomms.arguments import FORMING
 from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.endpoints.credentials import Address, expired, read_address
+from aiocomms.endpoints.handovers import Counter
 from aiocomms.endpoints.meeting import ANSWERS, HELLOS, EndpointAnswer, EndpointCall, Pair, seal_of
 from aiocomms.endpoints.peer import End, Peer
 from aiocomms.endpoints.regions import Region, all_of
@@ -62,7 +63,7 @@ class Connections:
 
     def __init__(
         self, mine: Address, name: str, device: torch.device, plan: Selection, timeout: float,
-        grant: Callable[[bytes], Region],
+        grant: Callable[[bytes], Region], counter: Counter,
     ) -> None:  # fmt: skip
         """Begin without any.
 
@@ -70,9 +71,10 @@ class Connections:
         :param timeout: the seconds that ops have which are given no deadline, and that forming a connection may take
             which another endpoint asks for.
         :param grant: see :class:`Attachments`.
+        :param counter: the endpoint's.
         """
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
-        self._grant, self._driver = grant, LoopDriver.current()
+        self._grant, self._counter, self._driver = grant, counter, LoopDriver.current()
         self._home: dict[Any, Any] = {}
         """The state that the transports keep for all connections."""
         self._peers: dict[bytes, Peer] = {}
@@ -212,7 +214,7 @@ class Connections:
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
         comm._guard.dismiss()  # The endpoint's guard says what was left open.
-        peer = Peer(comm, there, self._grant, self._ended, self._name)
+        peer = Peer(comm, there, self._grant, self._ended, self._counter, self._earlier, self._name)
         self._all.add(peer)
         try:
             await peer._begin()
@@ -231,6 +233,12 @@ class Connections:
         if (forming := self._forming.get(there.endpoint)) is not None:
             forming.news.ring()
         return peer
+
+    async def _earlier(self, peer: Peer) -> None:
+        """Wait until this end of each other connection with a peer's endpoint is closed."""
+        for other in list(self._all):
+            if other is not peer and other._address.endpoint == peer._address.endpoint:
+                await other._released
 
     @contextlib.contextmanager
     def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:

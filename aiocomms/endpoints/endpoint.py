@@ -18,11 +18,22 @@ from aiocomms.communicator.formation import settled
 from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
 from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
+from aiocomms.endpoints.handed import HandedLeases
+from aiocomms.endpoints.handovers import Counter
 from aiocomms.endpoints.peer import Peer
+from aiocomms.endpoints.pools import Pool
 from aiocomms.endpoints.regions import REVOKED, Region
-from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
+from aiocomms.errors import (
+    ArgumentError,
+    CommClosedError,
+    CommError,
+    RegionError,
+    UnsupportedOperation,
+    wrong_thread,
+)
 from aiocomms.lowlevel import clock, run_in_thread
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.hosts import this_process
 from aiocomms.lowlevel.lines import Reception, ReceptionDriver
 from aiocomms.lowlevel.wires import wires
 from aiocomms.ops import TensorLike, checks
@@ -38,7 +49,8 @@ async def opened(
     expires, where = expiry("lifetime", None if lifetime == inf else lifetime), await settled(device)
     plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
     listen = await run_in_thread(lambda: wires().find(host), anyhow=True)
-    return Endpoint(plan, where, listen, expires, name, timeout)
+    process = await run_in_thread(this_process, anyhow=True)
+    return Endpoint(plan, where, listen, expires, name, timeout, process)
 
 
 class _Alone:
@@ -62,7 +74,7 @@ class Endpoint(Handle):
 
     def __init__(
         self, plan: Selection, device: torch.device, listen: Callable[[ReceptionDriver], Reception],
-        expires: float, name: str, timeout: float,
+        expires: float, name: str, timeout: float, process: tuple[str, int],
     ) -> None:  # fmt: skip
         self.name, self.device = name, device
         self._alone = _Alone(device)
@@ -76,7 +88,9 @@ class Endpoint(Handle):
             clock.token_bytes(16), self._reception.host, self._reception.port,
             {str(family): transport for family, transport in plan.names.items()}, str(device), expires,
         )  # fmt: skip
-        self._connections = Connections(self._address, name, device, plan, timeout, self._grant)
+        self._counter = Counter(self._driver, *process)
+        self._pools: list[Pool] = []
+        self._connections = Connections(self._address, name, device, plan, timeout, self._grant, self._counter)
         self._reception.open(self._address.secret("connect"), self._connections.let_in)
         self._guard = LeakGuard(self)
 
@@ -160,6 +174,37 @@ class Endpoint(Handle):
         self._regions[number] = region
         return region
 
+    def new_pool(self, tensor: TensorLike) -> Pool:
+        """Make equal blocks of memory, which this endpoint's tasks lease, and hand over to others.
+
+        :param tensor: the memory, ``[blocks, ...]``: of two dimensions or more, and otherwise as of :meth:`register`.
+        :raises ArgumentError: it is not, or has no block.
+        :raises UnsupportedOperation: the endpoint's tensors are on a GPU.
+        """
+        try:
+            if self.device.type != "cpu":
+                raise UnsupportedOperation(f"pools are on the CPU, and this endpoint's tensors on {self.device}")
+            region = self.register(tensor)
+            memory = region._memory
+            if memory.dim() < 2 or not memory.numel():
+                self._regions.pop(region._number)
+                raise ArgumentError(f"tensor is {arguments.describe(memory)}, wanted [blocks, ...] with elements")
+            self._counter.ledger.open(self.register)
+        except CommError as error:
+            raise error.about(comm=self.name, op="new_pool") from None
+        pool = Pool(region, self._counter.ledger, self._driver, self._seconds, self.name)
+        self._pools.append(pool)
+        return pool
+
+    def handed(self) -> HandedLeases:
+        """Return an iterator of what other endpoints hand over to this one, in the order in which it arrives.
+
+        ``async for handed in here.handed():`` gives each to one task, and ends when this endpoint is closed. What was
+        taken back meanwhile, or whose connection is over, does not come. (An owner has 1,024 hand-overs under way at
+        most; what nobody takes, it takes back at its deadline.)
+        """
+        return HandedLeases(self._counter)
+
     async def aclose(self) -> None:
         """Close it: every connection, and what listens. Idempotent.
 
@@ -172,8 +217,11 @@ class Endpoint(Handle):
         self._closed = Promise(self._driver)
         try:
             self._reception.close()
+            for pool in self._pools:
+                pool._close()
             await self._connections.close(CommClosedError("the endpoint is closed"))
         finally:
+            self._counter.close()
             self._regions.clear()
             self._guard.dismiss()
             self._closed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self, TypeVar, overload
 
 import anyio
@@ -20,7 +20,10 @@ from aiocomms.communicator.streams import ItemStream, TensorStream
 from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
+from aiocomms.endpoints.handovers import Counter, HandOvers
+from aiocomms.endpoints.pools import Lease
 from aiocomms.endpoints.regions import Region, RemoteRegion
+from aiocomms.endpoints.words import OfLeases
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
@@ -60,16 +63,27 @@ class Peer(Handle):
         address: Address,
         grant: Callable[[bytes], Region],
         ended: Callable[[Peer, End], object],
+        counter: Counter,
+        earlier: Callable[[Peer], Awaitable[None]],
         endpoint: str,
     ) -> None:
         """Begin with a communicator of two.
 
+        :param counter: this endpoint's.
+        :param earlier: waits until this end of each earlier connection with that endpoint is closed.
         :param endpoint: the name of this endpoint.
         """
         self._comm, self._address, self._ended = comm, address, ended
         self._where = f"{endpoint}, peer {address.name}"
         comm._core.worded = self._worded
-        self._attachments = Attachments(comm, grant, self._left)
+        self._counter = counter
+        self._attachments = Attachments(comm, grant, self._left, self._hear_of_leases)
+        self._hand_overs = HandOvers(
+            counter, self, comm._core.driver, address.endpoint, self._attachments.say, self._arrived,
+            lambda: earlier(self), comm._core.lose,
+        )  # fmt: skip
+        self._released = Promise(comm._core.driver)
+        """The promise that is set once this end of the connection is closed."""
         self._other = 1 - comm.rank
         self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
         self._remotes: dict[bytes, RemoteRegion] = {}
@@ -81,9 +95,11 @@ class Peer(Handle):
 
     async def _begin(self) -> None:
         """Meet the other end, so that each hears all that the other one says from now on."""
-        self._attachments.say_here()
         # The window for signals has one element: signals of an empty one would not come behind what was put.
         self._signals = await self._comm.new_window(buffers.zeros(1, dtype=torch.uint8, device=self._comm.device))
+        # The other end has taken part, and so it hears from now on what is said.
+        self._attachments.say_here(self._counter.place, self._counter.pid)
+        self._hand_overs.recall_held()
 
     @property
     def name(self) -> str:
@@ -240,6 +256,44 @@ class Peer(Handle):
         """Wait for one signal of the other endpoint, and consume it; see :meth:`Window.wait_signal`."""
         return self._signals.wait_signal(self._other, timeout=timeout)
 
+    # -------------------------------------------------------------------------------------------------------- leases
+
+    async def hand_over(
+        self, lease: Lease, meta: Any = None, *, write: bool = False, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Any:
+        """Lend the blocks of a lease to the other endpoint, until that gives them back; see :meth:`Endpoint.handed`.
+
+        Where this raises, or is cancelled, the other endpoint has let go of the blocks by then; or the connection is
+        lost, and blocks into which it may still write are :attr:`Pool.held` when the lease ends. It waits up to 5 s
+        for that.
+
+        :param lease: a lease of a pool of this endpoint's. It may be handed over several times, also at once.
+        :param meta: what the other program is told, as of :meth:`send_object`: 256 KiB at most.
+        :param write: the other endpoint is to fill the blocks; else it reads them. Do not use them meanwhile, but for
+            reading what is read.
+        :param timeout: the seconds until it must have given them back, None for no deadline; by default the
+            endpoint's.
+        :returns: the other program's answer, as it has called :meth:`HandedLease.give_back`; what it has written is
+            there.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises LeaseError: the other program has dropped the blocks; or the lease has ended.
+        :raises CommTimeoutError: they were not given back in time, or nobody took them. The connection is lost only if
+            the other endpoint did not let go of them either.
+        :raises CommError: the connection is lost or closed.
+        """
+        self._attachments.check_thread("hand_over")
+        try:
+            seconds = arguments.op_deadline(timeout, self._comm._seconds)
+            return await self._hand_overs.hand_over(lease, meta, write, seconds)
+        except CommError as error:
+            raise error.about(comm=self._where, op="hand_over") from error.__cause__
+
+    async def _arrived(self, descriptor: bytes) -> None:
+        """Wait until what was put into a region is visible to its owner."""
+        remote = self._remotes.get(descriptor)
+        if remote is not None:
+            await self._settle_one(*remote._settling(COMM_TIMEOUT))
+
     # ------------------------------------------------------------------------------------------------------- the end
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
@@ -279,6 +333,7 @@ class Peer(Handle):
             if not arrived:
                 self._attachments.stop("the connection was closed")
                 with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
+                    await self._hand_overs.settle("the connection was closed")
                     await self._settle(COMM_TIMEOUT)
                     arrived = True
                     await self._attachments.settle()
@@ -295,14 +350,27 @@ class Peer(Handle):
                     self._comm.abort("closed before all that was put had arrived")
             self._end(self._why, End.CLOSED)
             self._remotes.clear()
+            await self._release()
+
+    async def _release(self) -> None:
+        """Close this end, once both have said of what they were lent that they have let go."""
+        try:
+            await self._hand_overs.part()
+            self._attachments.hear_no_more()
             await self._comm.aclose()
+        finally:
+            self._hand_overs.close()
+            self._released.set()
 
     async def _settle(self, timeout: OpTimeout) -> None:
         """Wait until all that was put so far is visible."""
         settling = [remote._settling(timeout) for remote in self._remotes.values() if not remote._settled]
-        for remote, puts, arrival in settling:
-            await arrival
-            remote._seen = max(remote._seen, puts)
+        for one in settling:
+            await self._settle_one(*one)
+
+    async def _settle_one(self, remote: RemoteRegion, puts: int, arrival: Awaitable[None]) -> None:
+        await arrival
+        remote._seen = max(remote._seen, puts)
 
     async def __aenter__(self) -> Self:
         return self
@@ -324,6 +392,9 @@ class Peer(Handle):
         said.__cause__ = error.__cause__
         return said
 
+    def _hear_of_leases(self, word: OfLeases) -> None:
+        self._hand_overs.hear(word)
+
     def _left(self) -> None:
         """Note that the other end has closed. What it sent may still be on its way, or wait for a receive."""
         self._why = CommClosedError(_LEFT)
@@ -334,6 +405,7 @@ class Peer(Handle):
 
     def _end(self, why: CommError, how: End) -> None:
         self._attachments.end(why)
+        self._hand_overs.cut(self._worded(why), in_order=how is End.LEFT)
         self._ended(self, how)
         self._over.set()
 

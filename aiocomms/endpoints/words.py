@@ -1,4 +1,4 @@
-"""The notes that the two ends of a connection send each other about their regions."""
+"""The notes that the two ends of a connection send each other, about regions and about blocks that are lent."""
 
 from __future__ import annotations
 
@@ -67,8 +67,68 @@ class Bye(msgspec.Struct, tag=6, array_like=True):
 class Here(msgspec.Struct, tag=7, array_like=True):
     """The word of an end that it is there."""
 
+    place: str
+    """The host and its numbering of processes: ends of one place may map each other's memory."""
+    pid: int
 
-Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | Here
+
+class Shelf(msgspec.Struct, tag=8, array_like=True):
+    """A pool of the sender, of which it is about to lend blocks."""
+
+    pool: int
+    blocks: bytes
+    """The descriptor of its memory."""
+    words: bytes
+    """The descriptor of the words that vouch for what is read."""
+    shape: tuple[int, ...]
+    """The shape of its memory: the number of blocks, and what a block is."""
+
+
+class Lend(msgspec.Struct, tag=9, array_like=True):
+    """The sender lends blocks; its body has their indices, and what the program has to say."""
+
+    number: int
+    """The number of the hand-over among those of the sender's endpoint, which is never used again."""
+    slot: int
+    """The place of its word."""
+    pool: int
+    write: bool
+    body: bytes
+    more: int = 0
+    """The number of :class:`Piece` in which the rest of the body follows."""
+
+
+class Piece(msgspec.Struct, tag=10, array_like=True):
+    """A part of the body of what was said before."""
+
+    body: bytes
+
+
+class Recall(msgspec.Struct, tag=11, array_like=True):
+    """The sender takes back what it has lent; it waits for :class:`GiveBack` or :class:`LetGo`."""
+
+    number: int
+    why: str
+
+
+class GiveBack(msgspec.Struct, tag=12, array_like=True):
+    """The sender is through with what it was lent, and uses it no more; its body is the program's answer."""
+
+    number: int
+    body: bytes
+    more: int = 0
+
+
+class LetGo(msgspec.Struct, tag=13, array_like=True):
+    """The sender uses no more what it was lent: it was taken back, or dropped."""
+
+    number: int
+    why: str
+
+
+OfLeases = Here | Shelf | Lend | Piece | Recall | GiveBack | LetGo
+"""The words about blocks that are lent."""
+Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | OfLeases
 WORDS: Final = ControlCodec[Word](Word, "what the other endpoint says")
 
 

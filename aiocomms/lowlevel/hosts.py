@@ -31,6 +31,32 @@ def host_id(*namespaces: str) -> str:
     return "/".join((boot, *(str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in namespaces)))
 
 
+def this_process() -> tuple[str, int]:
+    """Return where this process is, and its number there. Processes of one place may map each other's memory.
+
+    In a simulation no process does, and there is no number.
+    """
+    if clock.simulation is not None:
+        return clock.simulation.host(), 0
+    return host_id("pid"), os.getpid()
+
+
+def process_descriptor(pid: int) -> int | None:
+    """Return a descriptor that is readable once a process of this place has ended; see ``pidfd_open(2)``.
+
+    :returns: None: the kernel has none, or ``pid`` is 0.
+    :raises ProcessLookupError: there is no such process.
+    """
+    if not pid:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address of this host at which ranks on other hosts reach it; never a wildcard.
 

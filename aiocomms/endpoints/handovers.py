@@ -1,0 +1,441 @@
+"""The hand-overs of one connection: blocks that this endpoint lends to the other one, and those that it is lent.
+
+What happens to each is decided in :mod:`aiocomms.endpoints.lending`. Here stands what is done then. Both ends talk by
+notes, which come in order; what a note has no room for follows in pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from typing import Any, Final
+
+import anyio
+
+from aiocomms.arguments import wrong_type
+from aiocomms.core.core import CLOSE_GRACE
+from aiocomms.endpoints import lending
+from aiocomms.endpoints.lending import Act, Borrowed, BorrowedStep, Borrowing, Do, Lent, LentStep, Out
+from aiocomms.endpoints.pools import Lease, Ledger, Pool
+from aiocomms.endpoints.regions import all_of
+from aiocomms.endpoints.words import LONGEST_WHY, GiveBack, Here, Lend, LetGo, OfLeases, Piece, Recall, Shelf
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, LeaseError, ProtocolError
+from aiocomms.ops import codec
+from aiocomms.progress.driver import Bell, LoopDriver, Promise
+
+MOST_BODY: Final = 256 * 1024
+"""Bytes of the indices of blocks and of what the program says with them."""
+_PIECE: Final = 1600
+"""Bytes of a body that fit into a note."""
+_MOST_WAITING: Final = 1024
+"""Hand-overs of one connection that are under way at once; as many as an endpoint makes."""
+_PARTING: Final = 1.0
+"""Seconds for which the end of a lost connection waits until the other end has said that it let go."""
+
+
+class Counter:
+    """The part of hand-overs that all connections of an endpoint share."""
+
+    def __init__(self, driver: LoopDriver, place: str, pid: int) -> None:
+        """Begin with nothing lent.
+
+        :param place: see :class:`Here`.
+        :param pid: this process.
+        """
+        self.place, self.pid = place, pid
+        self.ledger = Ledger(driver)
+        self.came: dict[Incoming, Any] = {}
+        """The hand-overs to this endpoint that no task has taken, with the peers that have lent."""
+        self.arrival = Bell(driver)
+        self.closed = False
+
+    def close(self) -> None:
+        """End what waits for something to be lent: the endpoint is closed."""
+        self.closed = True
+        self.came.clear()
+        self.arrival.ring()
+        self.ledger.close()
+
+
+class Outgoing:
+    """Blocks that this endpoint has lent."""
+
+    def __init__(self, of: HandOvers, lease: Lease, number: int, slot: int, lent: Lent) -> None:
+        self.lease, self.number, self.slot, self.lent = lease, number, slot, lent
+        self._of = of
+        self.over = Promise(of.driver)
+        self.answer: Any = None
+        self.error: CommError | None = LeaseError("it has ended")
+
+    @property
+    def ended(self) -> bool:
+        """True once the program goes on behind it."""
+        return self.over.is_set
+
+    async def take_back(self, why: str) -> None:
+        """End it, and wait until the borrower has let go, or else its connection is closed: 5 s each."""
+        self._of.step(self, lending.recall(self.lent), LeaseError(f"it was taken back: {why}"))
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(CLOSE_GRACE):
+                await self.over
+            if not self.over.is_set:
+                self._of.step(self, lending.overdue(self.lent))
+                await self.over
+
+    def result(self) -> Any:
+        """Return the borrower's answer.
+
+        :raises CommError: it has none.
+        """
+        if self.error is not None:
+            raise self.error.about()
+        return self.answer
+
+
+class Incoming:
+    """Blocks that this endpoint was lent."""
+
+    def __init__(self, of: HandOvers, lend: Lend, shelf: Shelf, blocks: tuple[int, ...], meta: Any) -> None:
+        self.number, self.slot, self.write = lend.number, lend.slot, lend.write
+        self.shelf, self.blocks, self.meta = shelf, blocks, meta
+        self.borrowed = Borrowed()
+        self._of = of
+        self.ended = Promise(of.driver)
+        self.error: CommError | None = None
+        """The reason why it may be used no more; None: it may, or was given back."""
+        self.answer: bytes | None = None
+        """The body with which it is given back; None: it is dropped, or was taken back."""
+        self.told = False
+        """True once the program was told that it may be used no more."""
+
+    def check(self) -> None:
+        """Check that it may be used.
+
+        :raises CommError: it may not.
+        """
+        if self.borrowed.state is not Borrowing.OPEN:
+            self.told = True
+            raise (self.error or LeaseError("it was given back")).about()
+
+    def begin(self, *, write: bool = False) -> None:
+        """Begin something; :meth:`check` has passed."""
+        self.borrowed = lending.begin(self.borrowed, write=write)
+
+    def done(self) -> None:
+        """Note that something has ended that was begun."""
+        self._step(lending.done(self.borrowed))
+
+    def end(self, answer: bytes | None, error: CommError | None) -> None:
+        """Let go, as soon as nothing is under way any more. Only the first call counts."""
+        if self.borrowed.state is Borrowing.OPEN:
+            self.answer, self.error = answer, error
+            self._step(lending.end(self.borrowed))
+
+    def flushed(self) -> None:
+        """Note that what was written is visible to the owner."""
+        self._step(lending.flushed(self.borrowed))
+
+    def lose(self, error: CommError) -> None:
+        """Note that the connection is over."""
+        if self.borrowed.state is not Borrowing.OVER:
+            self.answer, self.error = None, error
+        self._step(lending.lose(self.borrowed))
+        self.ended.set()
+
+    def hush(self) -> None:
+        """Note that nothing of a connection that is over moves any more."""
+        self._step(lending.hush(self.borrowed))
+
+    def _step(self, step: BorrowedStep) -> None:
+        self.borrowed, actions = step
+        for act in actions:
+            if act is Act.FLUSH:
+                self._of.flush(self)
+            else:
+                self._of.let_go(self)
+                self.ended.set()
+
+
+class HandOvers:
+    """All of one connection, on the loop's thread."""
+
+    def __init__(
+        self, counter: Counter, peer: Any, driver: LoopDriver, borrower: bytes,
+        say: Callable[[OfLeases], bool], flush: Callable[[bytes], Awaitable[None]],
+        earlier: Callable[[], Awaitable[None]], lose: Callable[[CommError], object],
+    ) -> None:  # fmt: skip
+        """Begin with nothing lent.
+
+        :param counter: the endpoint's.
+        :param peer: the other endpoint, which comes with what it lends.
+        :param borrower: the number of the other endpoint.
+        :param say: sends a word to the other end.
+        :param flush: waits until what was put into a region, by its descriptor, is visible.
+        :param earlier: waits until this end of each earlier connection with that endpoint is closed.
+        :param lose: gives the connection up.
+        """
+        self.driver = driver
+        self._counter, self._ledger, self._peer, self._borrower = counter, counter.ledger, peer, borrower
+        self._say, self._flush, self._earlier, self._lose = say, flush, earlier, lose
+        self._there: Here | None = None
+        self._introduced, self._news = Promise(driver), Bell(driver)
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
+        self._told: set[Pool] = set()
+        self._shelves: dict[int, Shelf] = {}
+        self._partial: Lend | GiveBack | None = None
+        self._over: CommError | None = None
+
+    # -------------------------------------------------------------------------------------------------------- lending
+
+    async def hand_over(self, lease: Lease, meta: Any, write: bool, seconds: float) -> Any:
+        """Lend the blocks of a lease, and wait for the end of that; return the borrower's answer."""
+        body = self._body(lease, meta)
+        out: Outgoing | None = None
+        late = anyio.CancelScope()
+        try:
+            with anyio.move_on_after(seconds) as late:
+                out = await self._lend(lease, body, write)
+                await out.over
+        finally:
+            if out is not None and not out.ended:
+                late_why = f"the other endpoint has not given it back within {seconds:g} s"
+                await out.take_back(late_why if late.cancelled_caught else "its owner was cancelled")
+        if out is None or (late.cancelled_caught and out.error is not None):
+            raise CommTimeoutError(f"the other endpoint has not given the lease back within {seconds:g} s")
+        return out.result()
+
+    def _body(self, lease: Lease, meta: Any) -> bytes:
+        if not isinstance(lease, Lease):
+            raise wrong_type("lease", lease, "a lease of a pool of this endpoint")
+        if lease.pool._ledger is not self._ledger:
+            raise ArgumentError("lease is of a pool of another endpoint, wanted one of this endpoint's")
+        return encoded("meta", [struct.pack(f"<{len(lease)}I", *lease.blocks), meta])
+
+    async def _lend(self, lease: Lease, body: bytes, write: bool) -> Outgoing:
+        await self._introduced
+        number, slot = await self._ledger.take()
+        try:
+            if self._over is not None:
+                raise self._over.about()
+            there = self._there
+            lasting = write and there is not None and there.place == self._counter.place
+            out = Outgoing(self, lease, number, slot, Lent(lasting))
+            lease._lend(out)
+        except BaseException:
+            self._ledger.wipe(slot)
+            raise
+        self._out[number] = out
+        pool = lease.pool
+        if pool not in self._told:
+            self._told.add(pool)
+            self._say(
+                Shelf(pool._number, pool._region.descriptor, self._ledger.region.descriptor, tuple(pool._rows.shape))
+            )
+        self._say_long(Lend(number, slot, pool._number, write, body))
+        return out
+
+    def step(self, out: Outgoing, step: LentStep, error: CommError | None = None) -> None:
+        """Take a step of what was lent.
+
+        :param error: the reason for it, which becomes the hand-over's if none was there before.
+        """
+        if error is not None and out.lent.state is Out.LENT:
+            out.error = error
+        out.lent, actions = step
+        for do in actions:
+            match do:
+                case Do.RECALL:
+                    assert out.error is not None
+                    self._say(Recall(out.number, out.error.message[:LONGEST_WHY]))
+                case Do.LOSE:
+                    self._lose(
+                        CommTimeoutError(f"the other endpoint did not let go of a lease within {CLOSE_GRACE:g} s")
+                    )
+                case Do.END:
+                    self._end(out)
+                case Do.FREE:
+                    out.lease._settled(out)
+
+    def _end(self, out: Outgoing) -> None:
+        self._ledger.wipe(out.slot)  # before anything else may come into the blocks
+        del self._out[out.number]
+        if out.lent.state is Out.OVER:
+            out.lease._settled(out)
+        else:
+            pid = 0 if self._there is None else self._there.pid
+            self._ledger.hold(self._borrower, out.number, pid, lambda: self.step(out, lending.returned(out.lent)))
+        out.over.set()
+        self._news.ring()
+
+    # ------------------------------------------------------------------------------------------------------ borrowing
+
+    def flush(self, incoming: Incoming) -> None:
+        """Wait until what was written is visible to the owner. If that fails the connection is lost."""
+
+        async def settle() -> None:
+            try:
+                await self._flush(incoming.shelf.blocks)
+            except CommError:
+                return
+            incoming.flushed()
+
+        self.driver.spawn(settle, Context())
+
+    def let_go(self, incoming: Incoming) -> None:
+        """Tell the owner that this side uses the blocks no more."""
+        self._in.pop(incoming.number, None)
+        self._counter.came.pop(incoming, None)
+        if incoming.answer is not None:
+            self._say_long(GiveBack(incoming.number, incoming.answer))
+        else:
+            why = "" if incoming.error is None else incoming.error.message
+            self._say(LetGo(incoming.number, why[:LONGEST_WHY]))
+
+    # ------------------------------------------------------------------------------------------------- what is heard
+
+    def hear(self, word: OfLeases) -> None:
+        """Hear what the other end says.
+
+        :raises ProtocolError: it makes no sense.
+        """
+        if (self._partial is None) == isinstance(word, Piece):
+            raise ProtocolError(f"the other endpoint says {type(word).__name__} amid something else")
+        if self._over is not None and not isinstance(word, Piece | GiveBack | LetGo):
+            return  # Only what this endpoint has lent is of interest, when the connection is over.
+        match word:
+            case Here():
+                self._there = word
+                self._introduced.set()
+            case Shelf(pool):
+                if len(word.shape) < 1 or not all(size > 0 for size in word.shape):
+                    raise ProtocolError(f"the other endpoint has a pool of shape {word.shape}")
+                self._shelves[pool] = word
+            case Piece(body):
+                assert self._partial is not None
+                self._partial.body += body
+                self._partial.more -= 1
+                self._hear_long(self._partial)
+            case Lend() | GiveBack():
+                self._hear_long(word)
+            case Recall(number, why):
+                self._recalled(number, why)
+            case LetGo(number, why):
+                self._returned(number, LeaseError(f"the other endpoint has dropped it: {why}"))
+
+    def _hear_long(self, word: Lend | GiveBack) -> None:
+        if not 0 <= word.more <= MOST_BODY // _PIECE:
+            raise ProtocolError(f"the other endpoint says something in {word.more} pieces")
+        self._partial = word if word.more else None
+        if word.more:
+            return
+        if isinstance(word, GiveBack):
+            self._returned(word.number, None, word.body)
+        elif self._over is None:
+            self._lent(word)
+
+    def _lent(self, lend: Lend) -> None:
+        shelf, (packed, meta) = self._shelves.get(lend.pool), _decoded(lend.body, 2)
+        if shelf is None or lend.number in self._in or len(self._in) >= _MOST_WAITING:
+            raise ProtocolError("the other endpoint lends blocks of no pool of its, or too many")
+        if type(packed) is not bytes or len(packed) % 4 or not packed:
+            raise ProtocolError("the other endpoint lends blocks without their indices")
+        blocks = struct.unpack(f"<{len(packed) // 4}I", packed)
+        if max(blocks) >= shelf.shape[0]:
+            raise ProtocolError(f"the other endpoint lends block {max(blocks)} of {shelf.shape[0]}")
+        incoming = self._in[lend.number] = Incoming(self, lend, shelf, blocks, meta)
+        self._counter.came[incoming] = self._peer
+        self._counter.arrival.ring()
+
+    def _recalled(self, number: int, why: str) -> None:
+        incoming = self._in.get(number)
+        if incoming is not None:
+            incoming.end(None, LeaseError(f"its owner has taken it back: {why}"))
+            return
+
+        async def answer() -> None:
+            await self._earlier()
+            self._say(LetGo(number, "it is not used any more"))
+
+        # Here it has ended, perhaps on an earlier connection, which has lost the word of that.
+        self.driver.spawn(answer, Context())
+
+    def _returned(self, number: int, error: CommError | None, body: bytes = b"") -> None:
+        out = self._out.get(number)
+        if out is None:
+            self._ledger.let_go(self._borrower, number)
+            return
+        if error is None:
+            (out.answer,), out.error = _decoded(body, 1), None
+        self.step(out, lending.returned(out.lent), error)
+
+    def _say_long(self, word: Lend | GiveBack) -> None:
+        pieces = [word.body[at : at + _PIECE] for at in range(0, len(word.body), _PIECE)]
+        word.body, word.more = pieces[0], len(pieces) - 1
+        self._say(word)
+        for piece in pieces[1:]:
+            self._say(Piece(piece))
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def recall_held(self) -> None:
+        """Ask the other endpoint, with which there is a connection again, for what it holds."""
+        for number in self._ledger.held_by(self._borrower):
+            self._say(Recall(number, "the connection was lost"))
+
+    async def settle(self, why: str) -> None:
+        """Take back all that was lent."""
+        await all_of([functools.partial(out.take_back, why) for out in self._out.values()])
+
+    def cut(self, error: CommError, *, in_order: bool) -> None:
+        """Note that the connection is over; the first reason stays.
+
+        :param in_order: the other end has closed it.
+        """
+        self._over = self._over or error
+        self._introduced.set()
+        for incoming in list(self._in.values()):
+            self._counter.came.pop(incoming, None)
+            incoming.lose(error)
+        for out in list(self._out.values()):
+            self.step(out, lending.cut(out.lent, in_order=in_order), error)
+
+    async def part(self) -> None:
+        """Say that this end has let go, where nothing of it moves any more, and wait a moment for the other's word."""
+        for incoming in list(self._in.values()):
+            incoming.hush()
+        with anyio.move_on_after(_PARTING, shield=True):
+            while any(out.lent.lasting for out in self._out.values()):
+                await self._news
+
+    def close(self) -> None:
+        """Note that this end of the connection is closed."""
+        for out in list(self._out.values()):
+            self.step(out, lending.quiet(out.lent))
+
+
+def encoded(name: str, value: list[Any]) -> bytes:
+    """Encode what travels with a hand-over, as objects are.
+
+    :raises ArgumentError: it cannot be, or takes too much room.
+    """
+    try:
+        body = bytes(codec.encode(value))
+    except ArgumentError as error:
+        raise type(error)(error.message.replace("obj", name, 1)) from error.__cause__
+    if len(body) > MOST_BODY:
+        raise ArgumentError(f"{name} takes {len(body)} bytes with the blocks, wanted at most {MOST_BODY}")
+    return body
+
+
+def _decoded(body: bytes, count: int) -> list[Any]:
+    """Decode it; it has ``count`` parts.
+
+    :raises ProtocolError: it does not.
+    """
+    found = codec.decode(body)
+    if type(found) is not list or len(found) != count:
+        raise ProtocolError("the other endpoint says something else with a lease than it should")
+    return found
