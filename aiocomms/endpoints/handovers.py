@@ -49,6 +49,8 @@ class Counter:
         self.came: dict[Incoming, Any] = {}
         """The hand-overs to this endpoint that no task has taken, with the peers that have lent."""
         self.arrival = Bell(driver)
+        self.connected: dict[bytes, HandOvers] = {}
+        """The connections that there are, by the other endpoint."""
         self.closed = False
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class Incoming:
 
     def lose(self, error: CommError) -> None:
         """Note that the connection is over."""
-        if self.borrowed.state is not Borrowing.OVER:
+        if self.borrowed.state not in (Borrowing.CUT, Borrowing.OVER):
             self.answer, self.error = None, error
         self._step(lending.lose(self.borrowed))
         self.ended.set()
@@ -154,7 +156,7 @@ class Incoming:
             if act is Act.FLUSH:
                 self._of.flush(self)
             else:
-                self._of.let_go(self)
+                self._of.let_go(self, over=act is Act.PART)
                 self.ended.set()
 
 
@@ -256,6 +258,9 @@ class HandOvers:
                     )
                 case Do.END:
                     self._end(out)
+                case Do.ASK:
+                    if (again := self._counter.connected.get(self._borrower)) is not None:
+                        again.recall_held()
                 case Do.FREE:
                     out.lease._settled(out)
 
@@ -284,7 +289,7 @@ class HandOvers:
 
         self.driver.spawn(settle, Context())
 
-    def let_go(self, incoming: Incoming) -> None:
+    def let_go(self, incoming: Incoming, *, over: bool) -> None:
         """Tell the owner that this side uses the blocks no more."""
         self._in.pop(incoming.number, None)
         self._counter.came.pop(incoming, None)
@@ -292,7 +297,7 @@ class HandOvers:
             self._say_long(GiveBack(incoming.number, incoming.answer))
         else:
             why = "" if incoming.error is None else incoming.error.message
-            self._say(LetGo(incoming.number, why[:LONGEST_WHY]))
+            self._say(LetGo(incoming.number, why[:LONGEST_WHY], over))
 
     # ------------------------------------------------------------------------------------------------- what is heard
 
@@ -322,6 +327,9 @@ class HandOvers:
                 self._hear_long(word)
             case Recall(number, why):
                 self._recalled(number, why)
+            case LetGo(number, _, True) if number in self._out:
+                out = self._out[number]
+                self.step(out, lending.parted(out.lent))
             case LetGo(number, why):
                 self._returned(number, LeaseError(f"the other endpoint has dropped it: {why}"))
 
@@ -380,8 +388,13 @@ class HandOvers:
 
     # --------------------------------------------------------------------------------------------------------- the end
 
+    def begin(self) -> None:
+        """Note that there is a connection with the other endpoint, perhaps again."""
+        self._counter.connected[self._borrower] = self
+        self.recall_held()
+
     def recall_held(self) -> None:
-        """Ask the other endpoint, with which there is a connection again, for what it holds."""
+        """Ask the other endpoint for what it holds of earlier connections."""
         for number in self._ledger.held_by(self._borrower):
             self._say(Recall(number, "the connection was lost"))
 
@@ -395,6 +408,8 @@ class HandOvers:
         :param in_order: the other end has closed it.
         """
         self._over = self._over or error
+        if self._counter.connected.get(self._borrower) is self:
+            del self._counter.connected[self._borrower]
         self._introduced.set()
         for incoming in list(self._in.values()):
             self._counter.came.pop(incoming, None)

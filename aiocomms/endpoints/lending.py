@@ -43,6 +43,7 @@ class Do(enum.Enum):
     RECALL = "the borrower is told to let go"
     LOSE = "the connection is given up"
     END = "the hand-over ends on this side, and what is read from now on is refused"
+    ASK = "the borrower is told to let go, if it is connected again"
     FREE = "blocks that were held go back to their pool"
 
 
@@ -86,6 +87,16 @@ def returned(lent: Lent) -> LentStep:
     return lent, ()
 
 
+def parted(lent: Lent) -> LentStep:
+    """Note that the borrower has let go because it knows that the connection is over.
+
+    Where this end does not know yet, it will: then the hand-over ends for that reason.
+    """
+    if lent.state in (Out.LENT, Out.RECALLED):
+        return Lent(False, lent.state), ()
+    return returned(lent)
+
+
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
     """Note that the connection is over.
 
@@ -100,7 +111,7 @@ def quiet(lent: Lent) -> LentStep:
     """Note that this end of the connection is closed: nothing reaches the blocks any more by way of this process."""
     if lent.state is not Out.CUT:
         return lent, ()
-    return _to(lent, Out.HELD if lent.lasting else Out.OVER, Do.END)
+    return _to(lent, Out.HELD, Do.END, Do.ASK) if lent.lasting else _to(lent, Out.OVER, Do.END)
 
 
 def died(lent: Lent) -> LentStep:
@@ -129,6 +140,7 @@ class Act(enum.Enum):
 
     FLUSH = "what was written is waited for, until it is visible to the owner"
     SAY = "the owner is told that this side has let go"
+    PART = "the same, on a connection that is over"
 
 
 class Borrowed(msgspec.Struct, frozen=True):
@@ -179,7 +191,7 @@ def hush(borrowed: Borrowed) -> BorrowedStep:
     """Note that nothing of a connection that is over moves any more on this side."""
     if borrowed.state is not Borrowing.CUT:
         return borrowed, ()
-    return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.SAY,)
+    return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.PART,)
 
 
 def _settle(borrowed: Borrowed) -> BorrowedStep:

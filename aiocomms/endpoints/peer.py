@@ -99,7 +99,7 @@ class Peer(Handle):
         self._signals = await self._comm.new_window(buffers.zeros(1, dtype=torch.uint8, device=self._comm.device))
         # The other end has taken part, and so it hears from now on what is said.
         self._attachments.say_here(self._counter.place, self._counter.pid)
-        self._hand_overs.recall_held()
+        self._hand_overs.begin()
 
     @property
     def name(self) -> str:

@@ -124,6 +124,8 @@ class LetGo(msgspec.Struct, tag=13, array_like=True):
 
     number: int
     why: str
+    over: bool = False
+    """True if that is because the connection is over."""
 
 
 OfLeases = Here | Shelf | Lend | Piece | Recall | GiveBack | LetGo

@@ -19,7 +19,7 @@ from aiocomms.endpoints.lending import Act, Borrowed, Borrowing, Do, Lent, Out
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
-LEND, RECALL, BACK, BYE = "lend", "recall", "back", "bye"
+LEND, RECALL, BACK, PART, BYE = "lend", "recall", "back", "part", "bye"
 UP, ABORTED, BROKEN = "up", "aborted", "broken"
 
 
@@ -127,6 +127,8 @@ class Model:
             elif do is Do.END:
                 assert not state.ended, f"it ends twice: {state}"
                 state = state._replace(ended=1, vouched=False)
+            elif do is Do.ASK:
+                state = self.said(state, to_borrower=RECALL) if state.again else state
             else:
                 assert state.ended, f"blocks are freed before the hand-over has ended: {state}"
                 state = self.freed(state) if not state.leased else state
@@ -156,7 +158,8 @@ class Model:
         if state.to_owner and (not state.owner_closed or state.again):
             word, rest = state.to_owner[0], state.to_owner[1:]
             after = state._replace(to_owner=rest)
-            yield self.owner(after, lending.cut(lent, in_order=True) if word == BYE else lending.returned(lent))
+            hear = {BACK: lending.returned, PART: lending.parted, BYE: lambda it: lending.cut(it, in_order=True)}[word]
+            yield self.owner(after, hear(lent))
         if lent.state is Out.RECALLED:
             yield self.owner(state, lending.overdue(lent))
         if not state.alive and state.link == UP:
@@ -177,9 +180,9 @@ class Model:
         """Take a step of the borrower's, as :class:`Incoming` does."""
         borrowed, actions = step
         state = state._replace(borrowed=borrowed)
-        if Act.SAY in actions:
+        for act in {*actions} - {Act.FLUSH}:
             assert not self.may_arrive(state), f"it says that it let go, and writes: {state}"
-            state = self.said(state, to_owner=BACK)
+            state = self.said(state, to_owner=BACK if act is Act.SAY else PART)
         return state
 
     def may_arrive(self, state: State) -> bool:
@@ -263,8 +266,9 @@ class Model:
         yield state._replace(stopped=not state.stopped)
         if state.stopped:
             return
-        if state.noticed and state.owner_closed and state.owns and not state.again:
-            after = state._replace(again=True, to_borrower=(), to_owner=())
+        if state.noticed and state.link != UP and state.owns and not state.again:
+            carries = state.link == ABORTED and not state.owner_closed
+            after = state._replace(again=True, to_borrower=(), to_owner=state.to_owner if carries else ())
             yield self.said(after, to_borrower=RECALL) if lent.state is Out.HELD else after
         if borrowed is not None and borrowed.state is Borrowing.OPEN:
             if state.moves and state.move is None:
@@ -318,7 +322,12 @@ def never_quiet(lent: Lent) -> lending.LentStep:
     return lent, ()
 
 
-RETURNED = lending.returned
+def not_asked(lent: Lent) -> lending.LentStep:
+    after, actions = QUIET(lent)
+    return after, tuple(do for do in actions if do is not Do.ASK)
+
+
+RETURNED, QUIET = lending.returned, lending.quiet
 
 
 @pytest.mark.parametrize(
@@ -328,6 +337,7 @@ RETURNED = lending.returned
         ("returned", returned_twice, (True, True), "blocks are freed"),
         ("end", ended_at_once, (True, True), "it says that it let go, and writes"),
         ("quiet", never_quiet, (False, True), "the owner waits for ever"),
+        ("quiet", not_asked, (True, True), "a borrower that is there again holds blocks"),
         ("hush", lambda borrowed: (borrowed, ()), (True, True), "the borrower waits for ever"),
         ("overdue", never_quiet, (True, True), "the owner waits for ever"),
         ("died", never_quiet, (True, True), "a dead borrower holds blocks"),
