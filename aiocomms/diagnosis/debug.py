@@ -16,7 +16,8 @@ from aiocomms.errors import (
     CommError,
     ConcurrentCollectivesError,
 )
-from aiocomms.ops import Op, WindowClose, WindowOpen, checks
+from aiocomms.ops import GetV, Op, PutV, WindowClose, WindowOpen, checks
+from aiocomms.ops._base import Buffers
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
 from aiocomms.progress.work import Owner, T_co
 from aiocomms.transport import OP_RESULT
@@ -141,6 +142,14 @@ def _ended(coroutine: object) -> bool:
     return getattr(coroutine, "cr_frame", coroutine) is None
 
 
+def _used(op: Op, buffers: Buffers) -> Buffers:
+    """Return the parts of buffers that an op uses: of a put or a get of runs, these alone."""
+    if not isinstance(op, (PutV, GetV)):
+        return buffers
+    flats = [(name, tensor.view(-1)) for name, tensor in buffers]
+    return [(name, flat[start : start + op.count]) for name, flat in flats for start in op.starts]
+
+
 class Debugger:
     """The checks of one communicator in debug mode, made whenever an op starts."""
 
@@ -199,7 +208,9 @@ class Debugger:
         """
         for work in self._in_flight:
             try:
-                checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
-                checks.disjoint(work.op.writes(), op.reads())
+                reads, writes = _used(op, op.reads()), _used(op, op.writes())
+                their_writes = _used(work.op, work.op.writes())
+                checks.disjoint(writes, _used(work.op, work.op.reads()) + their_writes)
+                checks.disjoint(their_writes, reads)
             except ArgumentError as error:
                 raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None

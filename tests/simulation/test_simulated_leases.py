@@ -66,7 +66,11 @@ class Owner:
 
     async def run(self, draw: random.Random) -> dict[str, int]:
         """Make requests, several at once, and return how they have ended."""
-        addresses = {rank: await told(f"address {rank}") for rank in BORROWERS}
+        try:
+            async with asyncio.timeout(PATIENCE):
+                addresses = {rank: await told(f"address {rank}") for rank in BORROWERS}
+        except TimeoutError:
+            return {"alone": 1}
         limit = asyncio.Semaphore(3)
 
         async def one(number: int) -> None:

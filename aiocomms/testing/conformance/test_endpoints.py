@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -178,6 +179,55 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
             with pytest.raises(RegionError, match="revoked"):
                 await peer.attach(given)
             await comm.send_object("tried", 1)
+
+
+@pytest.mark.loops
+@pytest.mark.memory
+@ranks(2)
+async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
+    """Blocks are read, and filled, whole and by part; one hand-over is cancelled, and one is dropped."""
+    if comm.device.type != "cpu":
+        raise unittest.SkipTest("pools are on the CPU")
+    async with connected(comm, case) as (here, peer):
+        content = case.bits(torch.int64, (5, 2, PART))
+        if comm.rank == 1:
+            pool = here.new_pool(content.clone())
+            async with pool.lease(2), pool.lease(3) as lease:
+                assert await peer.hand_over(lease, "read") == 3
+                assert await peer.hand_over(lease, "fill", write=True) is None
+                assert pool.tensor[2:].equal(content[2:].flip(0))
+                with anyio.CancelScope() as scope:
+                    comm.recv_object(0).add_done_callback(lambda _: scope.cancel())
+                    await peer.hand_over(lease, "cancel")
+                assert scope.cancelled_caught
+                with pytest.raises(errors.LeaseError, match="has dropped it: ZeroDivisionError: enough"):
+                    await peer.hand_over(lease, "drop")
+            assert (pool.free, pool.leased, pool.held) == (5, 0, 0)
+            assert pool.tensor[:2].equal(content[:2])
+        else:
+            await use_leases(comm, here, content[2:])
+
+
+async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) -> None:
+    """Use what is handed over, as it is said with it."""
+    leases = here.handed()
+    async with await anext(leases) as handed:
+        assert (handed.meta, len(handed)) == ("read", 3)
+        assert (await handed.read(torch.zeros_like(content))).equal(content)
+        assert (await handed.read(torch.zeros_like(content)[:, 1].clone(), 1)).equal(content[:, 1])
+        await handed.give_back(len(handed))
+    async with await anext(leases) as handed:
+        for part in range(2):
+            await handed.write(content.flip(0)[:, part].clone(), part)
+    handed = await anext(leases)
+    await comm.send_object(None, 1)
+    with pytest.raises(errors.LeaseError, match="its owner has taken it back"):
+        while True:
+            await handed.read(torch.zeros_like(content))
+            await anyio.lowlevel.checkpoint()
+    with pytest.raises(ZeroDivisionError):
+        async with await anext(leases):
+            raise ZeroDivisionError("enough")
 
 
 @ranks(2)

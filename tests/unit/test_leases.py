@@ -1,0 +1,446 @@
+"""Leases between two simulated processes: what moves where, who waits for whom, and how each step ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiocomms
+from aiocomms.endpoints import handovers, pools
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommClosedError,
+    CommTimeoutError,
+    LeaseError,
+    ProtocolError,
+)
+from aiocomms.lowlevel import clock
+from aiocomms.testing.simulation import here, simulate
+
+pytestmark = pytest.mark.deterministic
+
+BLOCKS, LAYERS, WIDTH = 6, 3, 4
+Body = Callable[[aiocomms.Endpoint, aiocomms.Peer], Awaitable[Any]]
+
+
+def numbers(first: int = 0) -> torch.Tensor:
+    """Blocks of which each element has another number."""
+    return torch.arange(first, first + BLOCKS * LAYERS * WIDTH).view(BLOCKS, LAYERS, WIDTH)
+
+
+def between(owner: Body, borrower: Body, **options: Any) -> list[Any]:
+    """Run the two ends of a connection, each with its endpoint and its peer; return what they return."""
+
+    async def program() -> Any:
+        world = here().world
+        async with aiocomms.open_endpoint(timeout=10) as mine:
+            if here().rank == 0:
+                world.store.set("address", mine.address)
+                result = await owner(mine, await mine.accept())
+                world.store.set("done", b"")
+                return result
+            while not world.store.check(["address"]):  # noqa: ASYNC110 - the other process sets it
+                await asyncio.sleep(0.001)
+            result = await borrower(mine, await mine.connect(world.store.get("address")))
+            while not world.store.check(["done"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return result
+
+    return simulate(program, 2, seed=1, **options).results
+
+
+async def nothing(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+    """Take nothing that is handed over."""
+
+
+# ------------------------------------------------------------------------------------------------- what moves where
+
+
+def test_blocks_are_read_whole_and_by_part_into_tensors_lists_and_leases() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease(1), pool.lease(3) as lease:
+            assert (lease.blocks, len(lease), lease.pool) == ((1, 2, 3), 3, pool)
+            assert await peer.hand_over(lease, {"a": [1, None]}) == ("read", 7)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        wanted, own = numbers()[1:4], mine.new_pool(torch.zeros(4, LAYERS, WIDTH, dtype=torch.int64))
+        async for handed in mine.handed():
+            assert (handed.meta, handed.peer, handed.shape, handed.writable) == (
+                {"a": [1, None]}, peer, (3, LAYERS, WIDTH), False,
+            )  # fmt: skip
+            into = torch.zeros(handed.shape, dtype=torch.int64)
+            assert await handed.read(into) is into
+            assert into.equal(wanted)
+            assert (await handed.read(into[:, 0].clone(), 2)).equal(wanted[:, 2])
+            each = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(3)]
+            assert await handed.read(each, part=1) is each
+            assert torch.stack(each).equal(wanted[:, 1])
+            async with own.lease(1), own.lease(3) as lease:
+                await handed.read(lease, 0)
+                assert own.tensor[1:, 0].equal(wanted[:, 0])
+                assert not own.tensor[1:, 1:].any()
+                await handed.read(lease)
+                assert own.tensor[1:].equal(wanted)
+            await handed.give_back(("read", 7))
+            return
+
+    between(owner, borrower)
+
+
+def test_blocks_are_filled_layer_by_layer_from_tensors_and_leases() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(torch.zeros(BLOCKS, LAYERS, WIDTH, dtype=torch.int64))
+        async with pool.lease(2) as first, pool.lease(2) as second:
+            assert await peer.hand_over(first, write=True) is None
+            assert pool.tensor[:2].equal(numbers(100)[:2])
+            assert not pool.tensor[2:].any()
+            await peer.hand_over(second, write=True)
+            assert pool.tensor[2:4].equal(numbers(200)[4:])
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        leases = mine.handed()
+        async with await anext(leases) as handed:
+            for layer in range(LAYERS):
+                await handed.write(numbers(100)[:2, layer].clone(), part=layer)
+        own = mine.new_pool(numbers(200))
+        async with own.lease(4), own.lease(2) as lease, await anext(leases) as handed:
+            await handed.write(lease)
+
+    between(owner, borrower)
+
+
+def test_long_objects_travel_both_ways_and_longer_ones_are_refused() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease(2) as lease:
+            with pytest.raises(ArgumentError, match="meta takes 300016 bytes with the blocks, wanted at most 262144"):
+                await peer.hand_over(lease, bytes(300_000))
+            with pytest.raises(ArgumentTypeError, match="meta"):
+                await peer.hand_over(lease, object())
+            calls = (peer.hand_over(lease, [bytes([n]) * 100_000]) for n in range(2))
+            assert await asyncio.gather(*calls) == ["0" * 200_000, "1" * 200_000]
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        leases = mine.handed()
+        for n in range(2):
+            handed = await anext(leases)
+            assert handed.meta == [bytes([n]) * 100_000]
+            with pytest.raises(ArgumentError, match="answer takes"):
+                await handed.give_back(bytes(300_000))
+            await handed.give_back(str(n) * 200_000)
+
+    between(owner, borrower)
+
+
+# --------------------------------------------------------------------------------------------------- wrong arguments
+
+
+def test_wrong_arguments_of_pools_and_leases_are_refused() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        for wrong in (torch.zeros(4), torch.zeros(0, 4), torch.zeros(2, 0)):
+            with pytest.raises(ArgumentError, match=r"wanted \[blocks, ...\] with elements"):
+                mine.new_pool(wrong)
+        assert not mine._regions
+        pool = mine.new_pool(numbers())
+        for count, text in ((0, "count is 0"), (7, "count is 7, wanted 1 to 6"), (1.5, "count is 1.5")):
+            with pytest.raises(ArgumentError, match=text):
+                async with pool.lease(count):  # type: ignore[arg-type]
+                    pass
+        async with pool.lease(1, timeout=1) as lease:
+            with pytest.raises(ArgumentError, match="timeout is -1"):
+                await peer.hand_over(lease, timeout=-1)
+        with pytest.raises(ArgumentTypeError, match="lease is 3"):
+            await peer.hand_over(3)  # type: ignore[arg-type]
+        with pytest.raises(LeaseError, match="the lease has ended"):
+            await peer.hand_over(lease)
+        async with aiocomms.open_endpoint() as another, another.new_pool(numbers()).lease() as foreign:
+            with pytest.raises(ArgumentError, match="lease is of a pool of another endpoint"):
+                await peer.hand_over(foreign)
+        assert (pool.free, pool.leased, pool.held) == (BLOCKS, 0, 0)
+
+    between(owner, nothing)
+
+
+def test_wrong_arguments_of_a_handed_lease_are_refused_and_it_stays_usable() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers()).lease(2) as lease:
+            assert await peer.hand_over(lease) == "still there"
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+        own = mine.new_pool(torch.zeros(4, LAYERS, WIDTH + 1, dtype=torch.int64))
+        into = torch.zeros(handed.shape, dtype=torch.int64)
+        async with own.lease(2) as misfit:
+            for wrong, part, text in (
+                (into[:1], None, "wanted a tensor of shape"),
+                (into, 0, "wanted a tensor of shape"),
+                (7, None, "into is 7"),
+                ([into], None, "wanted 2 tensors of shape"),
+                (misfit, None, "into has blocks of shape"),
+                (into.float(), None, "dtype"),
+                (into[:, 0].clone(), LAYERS, "part is 3"),
+                (into[:, 0].clone(), "0", "part is '0'"),
+            ):
+                with pytest.raises(ArgumentError, match=text):
+                    await handed.read(wrong, part)  # type: ignore[arg-type]
+        with pytest.raises(LeaseError, match="they were handed over to be read"):
+            await handed.write(into)
+        await handed.give_back("still there")
+        for use in (lambda: handed.read(into), handed.give_back):
+            with pytest.raises(LeaseError, match="it was given back"):
+                await use()
+
+    between(owner, borrower)
+
+
+# ------------------------------------------------------------------------------------------------- who waits for whom
+
+
+def test_leases_are_given_in_the_order_of_the_calls() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool, order, free = mine.new_pool(numbers()), list[str](), asyncio.Event()
+
+        async def take(name: str, count: int, seconds: float | None = None) -> None:
+            async with pool.lease(count, timeout=seconds):
+                order.append(name)
+                await free.wait()
+
+        first = asyncio.ensure_future(take("first", 4))
+        await asyncio.sleep(0)
+        large, small = (asyncio.ensure_future(take(name, n)) for name, n in (("large", 5), ("small", 2)))
+        await asyncio.sleep(0.1)
+        assert order == ["first"], "the small one has overtaken the large one"
+        assert (pool.free, pool.leased) == (2, 4)
+        large.cancel()
+        await asyncio.sleep(0.1)
+        assert order == ["first", "small"], "the small one still waits behind one that was cancelled"
+        with pytest.raises(CommTimeoutError, match=r"1 blocks were not free within .*: 0 are free, 6 leased, 0 held"):
+            await take("late", 1, 0.5)
+        free.set()
+        await asyncio.gather(first, small)
+        assert (pool.free, pool.leased) == (BLOCKS, 0)
+
+    between(owner, nothing)
+
+
+def test_hand_overs_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "SLOTS", 2)
+
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers()).lease() as lease:
+            assert await asyncio.gather(*(peer.hand_over(lease, n) for n in range(5))) == [0, 1, 2, 3, 4]
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        leases = mine.handed()
+        for _ in range(5):
+            assert len(peer._hand_overs._in) <= 2
+            async with await anext(leases) as handed:
+                await handed.give_back(handed.meta)
+
+    between(owner, borrower)
+
+
+def test_endpoint_that_closes_ends_those_who_wait() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with aiocomms.open_endpoint() as another:
+            pool = another.new_pool(numbers())
+            holds = pool.lease(BLOCKS)
+            await holds.__aenter__()
+
+            async def take() -> None:
+                async with pool.lease():
+                    pass
+
+            async def hear() -> list[Any]:
+                return [handed async for handed in another.handed()]
+
+            waits, hears = asyncio.ensure_future(take()), asyncio.ensure_future(hear())
+            await asyncio.sleep(0.1)
+        with pytest.raises(CommClosedError, match="the endpoint is closed"):
+            await waits
+        assert await hears == []
+
+    between(owner, nothing)
+
+
+# --------------------------------------------------------------------------------------------------------- how it ends
+
+
+def test_body_that_raises_tells_the_owner_why() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            with pytest.raises(LeaseError, match="has dropped it: ValueError: no room") as caught:
+                await peer.hand_over(lease)
+            assert caught.value.op == "hand_over"
+        assert pool.free == BLOCKS
+        assert not peer.closed
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        with pytest.raises(ValueError, match="no room"):
+            async with await anext(mine.handed()):
+                raise ValueError("no room")
+
+    between(owner, borrower)
+
+
+def test_cancelled_hand_over_waits_until_the_borrower_has_let_go() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            call = asyncio.ensure_future(peer.hand_over(lease, write=True))
+            await asyncio.sleep(1)
+            call.cancel()
+            await asyncio.sleep(0)
+            assert not call.done(), "it does not wait for the borrower's word"
+            await asyncio.wait([call])
+            assert call.cancelled()
+            seen = lease[0].clone()
+            await asyncio.sleep(1)
+            assert lease[0].equal(seen)
+        assert (pool.free, peer.closed) == (BLOCKS, False)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+
+        async def write() -> None:
+            for n in itertools.count():
+                await handed.write(torch.full(handed.shape, n))
+
+        with pytest.raises(LeaseError, match=r"its owner has taken it back: .*its owner was cancelled"):
+            await write()
+        with pytest.raises(LeaseError, match="its owner has taken it back"):
+            await handed.give_back()
+
+    between(owner, borrower)
+
+
+def test_lease_that_ends_takes_its_hand_overs_back() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        calls: list[asyncio.Future[Any]] = []
+
+        async def leave() -> None:
+            async with pool.lease() as lease:
+                calls.extend(asyncio.ensure_future(peer.hand_over(lease)) for _ in range(2))
+                await asyncio.sleep(1)
+                raise ZeroDivisionError("enough")
+
+        with pytest.raises(ZeroDivisionError):
+            await leave()
+        assert pool.free == BLOCKS
+        for call in calls:
+            with pytest.raises(LeaseError, match="it was taken back: ZeroDivisionError: enough"):
+                await call
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        with pytest.raises(LeaseError, match=r"its owner has taken it back: .*enough"):
+            async with await anext(mine.handed()):
+                await asyncio.sleep(2)  # The second one is not taken by then, and does not come any more.
+        assert not mine._counter.came
+
+    between(owner, borrower)
+
+
+def test_hand_over_that_nobody_takes_ends_at_its_deadline_and_the_connection_stays() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers()).lease() as lease:
+            began = clock.now()
+            with pytest.raises(CommTimeoutError, match="has not given the lease back within 2 s"):
+                await peer.hand_over(lease, timeout=2)
+            assert 2 <= clock.now() - began < 2.1
+        assert not peer.closed
+
+    between(owner, nothing)
+
+
+def test_answer_that_comes_while_the_lease_is_taken_back_counts() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        async with mine.new_pool(numbers()).lease() as lease:
+            assert await peer.hand_over(lease, timeout=1) == "just in time"
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+        await asyncio.sleep(0.2)
+        await handed.give_back("just in time")  # The answer arrives after 1.2 s, and the recall after 1.5 s.
+
+    between(owner, borrower, latency=(0.5, 0.5))
+
+
+def test_peer_that_does_not_let_go_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handovers.Incoming, "end", lambda *args: None)
+
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            began = clock.now()
+            with pytest.raises(CommTimeoutError, match="has not given the lease back within 1 s"):
+                await peer.hand_over(lease, timeout=1)
+            assert 6 <= clock.now() - began < 8
+        assert isinstance(await peer.lost(), CommTimeoutError)
+        assert (pool.free, pool.held) == (BLOCKS, 0)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+        assert "did not let go of a lease within 5 s" in str(await peer.lost())
+        with pytest.raises(CommTimeoutError, match="did not let go of a lease"):
+            await handed.read(torch.zeros(handed.shape, dtype=torch.int64))
+
+    between(owner, borrower)
+
+
+def test_connection_that_its_owner_closes_takes_everything_back_first() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+        async with pool.lease() as lease:
+            call = asyncio.ensure_future(peer.hand_over(lease))
+            await asyncio.sleep(1)
+            await peer.aclose()
+            with pytest.raises(LeaseError, match="it was taken back: the connection was closed"):
+                await call
+            with pytest.raises(CommClosedError):
+                await peer.hand_over(lease)
+        assert pool.free == BLOCKS
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+        with pytest.raises(CommClosedError):
+            await peer.lost()
+        with pytest.raises(LeaseError, match="its owner has taken it back"):
+            await handed.give_back()
+
+    between(owner, borrower)
+
+
+# ------------------------------------------------------------------------------------------------------------- nonsense
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        handovers.Shelf(1, b"", b"", ()),
+        handovers.Lend(1, 1, 1, False, b"\x92\xc4\x00\xc0"),
+        handovers.Piece(b"x"),
+        handovers.GiveBack(1, b"", 10**6),
+        handovers.Lend(1, 1, 1, False, b"nonsense"),
+    ],
+    ids=lambda word: type(word).__name__,
+)
+def test_words_that_make_no_sense_end_the_connection_alone(word: Any) -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        peer._attachments.say(handovers.Shelf(1, b"", b"", (2, 3)))
+        peer._attachments.say(word)
+        await peer.lost()
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        assert isinstance(await peer.lost(), ProtocolError)
+        assert not mine.closed
+
+    between(owner, borrower)
