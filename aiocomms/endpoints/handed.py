@@ -13,7 +13,7 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.endpoints.handovers import Counter, Incoming, encoded
 from aiocomms.endpoints.lending import Borrowing
 from aiocomms.endpoints.peer import Peer
-from aiocomms.endpoints.pools import Lease
+from aiocomms.endpoints.pools import LeasedBlocks, selected
 from aiocomms.endpoints.regions import RemoteRegion
 from aiocomms.errors import ArgumentError, CommError, LeaseError, as_reason
 from aiocomms.lowlevel.handles import Handle
@@ -29,15 +29,22 @@ class HandedLease(Handle):
     ``async with`` gives them back, or, if its body raises, tells the owner why they are dropped.
     """
 
-    def __init__(self, peer: Peer, incoming: Incoming) -> None:
-        self._peer, self._incoming = peer, incoming
+    def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
+        self._peer, self._incoming, self._blocks = peer, incoming, blocks
         self._shape = incoming.shelf.shape
 
     def __repr__(self) -> str:
         return f"<HandedLease of {len(self)} blocks by {self._peer.name}, {self._incoming.borrowed.state.name.lower()}>"
 
     def __len__(self) -> int:
-        return len(self._incoming.blocks)
+        return len(self._blocks)
+
+    def select(self, places: Sequence[int]) -> HandedLease:
+        """Return some of the blocks, by their places in here, to read or write these alone. It is one hand-over.
+
+        :raises ArgumentError: there is no such place.
+        """
+        return HandedLease(self._peer, self._incoming, selected(self._blocks, places))
 
     @property
     def peer(self) -> Peer:
@@ -59,11 +66,16 @@ class HandedLease(Handle):
         """True if they are to be filled."""
         return self._incoming.write
 
+    @property
+    def error(self) -> CommError | None:
+        """The reason why the blocks may be used no more: taken back, dropped, or the connection is over. None: none."""
+        return self._incoming.error
+
     async def read(self, into: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Read the blocks. What is returned was theirs during the whole of it.
 
         :param into: a tensor of :attr:`shape` and of their dtype; or a tensor for each block; or a lease of as many
-            blocks, of a pool of this endpoint's.
+            blocks, of a pool of this endpoint's, or some of a larger one.
         :param part: the index in a block's first dimension, such as a layer; without it they are read whole. ``into``
             has one dimension less then.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
@@ -86,6 +98,27 @@ class HandedLease(Handle):
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("write", source, part, timeout)
+
+    async def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Wait until all that was written is visible to the owner, without giving the blocks back.
+
+        So its program can be told of a layer by a message.
+
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :raises LeaseError: the owner has taken the blocks back, or they were given back.
+        :raises CommError: the connection is lost or closed.
+        """
+        incoming = self._incoming
+        try:
+            incoming.check()
+            incoming.begin()
+            try:
+                blocks, left = await self._peer._attached(incoming.shelf.blocks, timeout)
+                await blocks.flush(timeout=left)
+            finally:
+                incoming.done()
+        except CommError as error:
+            raise error.about(comm=self._peer._where, op="flush") from error.__cause__
 
     async def give_back(self, answer: Any = None) -> None:
         """Give the blocks back, when all that is under way has ended. A call that is cancelled goes on.
@@ -168,9 +201,9 @@ class HandedLease(Handle):
 
     def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Sequence[int], Sequence[int], int]]:
         """Return what is moved: a tensor, and where runs of so many elements lie in the blocks and in it."""
-        count, offsets = _places(self._shape, self._incoming.blocks, part)
+        count, offsets = _places(self._shape, self._blocks, part)
         wanted = (len(self), *self._shape[1 if part is None else 2 :])
-        if isinstance(given, Lease):
+        if isinstance(given, LeasedBlocks):
             shape = (len(given), *given.pool._rows.shape[1:])
             if shape != self.shape:
                 raise ArgumentError(f"{name} has blocks of shape {shape}, wanted {self.shape}")
@@ -219,7 +252,7 @@ class HandedLeases(Handle):
         while True:
             for incoming, peer in counter.came.items():
                 del counter.came[incoming]
-                return HandedLease(peer, incoming)
+                return HandedLease(peer, incoming, incoming.blocks)
             if counter.closed:
                 raise StopAsyncIteration
             await counter.arrival

@@ -67,7 +67,7 @@ class Outgoing:
     def __init__(self, of: HandOvers, lease: Lease, number: int, slot: int, lent: Lent) -> None:
         self.lease, self.number, self.slot, self.lent = lease, number, slot, lent
         self._of = of
-        self.over = Promise(of.driver)
+        self.over, self.why = Promise(of.driver), ""
         self.answer: Any = None
         self.error: CommError | None = LeaseError("it has ended")
 
@@ -78,7 +78,8 @@ class Outgoing:
 
     async def take_back(self, why: str) -> None:
         """End it, and wait until the borrower has let go, or else its connection is closed: 5 s each."""
-        self._of.step(self, lending.recall(self.lent), LeaseError(f"it was taken back: {why}"))
+        self.why = self.why or why
+        self._of.step(self, lending.recall(self.lent), LeaseError(f"it was taken back: {self.why}"))
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(CLOSE_GRACE):
                 await self.over
@@ -250,8 +251,7 @@ class HandOvers:
         for do in actions:
             match do:
                 case Do.RECALL:
-                    assert out.error is not None
-                    self._say(Recall(out.number, out.error.message[:LONGEST_WHY]))
+                    self._say(Recall(out.number, out.why[:LONGEST_WHY]))
                 case Do.LOSE:
                     self._lose(
                         CommTimeoutError(f"the other endpoint did not let go of a lease within {CLOSE_GRACE:g} s")

@@ -264,17 +264,11 @@ class Pool(Handle):
         self._serve()
 
 
-class Lease(Handle):
-    """Blocks of a pool that one task has; made by :meth:`Pool.lease`, whose ``async with`` block is its life."""
+class LeasedBlocks(Handle):
+    """Blocks of a lease, in an order of their own; made by :meth:`select`."""
 
     def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
         self._pool, self._blocks = pool, blocks
-        self._ending = self._ended = False
-        self._out: dict[Settled, None] = {}
-        """The hand-overs by which others may use the blocks: under way, or held."""
-
-    def __repr__(self) -> str:
-        return f"<Lease of {len(self)} blocks{' (ended)' * self._ended}>"
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -292,6 +286,38 @@ class Lease(Handle):
     def pool(self) -> Pool:
         """The pool that it is of."""
         return self._pool
+
+    def select(self, places: Sequence[int]) -> LeasedBlocks:
+        """Return some of the blocks, by their places in here.
+
+        :raises ArgumentError: there is no such place.
+        """
+        return LeasedBlocks(self._pool, selected(self._blocks, places))
+
+
+def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
+    """Return some of the blocks of a lease.
+
+    :param places: their places among those blocks.
+    :raises ArgumentError: there is no such place.
+    """
+    wrong = [place for place in places if type(as_int(place)) is not int or not 0 <= place < len(blocks)]
+    if wrong:
+        raise ArgumentError(f"places are {arguments.short(wrong)}, wanted ints of 0 <= place < {len(blocks)}")
+    return tuple(blocks[place] for place in places)
+
+
+class Lease(LeasedBlocks):
+    """Blocks of a pool that one task has; made by :meth:`Pool.lease`, whose ``async with`` block is its life."""
+
+    def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
+        super().__init__(pool, blocks)
+        self._ending = self._ended = False
+        self._out: dict[Settled, None] = {}
+        """The hand-overs by which others may use the blocks: under way, or held."""
+
+    def __repr__(self) -> str:
+        return f"<Lease of {len(self)} blocks{' (ended)' * self._ended}>"
 
     @property
     def ended(self) -> bool:

@@ -1,31 +1,16 @@
-"""The KV blocks of one node, which other nodes write by index; over endpoints of aiocomms."""
+"""The KV blocks of one node, which other nodes write by index: each node lends all of its blocks to each other one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-import msgspec
 import torch
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommError
-
-
-class Metadata(msgspec.Struct, array_like=True):
-    """What another node needs to write this one's blocks."""
-
-    address: bytes
-    descriptor: bytes
-
-
-class Node(msgspec.Struct):
-    """Another node."""
-
-    peer: aiocomms.Peer
-    region: aiocomms.RemoteRegion
-    blocks: int
-    fault: str = ""
-    """Why it cannot be used any more; empty: it can."""
 
 
 class Blocks:
@@ -34,10 +19,13 @@ class Blocks:
     def __init__(self, here: aiocomms.Endpoint, view: memoryview) -> None:
         """Open the memory; see :meth:`open`."""
         self._here = here
-        self._count, self._length = view.shape
-        self._memory = torch.frombuffer(view.cast("B"), dtype=torch.uint8)
-        self._region = here.register(self._memory, read=False)
-        self._nodes: dict[str, Node] = {}
+        pool = here.new_pool(torch.frombuffer(view.cast("B"), dtype=torch.uint8).view(view.shape))
+        self._memory = pool.lease(len(view))
+        self._lease: aiocomms.Lease
+        self._lent: dict[aiocomms.Peer, asyncio.Future[aiocomms.HandedLease]] = {}
+        """What each node that is connected lends to this one."""
+        self._nodes: dict[str, aiocomms.HandedLease] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, view: memoryview, transport: str = "auto", host: str = "127.0.0.1") -> Blocks:
@@ -48,66 +36,57 @@ class Blocks:
         """
         if view.ndim != 2 or view.readonly or not view.c_contiguous:
             raise ArgumentError(f"view has shape {view.shape}, wanted writable, contiguous [blocks, bytes of a block]")
-        return cls(await aiocomms.open_endpoint(transport, host=host, timeout=60), view)
+        self = cls(await aiocomms.open_endpoint(transport, host=host, timeout=60), view)
+        self._lease = await self._memory.__aenter__()
+        self._begin(self._accept())
+        self._begin(self._take())
+        return self
 
     @property
     def metadata(self) -> bytes:
         """What another node is to be given, by whatever way."""
-        return msgspec.msgpack.encode(Metadata(self._here.address, self._region.descriptor))
+        return self._here.address
 
     async def add(self, name: str, metadata: bytes, blocks: int, length: int) -> None:
-        """Connect with another node, and open its memory.
+        """Connect with another node, and wait for its blocks.
 
         :param metadata: that node's.
         :param blocks: how many it has.
         :param length: their bytes, which must be this node's, too.
         :raises ArgumentError: they are not, or it is no metadata.
-        :raises CommError: it cannot be reached, or gives no access.
+        :raises CommError: it cannot be reached.
         """
         if name in self._nodes:
             raise ArgumentError(f"node {name!r} was added already")
-        if length != self._length:
-            raise ArgumentError(f"node {name!r} has blocks of {length} bytes, and this one of {self._length}")
-        try:
-            given = msgspec.msgpack.decode(metadata, type=Metadata)
-        except msgspec.MsgspecError as error:
-            raise ArgumentError(f"metadata of node {name!r} makes no sense: {error}") from None
-        peer = await self._here.connect(given.address)
-        region = await peer.attach(given.descriptor)
-        if region.count != blocks * length:
-            await region.aclose()
-            raise ArgumentError(f"node {name!r} has {region.count} bytes, wanted {blocks} blocks of {length}")
-        node = self._nodes[name] = Node(peer, region, blocks)
-        peer.register_abort_hook(lambda error: setattr(node, "fault", error.message))
+        peer = await self._here.connect(metadata)
+        handed = await self._meet(peer)
+        wanted = (blocks, length)
+        if handed.shape != wanted or length != self._lease[0].numel():
+            raise ArgumentError(f"node {name!r} has {handed.shape} blocks and bytes, wanted {wanted}, and as many here")
+        self._nodes[name] = handed
 
     async def remove(self, name: str) -> None:
         """Part from another node. What is being written there ends before."""
-        node = self._nodes.pop(name, None)
-        if node is not None:
-            await node.region.aclose()
-            await node.peer.aclose()
+        handed = self._nodes.pop(name, None)
+        if handed is not None:
+            await handed.peer.aclose()
 
     def fault(self, name: str) -> str:
         """Why a node cannot be written any more; empty: it can, or is not known."""
-        node = self._nodes.get(name)
-        if node is None or node.fault:
-            return "" if node is None else node.fault
-        return "it has closed the connection" if node.peer.closed else ""
+        handed = self._nodes.get(name)
+        error = None if handed is None else handed.error
+        return "" if error is None else error.message
 
-    def check(self, name: str, local: Sequence[int], remote: Sequence[int]) -> Node:
-        """The node, and whether the indices are right.
+    def check(self, name: str, local: Sequence[int], remote: Sequence[int]) -> tuple[Any, aiocomms.HandedLease]:
+        """The blocks of both nodes that the indices name.
 
-        :raises ArgumentError: they are not, or there is no such node.
+        :raises ArgumentError: an index is wrong, or there is no such node.
         """
-        node = self._nodes.get(name)
-        if node is None:
+        if name not in self._nodes:
             raise ArgumentError(f"node {name!r} was not added")
         if len(local) != len(remote):
             raise ArgumentError(f"{len(local)} local indices, and {len(remote)} remote ones")
-        for what, indices, count in (("local", local, self._count), ("remote", remote, node.blocks)):
-            if wrong := [index for index in indices if not 0 <= index < count]:
-                raise ArgumentError(f"{what} indices {wrong[:5]}, wanted 0 <= index < {count}")
-        return node
+        return self._lease.select(local), self._nodes[name].select(remote)
 
     async def write_blocks(self, name: str, local: Sequence[int], remote: Sequence[int]) -> None:
         """Write blocks of this node into another one's memory, by index; done when they can be seen there.
@@ -115,35 +94,42 @@ class Blocks:
         :raises ArgumentError: an index is wrong; nothing was written.
         :raises CommError: that node is lost; some of them may have been written.
         """
-        node, length = self.check(name, local, remote), self._length
-        works = []
-        failures = []
-        try:
-            for mine, theirs, count in runs(local, remote):
-                works.append(node.region.put(self._memory[mine * length : (mine + count) * length], theirs * length))
-        except CommError as error:
-            failures.append(error)
-        for work in works:  # each to its end: until then its blocks are read
-            try:
-                await work
-            except CommError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        await node.region.flush()
+        source, handed = self.check(name, local, remote)
+        await handed.write(source)
+        await handed.flush()
 
     async def aclose(self) -> None:
         """Take the memory back, and part from all nodes."""
+        for task in self._tasks:
+            task.cancel()
         try:
-            await self._region.revoke()
+            await self._memory.__aexit__(None, None, None)
         finally:
             await self._here.aclose()
 
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-def runs(local: Sequence[int], remote: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks that lie behind each other on both sides, as one: the first on either side, and how many."""
-    begin = 0
-    for at in range(1, len(local) + 1):
-        if at == len(local) or local[at] != local[at - 1] + 1 or remote[at] != remote[at - 1] + 1:
-            yield local[begin], remote[begin], at - begin
-            begin = at
+    async def _accept(self) -> None:
+        while True:
+            self._meet(await self._here.accept())
+
+    async def _take(self) -> None:
+        async for handed in self._here.handed():
+            self._meet(handed.peer).set_result(handed)
+
+    def _meet(self, peer: aiocomms.Peer) -> asyncio.Future[aiocomms.HandedLease]:
+        """Lend this node's blocks to another one, once; what is returned gets what that one lends."""
+        if peer not in self._lent:
+            self._lent = {it: lent for it, lent in self._lent.items() if not it.closed}
+            self._lent[peer] = asyncio.get_running_loop().create_future()
+            self._begin(self._lend(peer))
+        return self._lent[peer]
+
+    async def _lend(self, peer: aiocomms.Peer) -> None:
+        """Lend all blocks, for as long as the connection lasts."""
+        with contextlib.suppress(CommError):  # The connection is over, which ``fault`` says.
+            await peer.hand_over(self._lease, write=True, timeout=None)
+        self._lent[peer].cancel()
