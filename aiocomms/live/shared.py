@@ -27,6 +27,7 @@ from aiocomms.live.registers import LANES, LONG, PER_LANE, area_of, place_of, re
 from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
+from aiocomms.lowlevel.hosts import process_descriptor
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
@@ -44,6 +45,8 @@ _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _SPIN: Final = 20_000
 """Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken."""
+_UNWATCHED: Final = -1
+"""In place of the descriptor of a process that the kernel does not watch: it may live, until a deadline passes."""
 _PID_BITS: Final = 22
 _START_BITS: Final = 24
 
@@ -106,7 +109,7 @@ class SharedRegisters:
         self._driver = LoopDriver.current()
         self._bells: dict[int, Bell] = {}
         self._living: dict[int, int | None] = {}
-        """The descriptors of processes by what they hold places with; None: that process has died."""
+        """The descriptors of processes by what they hold places with; None: the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._listen()
@@ -204,9 +207,11 @@ class SharedRegisters:
     def _watched(self, holder: int) -> int | None:
         pid = holder & ((1 << _PID_BITS) - 1)
         try:
-            fd = os.pidfd_open(pid)
+            fd = process_descriptor(pid)
         except ProcessLookupError:
             return None
+        if fd is None:
+            return _UNWATCHED
         if holder_of(pid, holder >> (_PID_BITS + _START_BITS)) != holder or _ended(fd):
             os.close(fd)
             return None
@@ -234,9 +239,10 @@ class SharedRegisters:
         if self._fd >= 0:
             self._driver.unwatch(self._socket.fileno())
             self._socket.close()
-            for fd in filter(None, self._living.values()):
-                self._driver.unwatch(fd)
-                os.close(fd)
+            for fd in self._living.values():
+                if fd is not None and fd != _UNWATCHED:
+                    self._driver.unwatch(fd)
+                    os.close(fd)
             self._living.clear()
             os.close(self._fd)
             self._fd = -1

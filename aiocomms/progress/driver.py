@@ -84,8 +84,6 @@ class LoopDriver:
         self.unwatch: Callable[[int], None] = loop.unwatch
         self.tasks_of: Callable[[Collection[Waiter]], dict[Waiter, tuple[str, object]]] = loop.tasks_of
         self.task: Callable[[], tuple[str, object] | None] = loop.task
-        self.watch: Callable[[int, Callable[[], object]], None] = loop.watch
-        self.unwatch: Callable[[int], None] = loop.unwatch
         self.spawn: Callable[[Callable[[], Coroutine[Any, Any, None]], Context], None] = loop.spawn
         self._sources: dict[Served, _Source] = {}
         self._watched: dict[int, _Source] = {}
