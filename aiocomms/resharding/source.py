@@ -204,7 +204,7 @@ class Source(Party):
     # -------------------------------------------------------------------------------------------------------- moving
 
     async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Move the values to the target as a version; done when the target takes its next step with it. Collective.
+        """Move the values to the target as a version; done once the target's next step has it. Collective.
 
         Nobody changes the tensors meanwhile. If it fails, or is cancelled, it fails on all ranks, and the target goes
         on with the version that it has.

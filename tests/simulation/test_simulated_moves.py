@@ -470,3 +470,26 @@ def test_target_rank_that_joins_gets_its_weights_by_the_next_move() -> None:
     results = [simulate(program, 4, seed=seed, longest=300).results for seed in range(4)]
     assert [it[1] for it in results] == [[0, 2, 3]] * 4
     assert any(it[0] == [0, 1, 2, 3] for it in results), "the ranks never differed in their versions"
+
+
+def test_ranks_that_hold_nothing_take_part() -> None:
+    async def program() -> Any:
+        side, rank = divmod(here().rank, 2)
+        here().launched_as(("server", "trainer")[side], rank, 2)
+        tensors = {} if rank else {"w": torch.full((2,), float(side)), "nothing": torch.zeros(0, 3)}
+        async with aiocomms.new_comm(timeout=60) as comm, aiocomms.open_endpoint(timeout=60) as mine:
+            if side == 0:
+                async with await Target.open(comm, tensors, mine) as target:
+                    leave("address", target.address)
+                    await found("moved")
+                    async with target.step() as weights:
+                        found_here = weights.version, {name: it.tolist() for name, it in weights.items()}
+                    await all_over()
+                    return found_here
+            async with await Source.open(comm, tensors, mine, await found("address")) as source:
+                await source.move(1)
+                leave("moved")
+                await all_over()
+                return source.nbytes
+
+    assert simulate(program, 4, seed=1).results == [(1, {"w": [1.0, 1.0], "nothing": []}), (1, {}), 8, 0]
