@@ -260,7 +260,7 @@ class Source(Party):
             await self._end()
             return
         if self._rank == 0:
-            self._peers[0].abort(f"target rank 0 has not answered for {seconds:g} s")
+            self._peers[0].abort(f"it has not answered for {seconds:g} s")
         else:
             why += f", and source rank 0 has not answered for {seconds:g} s"
             self._state, actions = self._state.lose(why, kind)

@@ -306,6 +306,29 @@ def test_source_that_another_one_has_taken_the_place_of_is_told_so() -> None:
     assert run(read_when_moved, trainer)[:2] == [(1, [2.0, 2.0])] * 2
 
 
+def test_move_under_way_ends_when_another_source_takes_the_place() -> None:
+    async def server(comm: Communicator, target: Target) -> Any:
+        with target.at(0):
+            await found("replaced")
+        return await read_when_moved(comm, target)
+
+    async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
+        await source.move(1)
+        waits = asyncio.ensure_future(source.move(2))
+        async with (
+            aiocomms.open_endpoint(timeout=60) as mine,
+            await Source.open(comm, {"w": Chunk(row, (2, 2), (comm.rank, 0))}, mine, await found("address")) as other,
+        ):
+            with pytest.raises(MoveLostError, match="another source has taken its place"):
+                await waits
+            leave("replaced")
+            row.fill_(2.0)
+            await other.move(2)
+            leave("moved")
+
+    assert run(server, trainer)[:2] == [(2, [2.0, 2.0])] * 2
+
+
 def test_error_that_leaves_the_block_of_a_target_is_told_to_the_source() -> None:
     async def server(comm: Communicator, target: Target) -> None:
         async with aiocomms.open_endpoint(timeout=60) as mine:
@@ -408,7 +431,7 @@ def test_rank_0_that_does_not_answer_is_named_some_seconds_after_the_deadline(st
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
         if here().rank == 3:
             here().world.pause(stuck, 15.0)
-        who = "target rank 0: .*not answered for 5 s" if stuck == 0 else "source rank 0 has not answered for 6 s"
+        who = "target rank 0: aborted by this endpoint: it has not answered for 5 s" if stuck == 0 else "source rank 0 has not answered for 6 s"
         if here().rank != stuck:
             with pytest.raises(MoveTimeoutError, match=f"{who}.*; it may have become current before that"):
                 await source.move(1, timeout=1)
