@@ -82,7 +82,7 @@ class Source(Party):
         self._here, self._chunks, self._convert = here, chunks, convert
         self._peers: dict[int, Peer] = {}
         """The target ranks that this rank writes to; on rank 0 the target's rank 0, too."""
-        self._version = 0
+        self._version = self._asked = 0
         self._returned: Return | None = None
         self._cause: Exception | None = None
         """The error of this rank for which the last move has failed."""
@@ -211,14 +211,14 @@ class Source(Party):
 
         :param version: a higher one than the target has had.
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
-        :raises ArgumentError: the version is not higher; nothing was sent.
-        :raises MismatchError: the ranks call for different versions; nothing was sent.
+        :raises ArgumentError: the version is not higher; on all ranks, and nothing was written.
+        :raises MismatchError: the ranks call for different versions; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; says what was waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised; says who.
         """
         version, seconds = checked_version(version), arguments.op_deadline(timeout, self._comm._seconds)
-        self._check(version)
-        self._returned, self._cause = None, None
+        self._check()
+        self._asked, self._returned, self._cause = version, None, None
         self._state, actions = self._state.start(version)
         self._act(actions)
         try:
@@ -230,16 +230,14 @@ class Source(Party):
             with anyio.CancelScope(shield=True):
                 await self._give_up(LOST, f"it was cancelled on source rank {self._rank}")
             raise
-        self._conclude(version)
+        self._conclude()
 
-    def _check(self, version: int) -> None:
+    def _check(self) -> None:
         error: CommError | None = None
         if self._closed:
             error = CommClosedError("the source is closed")
         elif self._moving:
             error = ArgumentError("move was called while another one is under way; await that first")
-        elif version <= self._version:
-            error = ArgumentError(f"version is {version}, and the target has had {self._version}, wanted a higher one")
         if error is not None:
             raise error.about(comm=self._comm.name, op="move", rank=self._rank)
 
@@ -271,14 +269,12 @@ class Source(Party):
         self._state, actions = self._state.falter(kind, why)
         self._act(actions)
 
-    def _conclude(self, version: int) -> None:
+    def _conclude(self) -> None:
         returned = self._returned
         assert returned is not None
-        if not returned.kind:
-            self._version = version
-            return
-        text = f"version {version} is not current: {returned.why}"
-        raise _ERRORS[returned.kind](text, comm=self._comm.name, op="move", rank=self._rank) from self._cause
+        if returned.kind:
+            text = f"version {self._asked} is not current: {returned.why}"
+            raise _ERRORS[returned.kind](text, comm=self._comm.name, op="move", rank=self._rank) from self._cause
 
     async def _write(self, action: Write, scope: anyio.CancelScope) -> None:
         actions: list[Action] = []
@@ -329,6 +325,8 @@ class Source(Party):
                     self._writing.cancel()
             case Return():
                 self._returned = action
+                if not action.kind:  # Its caller may have been cancelled.
+                    self._version = self._asked
                 self._news.ring()
 
     async def _hear_target(self) -> None:
