@@ -6,6 +6,7 @@ blocks; both share the machine's clock. The next begins when rank 1 has said so,
 same for all.
 
 * ours: a ``put`` for each block into a window, and a ``signal``
+* leases: pages that rank 1 leases, and hands over; rank 0 fills them by one operation, and gives them back
 * UCXX: a ``send`` and a ``recv`` for each block, by its asyncio interface in polling mode
 * NIXL: one prepared ``WRITE`` with a notification, both polled at every ``sleep(0)``
 * ZeroMQ: one message of many parts over ``ipc``, which rank 1 copies into the pages
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import random
 import statistics
@@ -80,6 +82,48 @@ class Ours:
     async def aclose(self) -> None:
         await self.window.aclose()
         await self.comm.aclose()
+
+
+class Leases:
+    """Pages of rank 1 that are leased, and handed over to be filled in one operation."""
+
+    async def open(self, rank: int, folder: str, pool: Tensor) -> None:
+        self.memory, self.case = pool, (0, 0)
+        self.others = contextlib.AsyncExitStack()
+        self.endpoint = await aiocomms.open_endpoint("ucx")
+        store = dist.FileStore(f"{folder}/leases", 2)  # type: ignore[no-untyped-call]
+        if rank == 1:
+            store.set("address", self.endpoint.address)
+            self.peer = await self.endpoint.accept()
+            self.pools = {nbytes: self.endpoint.new_pool(pool.view(-1, nbytes)) for nbytes in BLOCKS}
+        else:
+            self.peer = await self.endpoint.connect(await asyncio.to_thread(store.get, "address"))
+            self.handed = self.endpoint.handed()
+
+    async def give(self, nbytes: int, pages: list[int]) -> None:
+        places = {page: place for place, page in enumerate(sorted(pages))}
+        async with await anext(self.handed) as handed:
+            chosen = handed.select([places[page] for page in pages])
+            await chosen.write(self.memory[: nbytes * len(pages)].view(len(pages), nbytes))
+
+    async def take(self, nbytes: int, pages: list[int]) -> None:
+        if self.case != (nbytes, len(pages)):
+            await self.leave_free(nbytes, pages)
+        async with self.pools[nbytes].lease(len(pages)) as lease:
+            await self.peer.hand_over(lease, write=True)
+
+    async def leave_free(self, nbytes: int, pages: list[int]) -> None:
+        """Lease all pages but these, as an engine has that runs for long."""
+        self.case, free = (nbytes, len(pages)), contextlib.AsyncExitStack()
+        await self.others.aclose()
+        self.others = contextlib.AsyncExitStack()
+        async with free:
+            for page in range(POOL // nbytes):
+                await (free if page in pages else self.others).enter_async_context(self.pools[nbytes].lease())
+
+    async def aclose(self) -> None:
+        await self.others.aclose()
+        await self.endpoint.aclose()
 
 
 class Ucxx:
@@ -189,6 +233,7 @@ class ZeroMq:
 
 CONTENDERS: dict[str, tuple[type[Contender], str]] = {
     "aiocomms ucx": (Ours, "aiocomms_ucx"),
+    "aiocomms leases": (Leases, "aiocomms_ucx"),
     "UCXX": (Ucxx, "ucxx"),
     "NIXL": (Nixl, "nixl_cu13"),
     "ZeroMQ": (ZeroMq, "zmq"),

@@ -196,7 +196,7 @@ class BlockingRemoteRegion(Described):
         return work
 
     def put_v(
-        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> BlockingWork[Given]:  # fmt: skip
         """Write equal runs of elements into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""

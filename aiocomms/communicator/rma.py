@@ -165,8 +165,8 @@ class Window(Handle):
         self,
         tensor: Given,
         dst: int,
-        offsets: Sequence[int],
-        starts: Sequence[int],
+        offsets: Sequence[int] | Tensor,
+        starts: Sequence[int] | Tensor,
         count: int,
         *,
         hints: Mapping[str, Any] | None = None,
@@ -178,7 +178,8 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offsets: where each run goes: its first element in that part.
+        :param offsets: where each run goes: its first element in that part; a list, or an int64 tensor on the CPU,
+            which is quicker.
         :param starts: where each run comes from: its first element in the tensor. As many as ``offsets``.
         :param count: the elements of a run.
         :param hints: advice to the transport.
@@ -186,17 +187,15 @@ class Window(Handle):
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
         """
-        op = ops.PutV(
-            self._info, tensor, dst, checks.integers("offsets", offsets), checks.integers("starts", starts), count
-        )
+        op = ops.PutV(self._info, tensor, dst, ops.places("offsets", offsets), ops.places("starts", starts), count)
         return self._comm._issue(op, hints, timeout)
 
     def get_v(
         self,
         tensor: Given,
         src: int,
-        offsets: Sequence[int],
-        starts: Sequence[int],
+        offsets: Sequence[int] | Tensor,
+        starts: Sequence[int] | Tensor,
         count: int,
         *,
         hints: Mapping[str, Any] | None = None,
@@ -214,9 +213,7 @@ class Window(Handle):
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
         """
-        op = ops.GetV(
-            self._info, tensor, src, checks.integers("offsets", offsets), checks.integers("starts", starts), count
-        )
+        op = ops.GetV(self._info, tensor, src, ops.places("offsets", offsets), ops.places("starts", starts), count)
         return self._comm._issue(op, hints, timeout)
 
     def get(

@@ -147,7 +147,7 @@ def _used(op: Op, buffers: Buffers) -> Buffers:
     if not isinstance(op, (PutV, GetV)):
         return buffers
     flats = [(name, tensor.view(-1)) for name, tensor in buffers]
-    return [(name, flat[start : start + op.count]) for name, flat in flats for start in op.starts]
+    return [(name, flat[start : start + op.count]) for name, flat in flats for start in op.starts.tolist()]
 
 
 class Debugger:

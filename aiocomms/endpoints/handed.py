@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
-from aiocomms import arguments
+from aiocomms import arguments, ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.endpoints.handovers import Counter, Incoming, encoded
 from aiocomms.endpoints.lending import Borrowing
@@ -18,9 +19,12 @@ from aiocomms.endpoints.regions import RemoteRegion
 from aiocomms.errors import ArgumentError, CommError, LeaseError, as_reason
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given")
+Places = Sequence[int] | Tensor
+"""The first elements of runs."""
 
 
 class HandedLease(Handle):
@@ -173,7 +177,7 @@ class HandedLease(Handle):
         return given
 
     def _start(
-        self, region: RemoteRegion, write: bool, tensor: Any, offsets: Sequence[int], starts: Sequence[int],
+        self, region: RemoteRegion, write: bool, tensor: Any, offsets: Places, starts: Places,
         count: int, timeout: OpTimeout,
     ) -> Work[Any]:  # fmt: skip
         """Start an operation on the blocks, which counts as under way until the wire has let go of it."""
@@ -199,7 +203,7 @@ class HandedLease(Handle):
 
     # ----------------------------------------------------------------------------------------------- what lies where
 
-    def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Sequence[int], Sequence[int], int]]:
+    def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Places, Places, int]]:
         """Return what is moved: a tensor, and where runs of so many elements lie in the blocks and in it."""
         count, offsets = _places(self._shape, self._blocks, part)
         wanted = (len(self), *self._shape[1 if part is None else 2 :])
@@ -211,27 +215,35 @@ class HandedLease(Handle):
         if isinstance(given, (list, tuple)):
             if len(given) != len(self) or any(tuple(it.shape) != wanted[1:] for it in given):
                 raise ArgumentError(f"{name} is of other shapes, wanted {len(self)} tensors of shape {wanted[1:]}")
-            return [(it, (offset,), (0,), count) for it, offset in zip(given, offsets, strict=True)]
+            each = zip(given, offsets.tolist(), strict=True)
+            return [(it, [offset], [0], count) for it, offset in each]
         if tuple(getattr(given, "shape", ())) != wanted:
             raise ArgumentError(f"{name} is {arguments.short(given)}, wanted a tensor of shape {wanted}")
-        return [(given, offsets, list(range(0, len(self) * count, count)), count)]
+        return [(given, offsets, _rows(len(self), count), count)]
 
 
-def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, list[int]]:
+@unaffected
+def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, Tensor]:
     """Return how many elements of each block are meant, and the first one of each in memory of a shape.
 
     :raises ArgumentError: there is no such part.
     """
-    size = math.prod(shape[1:])
+    size, indices = math.prod(shape[1:]), ops.places("blocks", blocks)
     if part is None:
-        return size, [block * size for block in blocks]
+        return size, indices * size
     part = as_int(part)
     if type(part) is not int:
         raise arguments.wrong_type("part", part, "an int")
     if not 0 <= part < shape[1]:
         raise ArgumentError(f"part is {part}, wanted 0 <= part < {shape[1]}, the first dimension of a block")
     count = size // shape[1]
-    return count, [block * size + part * count for block in blocks]
+    return count, indices * size + part * count
+
+
+@unaffected
+def _rows(number: int, count: int) -> Tensor:
+    """Return where the rows of a tensor begin that have ``count`` elements each."""
+    return torch.arange(number, dtype=torch.int64, device="cpu") * count
 
 
 class HandedLeases(Handle):

@@ -259,7 +259,7 @@ class RemoteRegion(Described):
         return self._window.get(tensor, self._owner, offset, hints=hints, timeout=timeout)
 
     def put_v(
-        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
         """Write equal runs of a tensor's elements into the region; see :meth:`Window.put_v`.
@@ -272,7 +272,7 @@ class RemoteRegion(Described):
         return work
 
     def get_v(
-        self, tensor: Given, offsets: Sequence[int], starts: Sequence[int], count: int,
+        self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
         """Read equal runs of the region's elements into a tensor; see :meth:`Window.get_v`.

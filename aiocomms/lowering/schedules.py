@@ -73,7 +73,7 @@ def put_v(g: Context, op: ops.PutV) -> Steps:
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Put(window, flat[start : start + op.count], op.dst, offset)
-        for offset, start in zip(op.offsets, op.starts, strict=True)
+        for offset, start in zip(op.offsets.tolist(), op.starts.tolist(), strict=True)
     ]
 
 
@@ -83,7 +83,7 @@ def get_v(g: Context, op: ops.GetV) -> Steps:
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Get(window, flat[start : start + op.count], op.src, offset)
-        for offset, start in zip(op.offsets, op.starts, strict=True)
+        for offset, start in zip(op.offsets.tolist(), op.starts.tolist(), strict=True)
     ]
 
 

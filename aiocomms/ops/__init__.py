@@ -63,6 +63,7 @@ from aiocomms.ops._rma import (
     WindowClose,
     WindowInfo,
     WindowOpen,
+    places,
 )
 
 ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
@@ -169,6 +170,7 @@ __all__ = [
     "WindowClose",
     "WindowInfo",
     "WindowOpen",
+    "places",
     "size_of",
     "tensor_of",
 ]

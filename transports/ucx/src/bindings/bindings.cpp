@@ -18,9 +18,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <type_traits>
+#include <vector>
 
 #include "bindings/calls.hpp"
 #include "bindings/kept.hpp"
@@ -192,24 +195,35 @@ bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t wi
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
+// Numbers of a tensor, which are none below 0, times a factor.
+std::vector<std::uint64_t> numbers_of(nb::handle tensor, std::size_t factor) {
+  const View view = view_of(tensor);
+  if (view.bytes() != view.count * sizeof(std::uint64_t)) throw std::invalid_argument("numbers of another size");
+  std::vector<std::uint64_t> numbers(view.count);
+  if (view.count > 0) std::memcpy(numbers.data(), view.data, view.bytes());
+  for (std::uint64_t& number : numbers) number *= factor;
+  return numbers;
+}
+
 // Runs of `count` elements, between places in a tensor and in a rank's part, which are in elements.
-Windows::Runs runs_of(const View& data, std::uint64_t window, int rank, std::vector<std::uint64_t> offsets,
-                      std::vector<std::uint64_t> starts, std::size_t count) {
+Windows::Runs runs_of(const View& data, std::uint64_t window, int rank, nb::handle offsets, nb::handle starts,
+                      std::size_t count) {
   const std::size_t size = size_of(data.dtype);
-  if (offsets.size() != starts.size()) throw std::out_of_range("as many runs begin here as there");
-  for (std::uint64_t& offset : offsets) offset *= size;
-  for (std::uint64_t& start : starts) {
-    if (count > data.count || start > data.count - count) throw std::out_of_range("beyond the end of a tensor");
-    start *= size;
+  Windows::Runs runs{window, rank, count * size, numbers_of(offsets, size), numbers_of(starts, size)};
+  if (runs.offsets.size() != runs.starts.size()) throw std::out_of_range("as many runs begin here as there");
+  for (const std::uint64_t start : runs.starts) {
+    if (runs.bytes > data.bytes() || start > data.bytes() - runs.bytes) {
+      throw std::out_of_range("beyond the end of a tensor");
+    }
   }
-  return {window, rank, count * size, std::move(offsets), std::move(starts)};
+  return runs;
 }
 
 template <auto move>
 bool runs_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, nb::handle tensor,
-             std::vector<std::uint64_t> offsets, std::vector<std::uint64_t> starts, std::size_t count) {
+             nb::handle offsets, nb::handle starts, std::size_t count) {
   const View data = view_of(tensor);
-  const Windows::Runs runs = runs_of(data, window, rank, std::move(offsets), std::move(starts), count);
+  const Windows::Runs runs = runs_of(data, window, rank, offsets, starts, count);
   Unlocked unlocked;
   return (engine.*move)(ticket, group, runs, static_cast<std::byte*>(data.data));
 }
@@ -493,10 +507,10 @@ NB_MODULE(_engine, module) {
                    "/) -> bool"))
       .def("put_v", &runs_op<&Engine::put_v>,
            nb::sig("def put_v(self, ticket: int, group: int, window: int, rank: int, tensor: torch.Tensor, "
-                   "offsets: Sequence[int], starts: Sequence[int], count: int, /) -> bool"))
+                   "offsets: torch.Tensor, starts: torch.Tensor, count: int, /) -> bool"))
       .def("get_v", &runs_op<&Engine::get_v>,
            nb::sig("def get_v(self, ticket: int, group: int, window: int, rank: int, tensor: torch.Tensor, "
-                   "offsets: Sequence[int], starts: Sequence[int], count: int, /) -> bool"))
+                   "offsets: torch.Tensor, starts: torch.Tensor, count: int, /) -> bool"))
       .def("atomic", &Engine::atomic,
            nb::sig("def atomic(self, ticket: int, group: int, window: int, rank: int, offset: int, swap: bool, "
                    "bytes: int, first: int, second: int, /) -> bool"),
