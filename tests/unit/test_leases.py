@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import aiocomms
+from aiocomms import HandedLease
 from aiocomms.endpoints import handovers, pools
 from aiocomms.errors import (
     ArgumentError,
@@ -286,6 +287,34 @@ def test_endpoint_that_closes_ends_those_who_wait() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- how it ends
+
+
+def test_read_during_which_the_hand_over_has_ended_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes have come, and then the word for them is gone, although the connection is as it was."""
+    owners: list[aiocomms.Endpoint] = []
+    vouched = HandedLease._vouched
+
+    async def late(lease: aiocomms.HandedLease, *rest: Any) -> None:
+        owners[0]._counter.ledger.wipe(lease._incoming.slot)
+        await vouched(lease, *rest)
+
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        owners.append(mine)
+        async with mine.new_pool(numbers()).lease() as lease:
+            with pytest.raises(LeaseError, match="has dropped it: LeaseError: read on"):
+                await peer.hand_over(lease)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        lease = await anext(mine.handed())
+        into = torch.zeros(lease.shape, dtype=torch.int64)
+        await lease.read(into)
+        monkeypatch.setattr(HandedLease, "_vouched", late)
+        with pytest.raises(LeaseError, match="its owner has ended the hand-over while it was read"):
+            async with lease:
+                await lease.read(into)
+        assert not peer.closed
+
+    between(owner, borrower)
 
 
 def test_body_that_raises_tells_the_owner_why() -> None:
