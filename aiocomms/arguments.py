@@ -40,6 +40,8 @@ OpTimeout = Timeout | UseDefault
 
 DEFAULT: Final = "world"
 """The name of the default communicator."""
+UNNAMED: Final = "endpoint"
+"""The name of an endpoint that is given none."""
 FORMING: Final = 600.0
 """Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
 SILENCE: Final = 5.0

@@ -14,6 +14,7 @@ from aiocomms.communicator.portal.door import Door
 from aiocomms.communicator.portal.portal import Portal
 from aiocomms.communicator.portal.views import BlockingStream, BlockingWindow, started
 from aiocomms.communicator.portal.works import BlockingWork, close
+from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
@@ -55,6 +56,10 @@ class BlockingPeer(Handle):
     def closed(self) -> bool:
         """True once the connection is over: closed on either side, or lost."""
         return self._peer.closed
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Peer.statistics`."""
+        return self._peer.statistics()
 
     # These methods run on the portal, and so return its works.
     send: Final = started(Peer.send)

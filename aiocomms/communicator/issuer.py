@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
+from aiocomms.diagnosis.recorder import Recorder
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op, checks
@@ -21,6 +22,7 @@ class Inside(checks.CheckedComm, Protocol):
 
     worded: Callable[[CommError], CommError]
     """See :class:`aiocomms.progress.work.Owner`."""
+    recorder: Recorder
 
     def caller_stream(self) -> object:
         """See :meth:`Transport.caller_stream`."""

@@ -37,24 +37,32 @@ class OneSided(Issuer):
         """
         return await self._begin_window(tensor, timeout)
 
-    def _begin_window(self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
-        """Call the collectives that open a window; what is returned waits for their ends."""
+    def _begin_window(
+        self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT, name: str | None = None
+    ) -> Coroutine[Any, Any, Window]:
+        """Call the collectives that open a window; what is returned waits for their ends.
+
+        :param name: what reports call it; None: by its number; empty: they do not.
+        """
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
+        name = f"window {next(self._core.recorder.window_numbers)}" if name is None else name
         # The tensor is the array's, where the window is opened with one.
         memory = cast("ops.WindowOpen", works[0].op).tensor
         mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
         table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
             works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
-        return self._opened_window(tensor, memory, works, timeout)
+        return self._opened_window(tensor, memory, name, works, timeout)
 
     async def _opened_window(
-        self, given: TensorLike, memory: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout
+        self, given: TensorLike, memory: Tensor, name: str, works: Sequence[Work[Any]], timeout: OpTimeout
     ) -> Window:
         with self._all_or_none(works):
             handle = await works[0]
             sizes, dtypes = map(list, zip(*(await works[1]).tolist(), strict=True))
-        window = Window(self, ops.WindowInfo(handle, memory, sizes), given)
+        info = ops.WindowInfo(handle, memory, sizes, name=name)
+        self._core.recorder.windows.add(info)
+        window = Window(self, info, given)
         if len(set(dtypes)) > 1:
             # If the close fails, the communicator is lost, which the next operation says.
             with contextlib.suppress(CommError):
@@ -106,6 +114,11 @@ class Window(Handle):
     def tensor(self) -> Any:
         """This rank's part: the tensor or array that it was opened with."""
         return self._given
+
+    @property
+    def name(self) -> str:
+        """Its name in reports: ``window 2`` is the second of its communicator, on all ranks."""
+        return self._info.name
 
     @property
     def sizes(self) -> list[int]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -29,7 +31,7 @@ from aiocomms.errors import CommError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
-from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
+from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, WindowInfo, tensor_of
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.transport.native import Ring, Shortcuts
 
@@ -83,7 +85,8 @@ class Item(msgspec.Struct, omit_defaults=True):
     lane: str = ""
     """The key of its lane, in words; empty: of none."""
     of: str = ""
-    """The part of this library that it is a step of; empty: the program has called it."""
+    """The stream or service that has called it, or the window that it is on. A window's only if it did not end within
+    the call."""
     idle: bool = False
     """True if it stands ready for what may come, and no task waits for that."""
 
@@ -186,7 +189,11 @@ def _arguments(cls: type[Op]) -> list[str]:
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
 """The readers of the numbers that an op of each type has, if it has any."""
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
-"""The readers of these numbers and of the size of the tensor that an op of each type is about, if there is one."""
+"""The readers of these numbers, the name of the window and the size of the tensor that an op of each type is about."""
+
+
+def _on_window(cls: type[Op]) -> bool:
+    return "window" in cls.__struct_fields__
 
 
 def _learn(cls: type[Op]) -> None:
@@ -195,7 +202,7 @@ def _learn(cls: type[Op]) -> None:
         if names:
             PEERS[cls] = attrgetter(*names)
         tensor = tensor_of(cls)
-        paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
+        paths = [*names, *(["window.name"] if _on_window(cls) else []), *([f"{tensor}.nbytes"] if tensor else [])]
         _KEPT[cls] = attrgetter(*paths) if paths else _nothing
     for below in cls.__subclasses__():
         _learn(below)
@@ -227,6 +234,9 @@ class Recorder:
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
         self.streams: StreamLedger = StreamLedger(self.size)
+        self.windows: WeakSet[WindowInfo] = WeakSet()
+        """The windows that were opened and that somebody still has."""
+        self.window_numbers: Iterator[int] = count(1)
         _learn(Op)
 
     @property
@@ -374,7 +384,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None, streams: di
     lane = work.lane if isinstance(work, LaneWork) else ""
     return Item(
         op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane,
-        of=of or _of(op.name, args, streams), idle=flying.idle,
+        of=of or window_of(op) or _of(op.name, args, streams), idle=flying.idle,
     )  # fmt: skip
 
 
@@ -383,7 +393,13 @@ def called(op: Op) -> str:
     if isinstance(op, Batch):
         more = ", ..." if len(op.parts) > SHOWN else ""
         return f"{', '.join(map(called, op.parts[:SHOWN]))}{more}"
-    return str(Item(op.name, 0, "pending", _numbers_of(op)))
+    return str(Item(op.name, 0, "pending", _numbers_of(op), of=window_of(op)))
+
+
+def window_of(op: Op) -> str:
+    """Return what reports call the window that an op is about; empty: it is about none, or one of this library's."""
+    window = getattr(op, "window", None)
+    return window.name if isinstance(window, WindowInfo) else ""
 
 
 def peers(op: Op) -> list[int]:
@@ -412,9 +428,9 @@ def _finished(row: tuple[Any, ...], streams: dict[Key, str]) -> Item:
     """Return an op that has ended, from its number among the collectives, its lane and what was kept of it."""
     number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
-    args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))
-    size = args.pop("bytes", None)
+    args = dict(zip([*_arguments(cls), *(["of"] if _on_window(cls) else []), "bytes"], values, strict=False))
+    size, of = args.pop("bytes", None), args.pop("of", "")
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    text, of = str(error or "")[:LONGEST], _of(cls.name, args, streams)
+    text, of = str(error or "")[:LONGEST], of or _of(cls.name, args, streams)
     return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane, of=of)

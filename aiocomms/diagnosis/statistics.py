@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +10,8 @@ import msgspec
 from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.errors import WorkCancelledError
 from aiocomms.lowlevel import clock
-from aiocomms.ops import size_of
+from aiocomms.lowlevel.threads import copied
+from aiocomms.ops import WindowInfo, size_of
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Transport
@@ -29,6 +30,17 @@ class Failures(msgspec.Struct, frozen=True):
     peer: int | None
     """The rank at fault, as the error names it; None: it names none."""
     count: int
+
+
+class WindowStatistics(msgspec.Struct, frozen=True):
+    """A window that is open on this rank; of a connection of endpoints, a region that one has opened to the other."""
+
+    name: str
+    """Its name in reports: ``window 2``, or ``region 3`` of endpoints."""
+    bytes: int
+    """The bytes of this rank's part."""
+    peer_bytes: int
+    """The bytes of all other ranks' parts."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -74,6 +86,8 @@ class Statistics(msgspec.Struct, frozen=True):
     """The streams that are open at this end."""
     standing: int = 0
     """Receives of this library's that stand ready for what may come, such as those of an idle stream."""
+    windows: Sequence[WindowStatistics] = ()
+    """The windows that are open, in the order of their names."""
 
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
@@ -104,7 +118,18 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
         shared_memory=_shared_memory(core.transports),
         streams=core.recorder.streams.statistics(),
         standing=len(flying) - len(busy),
+        windows=_windows(core.recorder.windows),
     )
+
+
+def _windows(known: Iterable[WindowInfo]) -> list[WindowStatistics]:
+    found = []
+    for each in copied(known):
+        if each.name and not each.closed:
+            mine = each.tensor.nbytes
+            every = sum(each.sizes) * each.tensor.element_size()
+            found.append(WindowStatistics(each.name, mine, every - mine))
+    return sorted(found, key=lambda each: (len(each.name), each.name))
 
 
 def _shared_memory(transports: Sequence[Transport]) -> int | None:

@@ -348,7 +348,7 @@ class Attachments:
             self._core.lose(ProtocolError("the other endpoint opens a region that nobody wanted", peer=self._other))
             return
         try:
-            opening = self._comm._begin_window(self._part(region, asked))
+            opening = self._comm._begin_window(self._part(region, asked), name=f"region {number}")
         except Exception as error:  # the other end has begun
             self._core.lose(error if isinstance(error, CommError) else CommError(as_reason(error)))
             return

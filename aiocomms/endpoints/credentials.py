@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from aiocomms import arguments
+from aiocomms.core.postmortem import printable
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
 from aiocomms.lowlevel import HEAD_BYTES, ControlCodec, Dialect, clock, mac, same
 from aiocomms.lowlevel.auth import job_token
@@ -23,6 +24,8 @@ FORGED: Final = "its owner has not made this descriptor, or it was changed"
 _MAC: Final = 32
 LONGEST: Final = 1024
 """Bytes of an address, and of a descriptor."""
+LONGEST_LABEL: Final = 64
+"""Characters of a name that an address has room for."""
 _ADDRESS: Final = Dialect("an endpoint's address", b"aioA", 1)
 _DESCRIPTOR: Final = Dialect("a region's descriptor", b"aioD", 1)
 DTYPES: Final = {str(dtype): dtype for dtype in checks.DTYPES}
@@ -40,11 +43,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     device: str
     expires: float
     """The time after which no endpoint connects by it, in seconds since 1970; infinity: there is none."""
+    label: str = ""
+    """The beginning of the name that it was opened with; empty: it has none."""
 
     @property
     def name(self) -> str:
-        """The beginning of the endpoint's number, for people."""
-        return self.endpoint.hex()[:8]
+        """Its name for people: the label, and the beginning of the endpoint's number."""
+        number = self.endpoint.hex()[:8]
+        return f"{printable(self.label, LONGEST_LABEL)}@{number}" if self.label else number
 
     def pack(self) -> bytes:
         """Return it as bytes, signed with the job's token if there is one."""

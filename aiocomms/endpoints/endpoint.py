@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 
 from aiocomms import arguments
-from aiocomms.arguments import COMM_TIMEOUT, FORMING, OpTimeout, Timeout
+from aiocomms.arguments import COMM_TIMEOUT, FORMING, UNNAMED, OpTimeout, Timeout
 from aiocomms.bootstrap.registry import Selection, choose
 from aiocomms.communicator.formation import settled
 from aiocomms.core.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
-from aiocomms.endpoints.credentials import Address, Descriptor, check_descriptor, expiry, new_key
+from aiocomms.endpoints.credentials import LONGEST_LABEL, Address, Descriptor, check_descriptor, expiry, new_key
 from aiocomms.endpoints.handed import HandedLeases
 from aiocomms.endpoints.handovers import Counter
 from aiocomms.endpoints.peer import Peer
@@ -87,6 +87,7 @@ class Endpoint(Handle):
         self._address = Address(
             clock.token_bytes(16), self._reception.host, self._reception.port,
             {str(family): transport for family, transport in plan.names.items()}, str(device), expires,
+            "" if name == UNNAMED else name[:LONGEST_LABEL],
         )  # fmt: skip
         self._counter = Counter(self._driver, *process)
         self._pools: list[Pool] = []
@@ -96,7 +97,8 @@ class Endpoint(Handle):
 
     def __repr__(self) -> str:
         state = " (closed)" if self.closed else ""
-        return f"<Endpoint '{self.name}' {self._address.name} at {self._address.host}:{self._address.port}{state}>"
+        where = self._address
+        return f"<Endpoint '{self.name}' {where.endpoint.hex()[:8]} at {where.host}:{where.port}{state}>"
 
     @property
     def address(self) -> bytes:

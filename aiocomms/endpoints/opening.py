@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from aiocomms.arguments import FORMING, Timeout, advice, deadline, label, wrong_type
+from aiocomms.arguments import FORMING, UNNAMED, Timeout, advice, deadline, label, wrong_type
 from aiocomms.communicator.opening import Opening, checked
 from aiocomms.loading import loaded
 
@@ -28,7 +28,8 @@ class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the clas
     :param host: the address of this host at which others connect. By default only processes of this host do. Where
         other hosts can, the job must have a token.
     :param lifetime: the seconds for which others may connect by its address; None: as long as the endpoint is open.
-    :param name: the endpoint's name in errors.
+    :param name: the endpoint's name in errors and reports, up to 200 characters; the first 64 also in those of the
+        endpoints that have its address.
     :param timeout: the deadline in seconds for connecting, and afterwards that of ops that are given none. None: such
         ops have no deadline, and connecting has 600 s.
     :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
@@ -45,7 +46,7 @@ class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the clas
         *,
         host: str = _LOOPBACK,
         lifetime: Timeout = None,
-        name: str = "endpoint",
+        name: str = UNNAMED,
         timeout: Timeout = FORMING,
         hints: Mapping[str, Any] | None = None,
     ) -> None:

@@ -18,6 +18,7 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 from aiocomms.communicator.streams import ItemStream, TensorStream
 from aiocomms.core.core import CLOSE_GRACE
+from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
 from aiocomms.endpoints.handovers import Counter, HandOvers
@@ -96,14 +97,18 @@ class Peer(Handle):
     async def _begin(self) -> None:
         """Meet the other end, so that each hears all that the other one says from now on."""
         # The window for signals has one element: signals of an empty one would not come behind what was put.
-        self._signals = await self._comm.new_window(buffers.zeros(1, dtype=torch.uint8, device=self._comm.device))
+        memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
+        self._signals = await self._comm._begin_window(memory, name="")
         # The other end has taken part, and so it hears from now on what is said.
         self._attachments.say_here(self._counter.place, self._counter.pid)
         self._hand_overs.begin()
 
     @property
     def name(self) -> str:
-        """The beginning of the other endpoint's number: 8 hexadecimal digits."""
+        """The name that the other endpoint was opened with and the beginning of its number, as ``decode@1f60c2b7``.
+
+        Of an endpoint without a name it is these 8 hexadecimal digits alone.
+        """
         return self._address.name
 
     @property
@@ -123,6 +128,13 @@ class Peer(Handle):
         Where the other side has closed it, messages that it had sent by then can still be received.
         """
         return self._over.is_set
+
+    def statistics(self) -> Statistics:
+        """Return what the connection is doing and has done at this end; see :meth:`Communicator.statistics`.
+
+        Its windows are the regions that are open: ``bytes`` of this endpoint's, ``peer_bytes`` of the other one's.
+        """
+        return self._comm.statistics()
 
     # ------------------------------------------------------------------------------------------------------ messages
 

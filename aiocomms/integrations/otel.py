@@ -10,6 +10,7 @@ from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
+from aiocomms.diagnosis.recorder import window_of
 from aiocomms.errors import ArgumentTypeError
 from aiocomms.integrations.metrics import Instrumentable, instrumentable, part_of
 from aiocomms.lowlevel import clock
@@ -50,6 +51,8 @@ class Tracing(Handle):
             "aiocomms.transport": transport,
             "aiocomms.bytes": size_of(op),
         }
+        if window := window_of(op):
+            facts["aiocomms.window"] = window
         span = self._tracer.start_span(part + op.name, attributes=facts, start_time=now - int(took * 1e9))
         if work.error is not None:
             span.record_exception(work.error, timestamp=now)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from aiocomms.diagnosis.recorder import window_of
 from aiocomms.integrations.metrics import Traceable, instrumentable, part_of
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
@@ -61,7 +62,9 @@ class Recording(Handle):
     def _called(self, op: Op, seq: int) -> None:
         if profiling():
             given = [tensor for _, tensor in (*op.reads(), *op.writes())]
-            self._ranges[seq] = Range(f"aiocomms:{part_of(op)}{op.name}", given)
+            window = window_of(op)
+            name = f"aiocomms:{part_of(op)}{op.name}{f' of {window}' if window else ''}"
+            self._ranges[seq] = Range(name, given)
 
     def _ended(self, work: Work[Any]) -> None:
         span = self._ranges.pop(work.seq, None)

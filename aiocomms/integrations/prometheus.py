@@ -79,6 +79,8 @@ class _Families:
             "oldest_pending_seconds", "For how long the oldest pending op has been under way; 0: none."
         )
         self.lateness = _gauge("loop_lateness_seconds", "How long the event loop took to come round to a call.")
+        self.window_bytes = _gauge("window_bytes", "Bytes of this rank's parts of open windows.")
+        self.window_peer_bytes = _gauge("window_peer_bytes", "Bytes of the other ranks' parts of open windows.")
         self.memory = _gauge("shared_memory_bytes", "Memory that is shared with other processes of the host.")
 
     def add_totals(self, labels: list[str], totals: Totals) -> None:
@@ -103,6 +105,8 @@ class _Families:
         self.pending_bytes.add_metric(labels, now.pending_bytes)
         self.pending_lanes.add_metric(labels, now.pending_lanes)
         self.oldest.add_metric(labels, now.oldest or 0.0)
+        self.window_bytes.add_metric(labels, sum(one.bytes for one in now.windows))
+        self.window_peer_bytes.add_metric(labels, sum(one.peer_bytes for one in now.windows))
         if (late := each.lateness.look()) is not None:
             self.lateness.add_metric(labels, late)
         if now.shared_memory is not None:

@@ -19,7 +19,7 @@ from aiocomms.ops.modes import unaffected
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 
 
-class WindowInfo(msgspec.Struct, eq=False):
+class WindowInfo(msgspec.Struct, eq=False, weakref=True):
     """One window as the records of operations on it see it; :class:`aiocomms.Window` and the transports share it."""
 
     handle: Any
@@ -30,6 +30,8 @@ class WindowInfo(msgspec.Struct, eq=False):
     """Each rank's number of elements."""
     closed: bool = False
     """True once this rank has closed the window."""
+    name: str = ""
+    """Its name in reports, such as ``window 2``; empty: it is this library's own."""
 
 
 class _Rma(Op, frozen=True, eq=False):

@@ -10,7 +10,7 @@ import prometheus_client
 import promql_parser
 import pytest
 import torch
-from concurrency import run_on
+from concurrency import run_on, together
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -58,11 +58,14 @@ def scraped():
         registry = prometheus_client.CollectorRegistry()
         async with (
             local_world(2, "ucx") as [one, two],
+            local_world(2, name="piped") as [left, right],
             local_world(1, name="served") as [comm],
             Service(comm) as service,
             service.drive(divide) as driver,
         ):
             instrument(one, registry)
+            instrument(left, registry)
+            _streams = await together(lambda: left.open_stream(1), lambda: right.open_stream(0))
             instrument(service, registry)
             assert await driver.run(1) == 1
             with pytest.raises(ZeroDivisionError):

@@ -46,6 +46,11 @@ class BlockingWindow(Handle):
         return self._window.tensor
 
     @property
+    def name(self) -> str:
+        """See :attr:`Window.name`."""
+        return self._window.name
+
+    @property
     def sizes(self) -> list[int]:
         """Each rank's number of elements, in rank order."""
         return self._window.sizes
