@@ -40,6 +40,10 @@ async def decode(comm):
 
 async def main():
     async with aiocomms.new_comm("c10d", name="tp") as comm:
+        if comm.rank < 2:
+            tokens = await comm.open_stream(1 - comm.rank, name="tokens")
+            for token in range(5 * comm.rank):
+                await tokens.send(torch.tensor([token]))
         await asyncio.create_task(decode(comm), name="request 17")
 
 asyncio.run(main())
@@ -75,7 +79,7 @@ def waiting(top: Top) -> TopFrame:
         for group in frame.groups:
             ages = [sight.statistics.oldest or 0.0 for sight in group.ranks.values()]
             if group.comm == "tp" and len(ages) == RANKS and min(ages) > 4:
-                return TopFrame([group], [], frame.rates)
+                return frame._replace(groups=[group], notes=[])
 
 
 def top_svg(frame: TopFrame, picture: Path) -> None:
@@ -97,7 +101,7 @@ def trace_png(ranks: list[subprocess.Popen[bytes]], folder: Path, picture: Path)
         time.sleep(0.1)
     main(["trace", str(records), "--output", str(trace)])
     with perfetto.viewer(trace, 1100, 680) as viewer:
-        [[row]] = viewer.query("select id from slice where name glob 'recv*'", id=0)
+        [[row]] = viewer.query("select id from slice where name glob 'recv(src=1, tag=7)*'", id=0)
         viewer.page.evaluate("row => app.trace.selection.selectSqlEvent('slice', row)", row)
         viewer.page.get_by_text("serve.py:").first.scroll_into_view_if_needed()  # the last of its arguments
         viewer.page.wait_for_timeout(1000)  # until all is drawn
