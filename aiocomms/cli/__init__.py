@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
-    what = "show only operations, lanes and streams of such a name: 'forth*'"
+    what = "show only operations, lanes, streams, windows and plans of such a name: 'forth*'"
     parser.add_argument("--name", default="*", metavar="GLOB", help=what)
 
 

@@ -166,7 +166,7 @@ def judged(ranks: Ranks) -> Iterator[str]:
                     waiting_lines.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
     for lane in sorted({lane for lane, _ in numbered}):
         first = numbered[min(key for key in numbered if key[0] == lane)]  # the later collectives wait for this one
-        yield f"{f'{first.name} in lane {lane}' if lane else first.name}: {judge(first, briefs)}"
+        yield f"{msgspec.structs.replace(first, args={})}: {judge(first, briefs)}"
         behind = [rank for rank, brief in briefs.items() if instead_of(first, brief)]
         for rank, brief in briefs.items():
             if instead_of(first, brief) is None:

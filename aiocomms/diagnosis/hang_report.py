@@ -72,6 +72,10 @@ def doing(brief: Brief) -> str:
     return f"{before} and is in {', '.join(map(str, brief.pending))}{more}"
 
 
+def numbered(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _ranks(ranks: list[int], one: str, several: str) -> str:
-    many = len(ranks) > 1
-    return f"rank{'s' * many} {', '.join(map(str, ranks))} {several if many else one}"
+    return f"{numbered(ranks)} {several if len(ranks) > 1 else one}"

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import msgspec
@@ -48,6 +48,8 @@ LONGEST = 300
 UNMATCHED = "nothing matched"
 """The error's words for a receive that was withdrawn when its deadline passed."""
 
+PLAN_LANE = "aiocomms.serving plan"
+"""The beginning of the key of the lane of a service's plan; its number follows."""
 _CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
 """The names of messages that the program has not called, by channel; others are not among a communicator's ops."""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
@@ -85,8 +87,8 @@ class Item(msgspec.Struct, omit_defaults=True):
     lane: str = ""
     """The key of its lane, in words; empty: of none."""
     of: str = ""
-    """The stream or service that has called it, or the window that it is on. A window's only if it did not end within
-    the call."""
+    """The stream, service or plan that it is a step of, or the window that it is on. A window's only if it did not end
+    within the call."""
     idle: bool = False
     """True if it stands ready for what may come, and no task waits for that."""
 
@@ -160,6 +162,14 @@ class Snapshot(msgspec.Struct):
         """All ops, in the order of the calls."""
         finished = (_finished(row, self.streams) for row in self.finished)
         return sorted((*finished, *self.pending), key=lambda item: item.seq)
+
+
+class PlanUnderWay(Protocol):
+    """A plan of a service, as reports see it."""
+
+    @property
+    def called(self) -> float:
+        """The time when it was called on rank 0, or has arrived on another one."""
 
 
 class Look(NamedTuple):
@@ -237,6 +247,8 @@ class Recorder:
         self.windows: WeakSet[WindowInfo] = WeakSet()
         """The windows that were opened and that somebody still has."""
         self.window_numbers: Iterator[int] = count(1)
+        self.plans: Mapping[int, PlanUnderWay] = {}
+        """The plans of the service, if there is one, that this rank has not ended."""
         _learn(Op)
 
     @property
@@ -384,7 +396,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None, streams: di
     lane = work.lane if isinstance(work, LaneWork) else ""
     return Item(
         op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane,
-        of=of or window_of(op) or _of(op.name, args, streams), idle=flying.idle,
+        of=of or window_of(op) or _plan_of(lane) or _of(op.name, args, streams), idle=flying.idle,
     )  # fmt: skip
 
 
@@ -416,6 +428,12 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _plan_of(lane: str) -> str:
+    """Return the plan that a lane is of, ``plan 3``; empty: of none."""
+    number = lane.removeprefix(f"{PLAN_LANE} ")
+    return f"plan {number}" if number != lane and number.isdecimal() else ""
+
+
 def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
     """Return the stream that a message is of, in words; empty: of none."""
     channel = args.get("channel", USER)
@@ -432,5 +450,5 @@ def _finished(row: tuple[Any, ...], streams: dict[Key, str]) -> Item:
     size, of = args.pop("bytes", None), args.pop("of", "")
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    text, of = str(error or "")[:LONGEST], of or _of(cls.name, args, streams)
+    text, of = str(error or "")[:LONGEST], of or _plan_of(lane) or _of(cls.name, args, streams)
     return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane, of=of)

@@ -86,6 +86,9 @@ class Statistics(msgspec.Struct, frozen=True):
     """The streams that are open at this end."""
     standing: int = 0
     """Receives of this library's that stand ready for what may come, such as those of an idle stream."""
+    plans: Mapping[int, float] = {}
+    """The plans of its service that this rank has not ended, by their numbers, and for how many seconds it has had
+    them; on rank 0 those that any rank has not ended."""
     windows: Sequence[WindowStatistics] = ()
     """The windows that are open, in the order of their names."""
 
@@ -118,6 +121,7 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
         shared_memory=_shared_memory(core.transports),
         streams=core.recorder.streams.statistics(),
         standing=len(flying) - len(busy),
+        plans={number: now - plan.called for number, plan in copied(core.recorder.plans.items())},
         windows=_windows(core.recorder.windows),
     )
 

@@ -22,7 +22,7 @@ import anyio
 
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
-from aiocomms.diagnosis.recorder import called
+from aiocomms.diagnosis.recorder import PLAN_LANE, called
 from aiocomms.errors import (
     ArgumentTypeError,
     CommAbortedError,
@@ -69,7 +69,7 @@ class Plan:
         self.number, self._comm, self._core, self._watch = number, comm, comm._core, watch
         self._carrier: Carrier = carrier or {}
         self.called = self.posted = clock.now()  # When it was called or has arrived here; when it was given out.
-        self._lane = None if in_order else comm.lane(f"{SERVICE_LANE} plan {number}")
+        self._lane = None if in_order else comm.lane(f"{PLAN_LANE} {number}")
         self._scope = anyio.CancelScope()
         self._begun: int | None = None  # The number of ops that had been called outside of lanes.
         self._in_step = True
@@ -191,6 +191,7 @@ class Worker(Handle):
             failure: CommError | None = None
             comm = self._comm = self._current.current
             self._expected = Expected(comm._core.in_flight, "the service")
+            comm._core.recorder.plans = self._plans
             if comm.rank == 0 and not self._drives:  # The ranks that have recovered keep their roles.
                 why = "nobody drives: the driver is lost, and a process that works has become rank 0"
                 comm._core.lose(DriverLostError(why, peer=0))

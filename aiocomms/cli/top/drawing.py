@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 
 from rich.console import Console, RenderableType
@@ -22,7 +22,7 @@ _OLD = 1.0, 10.0
 """Seconds from which an op that is pending is shown as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _SHOWN = 16
-"""Pending ops, and streams, that are shown of a rank."""
+"""Pending ops, and streams, that are shown of a rank; plans, of a communicator."""
 _OF_STREAMS = (
     "rank", "stream", "to rank", "sent", "received", "queued", "bytes", "blocked in send", "in receive"
 )  # fmt: skip
@@ -55,7 +55,7 @@ def drawn(frame: TopFrame) -> RenderableType:
     """Return a frame for a console of rich."""
     parts: list[RenderableType] = []
     for group in frame.groups:
-        parts += [_title(group), _table(group, frame), *_streams(group, frame)]
+        parts += [_title(group), _table(group, frame), *_plans(group), *_streams(group, frame)]
         parts += [*(_line(line) for line in group.waits()), Text()]
     return Stack(*parts, *(Text(note, style="yellow") for note in frame.notes))
 
@@ -70,22 +70,41 @@ def _line(text: str) -> Text:
     return Text(f"  {text}", style="bold red" if "circle" in text or text.startswith("lost") else "yellow")
 
 
-def _table(group: TopGroup, frame: TopFrame) -> Table:
+def _empty(headings: Iterable[str], words: Sequence[str]) -> Table:
+    """Return a table without rows.
+
+    :param words: the columns of words, whose lines may be folded.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in _HEADINGS:
-        words = heading in ("operation", "task", "awaited at")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for heading in headings:
+        left = heading in words
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    return table
+
+
+def _table(group: TopGroup, frame: TopFrame) -> Table:
+    table = _empty(_HEADINGS, ("operation", "task", "awaited at"))
     for _, sight in sorted(group.ranks.items()):
         for row in _rows(sight, frame.rates.get(place_of(sight))):
             table.add_row(*row)
     return table
 
 
+def _plans(group: TopGroup) -> Iterator[Table]:
+    """Yield the table of a service's plans, if any are under way: since when, and where each rank is that has it."""
+    table = _empty(("plan", "age", "where it is"), ("where it is",))
+    plans = list(group.plans())
+    for number, age, where in plans[:_SHOWN]:
+        table.add_row(str(number), f"{age:.1f} s", where)
+    if len(plans) > _SHOWN:
+        table.add_row("", "", f"and {len(plans) - _SHOWN} more")
+    if table.rows:
+        yield table
+
+
 def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
     """Yield the table of the streams, if there are any: what they hold, and the shares of time blocked in them."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in _OF_STREAMS:
-        table.add_column(heading, justify="left" if heading == "stream" else "right", no_wrap=True)
+    table = _empty(_OF_STREAMS, ("stream",))
     for rank, sight in sorted(group.ranks.items()):
         streams = sight.statistics.streams
         for each in streams[:_SHOWN]:

@@ -19,9 +19,9 @@ import msgspec
 from aiocomms.cli.trace import TraceRecord, judged
 from aiocomms.core.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.dumps import LARGEST
-from aiocomms.diagnosis.hang_report import NO_ANSWER
+from aiocomms.diagnosis.hang_report import NO_ANSWER, numbered
 from aiocomms.diagnosis.live import PATIENCE, TOLD, Sight, listeners
-from aiocomms.diagnosis.recorder import FORMAT, LONGEST, bare
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, SHOWN, Item, bare
 from aiocomms.diagnosis.stream_counts import StreamStatistics
 from aiocomms.lowlevel.gate import same_user
 
@@ -43,6 +43,17 @@ class TopGroup(NamedTuple):
     comm: str
     size: int
     ranks: dict[int, Sight]
+
+    def plans(self) -> Iterator[tuple[int, float, str]]:
+        """Yield its service's plans: the number, the seconds since the call, and where each rank is that has it."""
+        held = {number for sight in self.ranks.values() for number in sight.statistics.plans}
+        for number in sorted(held):
+            ages, places = list[float](), dict[str, list[int]]()
+            for rank, sight in sorted(self.ranks.items()):
+                if number in sight.statistics.plans:
+                    ages.append(sight.statistics.plans[number])
+                    places.setdefault(_place_in(number, sight.pending), []).append(rank)
+            yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
         """Return which ranks wait for which, in words, and those that cannot be seen from here."""
@@ -73,7 +84,7 @@ class Top:
     def __init__(self, pid: int | None, name: str = "*") -> None:
         """Look at one process, or at all of this user's.
 
-        :param name: a pattern of the shell's for the names of operations, lanes and streams.
+        :param name: a pattern of the shell's for the names of operations, lanes, streams, windows and plans.
         :raises ValueError: it is not this user's, or there is none, or it has no communicator.
         """
         self._pid, self._name = pid, name
@@ -107,7 +118,8 @@ class Top:
 
     def _filtered(self, sight: Sight) -> Sight:
         streams = [each for each in sight.statistics.streams if any(fnmatchcase(n, self._name) for n in _names(each))]
-        sight.statistics = msgspec.structs.replace(sight.statistics, streams=streams)
+        plans = {n: age for n, age in sight.statistics.plans.items() if _matches_plan(n, self._name)}
+        sight.statistics = msgspec.structs.replace(sight.statistics, streams=streams, plans=plans)
         sight.pending = [item for item in sight.pending if item.matches(self._name)]
         return sight
 
@@ -227,6 +239,16 @@ def _names(stream: StreamStatistics) -> tuple[str, str]:
 def place_of(sight: Sight) -> RankPlace:
     """Return whose it is."""
     return RankPlace(sight.header.pid, sight.header.comm, sight.meeting, sight.header.rank)
+
+
+def _matches_plan(number: int, glob: str) -> bool:
+    return any(fnmatchcase(name, glob) for name in (f"plan {number}", str(number)))
+
+
+def _place_in(plan: int, pending: Sequence[Item]) -> str:
+    """Return what a rank does of a plan, in words."""
+    ops = [msgspec.structs.replace(item, of="", lane="") for item in pending if item.of == f"plan {plan}"]
+    return ", ".join(map(str, ops[:SHOWN])) or "no operation of its lane"
 
 
 def _shares(now: StreamStatistics, before: StreamStatistics | None) -> tuple[float, float]:
