@@ -431,7 +431,11 @@ def test_rank_0_that_does_not_answer_is_named_some_seconds_after_the_deadline(st
     async def trainer(comm: Communicator, source: Source, row: Tensor) -> None:
         if here().rank == 3:
             here().world.pause(stuck, 15.0)
-        who = "target rank 0: aborted by this endpoint: it has not answered for 5 s" if stuck == 0 else "source rank 0 has not answered for 6 s"
+        who = (
+            "target rank 0: aborted by this endpoint: it has not answered for 5 s"
+            if stuck == 0
+            else "source rank 0 has not answered for 6 s"
+        )
         if here().rank != stuck:
             with pytest.raises(MoveTimeoutError, match=f"{who}.*; it may have become current before that"):
                 await source.move(1, timeout=1)
