@@ -458,7 +458,7 @@ async def lie(word: str) -> Any:
             "what nobody wants": RegionOpening(1, region._number, 7),
         }
         what = said[word]
-        say: Callable[[Any], Any] = peer._attachments._say
+        say: Callable[[Any], Any] = peer._attachments.say
         if isinstance(what, bytes):
             peer._comm._core.notes.say(1, Passed(what))
         else:
