@@ -16,9 +16,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from aiocomms.blocking.peer import BlockingPeer
 from aiocomms.diagnosis.durations import BOUNDS
 from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.diagnosis.stream_counts import StreamStatistics
+from aiocomms.endpoints.peer import Peer
 from aiocomms.integrations.metrics import Instrumentable, Measured, MeasuredService, Shown, Totals, instrumentable
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving import Service, ServiceStatistics
@@ -208,21 +210,26 @@ _registering = threading.Lock()
 @overload
 def instrument(comm: Service, registry: CollectorRegistry = REGISTRY) -> MeasuredService: ...
 @overload
-def instrument(comm: Instrumentable, registry: CollectorRegistry = REGISTRY) -> Measured: ...
-def instrument(comm: Instrumentable | Service, registry: CollectorRegistry = REGISTRY) -> Measured | MeasuredService:
+def instrument(comm: Instrumentable | Peer | BlockingPeer, registry: CollectorRegistry = REGISTRY) -> Measured: ...
+def instrument(
+    comm: Instrumentable | Peer | BlockingPeer | Service, registry: CollectorRegistry = REGISTRY
+) -> Measured | MeasuredService:
     """Measure a communicator from now on, until it is closed; call it on the thread of its event loop.
 
     Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop. Of a
     service it shows the plans, from the first one on, and each of its communicators in turn, until the service ends.
+    A connection of endpoints is shown as a communicator of two, whose name has those of both endpoints.
 
-    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator or
-        :class:`~aiocomms.serving.Service`.
+    :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator,
+        :class:`~aiocomms.Peer`, blocking peer or :class:`~aiocomms.serving.Service`.
     :param registry: where to show it; any number of communicators may share one.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: it is none of these.
     """
+    if isinstance(comm, (Peer, BlockingPeer)):
+        comm = comm._comm
     if not isinstance(comm, Service):
-        instrumentable(comm, ", or a Service")
+        instrumentable(comm, ", or a Peer or Service")
     with _registering:
         exporter = _exporters.get(registry)
         if exporter is None:

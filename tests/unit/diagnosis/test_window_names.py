@@ -133,7 +133,10 @@ def test_regions_and_endpoints_are_called_by_their_names(tmp_path):
                 assert recorded(back._comm, "wait_signal") == [(f"wait_signal(src={peer._comm.rank})", "pending")]
                 await peer.signal()
                 await work
-            await turns()
+            registry = prometheus_client.CollectorRegistry()
+            prometheus.instrument(peer, registry)
+            shown = f'aiocomms_pending{{comm="endpoints {back.name}-{peer.name}",rank="{peer._comm.rank}"}} 0.0'
+            assert shown in prometheus_client.generate_latest(registry).decode()
             path = peer._comm.dump(tmp_path)
             items = [json.loads(line) for line in path.read_text().splitlines()[1:]]
             assert {item["of"] for item in items if item["name"] == "close_window"} == {"region 2"}
