@@ -1,9 +1,9 @@
 // Words of shared memory that processes change by compare-and-swap: the module aiocomms_words.
 //
 // All operations are sequentially consistent, and keep what a process writes to the rest of the memory behind or before
-// them: whoever sees a word that was swapped sees what was written before, and nothing that is written afterwards is seen
-// earlier (as a seqlock needs it). Nothing here waits for longer than it is told to spin, so the interpreter's lock is
-// kept.
+// them: whoever sees a word that was swapped sees what was written before, and nothing that is written afterwards is
+// seen earlier (as a seqlock needs it). Nothing here waits for longer than it is told to spin, so the interpreter's
+// lock is kept.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -59,9 +59,9 @@ class Words {
     return expected;
   }
 
-  // Takes part in a round of a live group as aiocomms/live/rounds.py does, where all is as it nearly always is: this rank
-  // was in the round before, which is decided, and comes early enough. Returns the word of the round: decided, perhaps
-  // after some spinning, or not yet; 0: this rank has not arrived, and Python does all.
+  // Takes part in a round of a live group as aiocomms/live/rounds.py does, where all is as it nearly always is: this
+  // rank was in the round before, which is decided, and comes early enough. Returns the word of the round: decided,
+  // perhaps after some spinning, or not yet; 0: this rank has not arrived, and Python does all.
   std::uint64_t take_part(const Round& it, std::uintptr_t area, const nb::bytes& header, const nb::list& parts) {
     const std::uint64_t before = load(it.other());
     if (load(it.place()) != it.holder || !it.is(before, it.number - 1) || !(before & it.decided()) ||
@@ -138,11 +138,9 @@ NB_MODULE(aiocomms_words, module) {
       .def(nb::init<int, std::size_t>(), nb::arg("fd"), nb::arg("count"))
       .def("load", &Words::load, nb::arg("at"))
       .def("swap", &Words::swap, nb::arg("at"), nb::arg("expected"), nb::arg("desired"))
-      .def(
-          "take_part",
-          [](Words& words, std::size_t lane, std::size_t places, std::uint64_t number, std::size_t rank, std::size_t size,
-             std::size_t most_ranks, std::uint64_t holder, std::uint64_t spin_ns, std::uintptr_t area,
-             const nb::bytes& header, const nb::list& parts) {
-            return words.take_part({lane, places, number, rank, size, most_ranks, holder, spin_ns}, area, header, parts);
-          });
+      .def("take_part", [](Words& words, std::size_t lane, std::size_t places, std::uint64_t number, std::size_t rank,
+                           std::size_t size, std::size_t most_ranks, std::uint64_t holder, std::uint64_t spin_ns,
+                           std::uintptr_t area, const nb::bytes& header, const nb::list& parts) {
+        return words.take_part({lane, places, number, rank, size, most_ranks, holder, spin_ns}, area, header, parts);
+      });
 }
