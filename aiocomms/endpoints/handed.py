@@ -243,7 +243,7 @@ def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tu
 @unaffected
 def _rows(number: int, count: int) -> Tensor:
     """Return where the rows of a tensor begin that have ``count`` elements each."""
-    return torch.arange(number, dtype=torch.int64, device="cpu") * count
+    return buffers.arange(number, device="cpu") * count
 
 
 class HandedLeases(Handle):

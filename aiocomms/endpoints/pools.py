@@ -29,7 +29,7 @@ SLOTS: Final = 1024
 """Hand-overs of an endpoint that are under way at once; others wait for their turn."""
 
 
-class Settled(Protocol):
+class LentBlocks(Protocol):
     """A hand-over of a lease, as the lease sees it."""
 
     @property
@@ -313,7 +313,7 @@ class Lease(LeasedBlocks):
     def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
         super().__init__(pool, blocks)
         self._ending = self._ended = False
-        self._out: dict[Settled, None] = {}
+        self._out: dict[LentBlocks, None] = {}
         """The hand-overs by which others may use the blocks: under way, or held."""
 
     def __repr__(self) -> str:
@@ -324,7 +324,7 @@ class Lease(LeasedBlocks):
         """True once the blocks may be another lease's."""
         return self._ended
 
-    def _lend(self, out: Settled) -> None:
+    def _lend(self, out: LentBlocks) -> None:
         """Note a hand-over, until :meth:`_settled`.
 
         :raises LeaseError: the lease has ended.
@@ -333,7 +333,7 @@ class Lease(LeasedBlocks):
             raise LeaseError("the lease has ended: its blocks may be another one's")
         self._out[out] = None
 
-    def _settled(self, out: Settled) -> None:
+    def _settled(self, out: LentBlocks) -> None:
         """Note that nobody uses the blocks any more by way of a hand-over."""
         del self._out[out]
         if self._ended and not self._out:

@@ -46,7 +46,7 @@ _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _SPIN: Final = 20_000
 """Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken."""
 _UNWATCHED: Final = -1
-"""In place of the descriptor of a process that the kernel does not watch: it may live, until a deadline passes."""
+"""The mark of a process that the kernel does not watch: it may live, until a deadline passes."""
 _PID_BITS: Final = 22
 _START_BITS: Final = 24
 

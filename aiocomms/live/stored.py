@@ -14,6 +14,7 @@ from aiocomms.errors import CommClosedError
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.ops import buffers
 
 _PAUSE: Final = 0.005
 """Seconds between two looks at a register. A store tells nobody that something has changed."""
@@ -56,7 +57,9 @@ class StoreRegisters:
         value = await self._ask(lambda store: store.get(f"a{area}"))
         end = _LENGTH + int.from_bytes(value[:_LENGTH], "little")
         data = bytearray(value[end:])
-        return value[_LENGTH:end], torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+        if not data:
+            return value[_LENGTH:end], buffers.empty(0, dtype=torch.uint8, device="cpu")
+        return value[_LENGTH:end], torch.frombuffer(data, dtype=torch.uint8)
 
     def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
         """Return 0: a store does nothing in one step."""

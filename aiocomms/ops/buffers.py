@@ -42,3 +42,9 @@ def full(shape: Sequence[int], value: float, *, dtype: torch.dtype, device: Devi
 def int64(values: Sequence[int], device: Device) -> Tensor:
     """Return a one-dimensional int64 tensor of these values."""
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@unaffected
+def arange(count: int, device: Device) -> Tensor:
+    """Return a one-dimensional int64 tensor of the numbers below ``count``."""
+    return torch.arange(count, dtype=torch.int64, device=device)

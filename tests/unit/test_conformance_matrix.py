@@ -106,7 +106,7 @@ def test_number_of_checks_marked_loops_or_memory_is_bounded():
     texts = [path.read_text() for path in Path(data.__file__).parent.glob("test_*.py")]
     counts = {mark: sum(text.count(f"@pytest.mark.{mark}\n") for text in texts) for mark in ("loops", "memory")}
     assert counts["loops"] <= 60
-    assert counts["memory"] <= 70
+    assert counts["memory"] <= 71
 
 
 # ------------------------------------------------------------------------------------------------------------ data

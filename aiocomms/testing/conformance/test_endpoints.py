@@ -181,8 +181,6 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
             await comm.send_object("tried", 1)
 
 
-@pytest.mark.loops
-@pytest.mark.memory
 @ranks(2)
 async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
     """Blocks are read, and filled, whole and by part; one hand-over is cancelled, and one is dropped."""

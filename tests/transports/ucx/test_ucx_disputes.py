@@ -91,7 +91,7 @@ def test_rank_whose_collective_has_ended_reports_nothing() -> None:
 
 
 def test_ranks_hear_of_an_abort_behind_its_writes() -> None:
-    """They may use their memory again as soon as they hear of it."""
+    """A rank may use its memory again as soon as it hears of the end."""
     order: list[str] = []
     transport: Any = SimpleNamespace(
         _ending=nullcontext(), _aborted=False, _closed=False, _disputed=None, rank=0, group=1, peers=[],
