@@ -145,9 +145,7 @@ def test_wait_signal_past_its_deadline_fails_alone(run):
     async def main():
         async with local_world(2) as world:
             windows = await ranks(world, lambda comm: comm.new_window(torch.zeros(1)))
-            with pytest.raises(
-                CommTimeoutError, match=r"nothing matched wait_signal\(src=1\) of window 1 before"
-            ):
+            with pytest.raises(CommTimeoutError, match=r"nothing matched wait_signal\(src=1\) of window 1 before"):
                 await windows[0].wait_signal(1, timeout=SHORT)
             await windows[1].signal(0)
             await windows[0].wait_signal(1)
