@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "collectives/shared_memory.hpp"
+#include "net/fence.hpp"
 #include "net/relax.hpp"
 
 namespace nb = nanobind;
@@ -49,13 +50,13 @@ class Words {
   Words& operator=(const Words&) = delete;
 
   std::uint64_t load(std::size_t at) const {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    fence(std::memory_order_seq_cst);
     return line(at).load(std::memory_order_seq_cst);
   }
   // What it held.
   std::uint64_t swap(std::size_t at, std::uint64_t expected, std::uint64_t desired) {
     line(at).compare_exchange_strong(expected, desired, std::memory_order_seq_cst);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    fence(std::memory_order_seq_cst);
     return expected;
   }
 
