@@ -42,7 +42,7 @@ _HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "pool
 _ENGINE = sorted(
     f"src/{source.parent.name}/{source.stem}"
     for source in UCX.glob("src/*/*.cpp")
-    if source.parent.name not in ("bindings", "launcher")
+    if source.parent.name not in ("bindings", "launcher", "words")
 )
 
 PROGRAMS = {

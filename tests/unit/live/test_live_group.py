@@ -98,6 +98,7 @@ async def test_each_collective_gives_what_it_says(store):
 
 
 @pytest.mark.real
+@pytest.mark.search
 @pytest.mark.asyncio
 async def test_call_ends_by_its_deadline_with_those_that_have_come(memory):
     async with lanes(memory, 3) as three:
@@ -111,6 +112,7 @@ async def test_call_ends_by_its_deadline_with_those_that_have_come(memory):
 
 
 @pytest.mark.real
+@pytest.mark.search
 @pytest.mark.asyncio
 async def test_rank_that_was_late_is_not_waited_for(memory):
     async with lanes(memory, 2) as (first, last):
