@@ -61,6 +61,11 @@ async def form(
             return LiveGroup(place, registers, holder, kept.pop_all())
     except CommError as error:
         raise error.about(comm=name, op="live_group", rank=rank) from error.__cause__
+    except OSError as error:
+        why = (
+            f"capacity is {capacity}, and the memory for {size} such contributions in each lane cannot be had: {error}"
+        )
+        raise ArgumentError(why, comm=name, op="live_group", rank=rank) from error
 
 
 def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:

@@ -252,6 +252,12 @@ async def test_too_many_ranks_are_refused(store):
 
 
 @pytest.mark.asyncio
+async def test_memory_that_cannot_be_had_is_a_wrong_capacity(memory):
+    with pytest.raises(ArgumentError, match="capacity is 1099511627776, and the memory for 1 such"):
+        await aiocomms.live_group(store=memory, rank=0, size=1, capacity=2**40)
+
+
+@pytest.mark.asyncio
 async def test_other_capacities_and_absent_ranks_are_named(store):
     with pytest.raises(CommTimeoutError, match=r"ranks \[1\] have not come"):
         await aiocomms.live_group(store=store, rank=0, size=2, timeout=SHORT)
