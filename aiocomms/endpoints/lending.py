@@ -9,8 +9,8 @@
                 +--cut-------------+--> cut --quiet--> over, or held --freed--> over
 
 A transition is a pure function from a state and an event to the next state and the actions that it asks for;
-:mod:`aiocomms.endpoints.handovers` runs these. ``tests/unit/test_lending_model.py`` visits every state that the two reach
-together, whatever is cancelled, late, lost or dead.
+:mod:`aiocomms.endpoints.handovers` runs these. ``tests/unit/test_lending_model.py`` visits every state that the two
+reach together, whatever is cancelled, late, lost or dead.
 
 An owner never waits for a borrower without an end. A borrower that may still write into its blocks, because its process
 maps them and has not said that it let go, keeps them out of circulation. A read is of no harm to the owner; the reader

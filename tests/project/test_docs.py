@@ -43,7 +43,7 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 # Pages whose code waits for no clock, and starts no process.
 BY_THEMSELVES = {"arrays.md", "cancellation.md", "index.md", "metrics.md", "recovery.md", "reference.md", "serving.md"}
 FOR_HOSTS = ["ray.md", "running.md"]  # tests/hosts and tests/launchers run their code
-SEARCHED = {"live.md", "resharding.md"}  # The search runs these pages: the real tests of the gate are as many as it may have.
+SEARCHED = {"live.md", "resharding.md"}  # The search runs these: the gate has as many real tests as it may have.
 BOUND = 240.0  # seconds after which a command hangs
 
 FENCE = re.compile(r"(?:^<!-- (run|file: (\S+)) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
