@@ -14,7 +14,6 @@ import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ import torch.distributed as dist
 import aiocomms
 from aiocomms.cli.bench.machine import bind
 from aiocomms.errors import CommClosedError
-from benchmarks.processes import in_two_processes
+from benchmarks.processes import Call, in_two_processes, timed
 
 SIZES = (4 * 2**10, 2**20)
 COUNTS = {SIZES[0]: 500, SIZES[1]: 100}
 CONNECTIONS = 20
-
-Call = Callable[[], Awaitable[object]]
 
 
 class Nixl:
@@ -97,17 +94,6 @@ async def measure(rank: int, folder: str, rounds: int) -> dict[str, Any]:
         await peer.signal()
         found["connections"] = await connections(address)
         return found
-
-
-async def timed(call: Call, count: int) -> list[float]:
-    """Seconds of each."""
-    await call()
-    each = []
-    for _ in range(count):
-        began = time.perf_counter()
-        await call()
-        each.append(time.perf_counter() - began)
-    return each
 
 
 def held() -> tuple[int, int, int]:

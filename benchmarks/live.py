@@ -14,7 +14,6 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,10 @@ import aiocomms
 from aiocomms.cli.bench.machine import bind
 from aiocomms.errors import CommError
 from aiocomms.live import shared
-from benchmarks.processes import in_processes, in_two_processes
+from benchmarks.processes import Call, in_processes, in_two_processes, timed
 
 SIZES = {8: 2000, 2**20: 200}
 """The number of calls of each in a round, by its bytes."""
-
-Call = Callable[[], Awaitable[object]]
 
 
 async def grouped(store: dist.Store, rank: int, size: int, native: bool = True) -> aiocomms.LiveGroup:
@@ -64,17 +61,6 @@ async def whole(rank: int, folder: str, rounds: int) -> dict[tuple[int, str], li
                     found.setdefault((nbytes, way), []).extend(await timed(call, times))
         await comm.barrier()
     return found
-
-
-async def timed(call: Call, count: int) -> list[float]:
-    """Seconds of each."""
-    await call()
-    each = []
-    for _ in range(count):
-        began = time.perf_counter()
-        await call()
-        each.append(time.perf_counter() - began)
-    return each
 
 
 async def without(rank: int, folder: str, way: str) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import torch
@@ -13,7 +14,19 @@ import torch
 PATIENCE = 600
 """Seconds that a benchmark may take."""
 
+Call = Callable[[], Awaitable[object]]
 Measure = Callable[..., Coroutine[Any, Any, Any]]
+
+
+async def timed(call: Call, count: int) -> list[float]:
+    """Return the seconds of each of some calls, after one that is not counted."""
+    await call()
+    each = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await call()
+        each.append(time.perf_counter() - began)
+    return each
 
 
 def in_two_processes(measure: Measure, *args: Any) -> list[Any]:

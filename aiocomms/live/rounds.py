@@ -22,7 +22,7 @@ from aiocomms.errors import CommClosedError, LeftBehindError
 from aiocomms.live.registers import COMING, FIRST, LEFT, Registers, area_of, place_of, register_of, set_bit
 
 MOST_RANKS: Final = 20
-"""The bits of a register that ranks have. The rest count more rounds than a century has."""
+"""The bits of a register that ranks have. Of its 63 bits one more says "decided", and 42 count rounds."""
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
 """Bytes before each header: who has written it."""
