@@ -176,7 +176,7 @@ def _introduce(
     """Let an engine know those of the other ranks."""
     mine, hosts = hellos[rank], [hello.host for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
-    crowded = len(here) > len({core for hello in here for core in hello.cores})
+    cores = len({core for hello in here for core in hello.cores})
     other = places[rank].other
     peers = [peer if other < 0 else shared.number if peer == rank else other for peer in range(len(hellos))]
     for peer, (hello, place) in enumerate(zip(hellos, places, strict=True)):
@@ -187,10 +187,10 @@ def _introduce(
         pid = hello.pid if hello in here else 0
         name = rank if other < 0 else place.other
         try:
-            shared.introduce(peers[peer], addresses, place.address, fd, pid, cookies[peer], name, crowded)
+            shared.introduce(peers[peer], addresses, place.address, fd, pid, cookies[peer], name, cores)
         except RuntimeError as error:
             raise CommError(f"rank {peer} cannot be introduced to the engine: {error}{circumstances()}") from error
-    in_place = crowded or places[hosts.index(mine.host)].in_place
+    in_place = len(here) > cores or places[hosts.index(mine.host)].in_place
     return Ranks(peers, hosts, [hello.pid for hello in hellos], in_place)
 
 

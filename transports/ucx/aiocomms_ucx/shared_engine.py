@@ -134,7 +134,7 @@ class SharedEngine:
         self._parted = 0
         """The number of engines from which this one has parted."""
         cookie = secrets.randbits(64)
-        engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, False)
+        engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, 0)
         register(self)
         try:
             self._listener = Listener(engine.notes_fileno(), self.hear_notes)
@@ -152,17 +152,18 @@ class SharedEngine:
 
     def introduce(
         self, peer: int, addresses: Iterable[Any], address: bytes, socket: int, pid: int,
-        cookies: tuple[int, int], name: int, crowded: bool,
+        cookies: tuple[int, int], name: int, cores: int,
     ) -> None:  # fmt: skip
         """Let the engine know another one.
 
         :param addresses: the addresses of the connections with that engine.
+        :param cores: the number of cores that the ranks of this host may use.
         """
         self._known[peer] = list(addresses)
         for each in self._known[peer]:
             self._unshared.add(each)
         try:
-            self.engine.introduce(peer, address, socket, pid, cookies, name, crowded)
+            self.engine.introduce(peer, address, socket, pid, cookies, name, cores)
         except RuntimeError:
             self._retired = True
             raise

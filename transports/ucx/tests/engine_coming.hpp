@@ -20,9 +20,9 @@ class Visit {
   Visit(Engine& hub, Engine& guest, int number, std::uint64_t seed) {
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
-    hub.introduce(number, {guest.address(), Socket(pair[0]), getpid(), {seed, ~seed}, kHub}, false);
+    hub.introduce(number, {guest.address(), Socket(pair[0]), getpid(), {seed, ~seed}, kHub}, 1024);
     guest.introduce(kHub, {hub.address(), Socket(pair[1]), getpid(), {~seed, seed}, static_cast<std::uint32_t>(number)},
-                    false);
+                    1024);
     const int segment = Segment::create(2, false);
     at_hub = hub.add_group(0, {0, number});
     at_guest = guest.add_group(1, {static_cast<int>(kHub), 0});

@@ -283,7 +283,7 @@ class World {
                                   pid,
                                   {cookie(rank, peer), cookie(peer, rank)},
                                   static_cast<std::uint32_t>(rank)};
-        engine.introduce(peer, std::move(introduction), crowded);
+        engine.introduce(peer, std::move(introduction), crowded ? 1 : 1024);
       }
     }
   }

@@ -19,8 +19,8 @@ constexpr auto kFree = [] { return false; };
 constexpr auto kWanted = [] { return true; };
 
 // A post that spins in vain from `began` on; returns for how long.
-std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began) {
-  Pacer::Spin spin = pacer.begin_post(began);
+std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began, bool crowded = false) {
+  Pacer::Spin spin = pacer.begin_post(began, crowded);
   std::uint64_t now = began;
   while (pacer.after_look(spin, false, now, kFree) != Next::kStop) now += 100;
   pacer.end_post(spin, false);
@@ -38,10 +38,10 @@ std::uint64_t polls_for(Pacer& pacer, bool pending) {
 }
 
 // Posts that come one upon the other spin ever less, down to `least`.
-void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least) {
+void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least, bool crowded = false) {
   std::uint64_t now = kStart;
   for (std::uint64_t budget = most; budget > least; budget /= 2) {
-    const std::uint64_t spun = spin_in_vain(pacer, now);
+    const std::uint64_t spun = spin_in_vain(pacer, now, crowded);
     CHECK(spun >= budget && spun < budget + 100);
     now += spun;
   }
@@ -50,9 +50,9 @@ void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least) {
 
 void pacer_spins() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   spins_ever_less(pacer, Pacer::kSpin, 0);
-  pacer.end_post(pacer.begin_post(kStart), true);  // an op that is done within its post
+  pacer.end_post(pacer.begin_post(kStart, false), true);  // an op that is done within its post
   CHECK(pacer.spin_budget() == Pacer::kSpin);
   CHECK(!pacer.bulk());
 }
@@ -60,7 +60,7 @@ void pacer_spins() {
 // One stall does not have every later op park.
 void pacer_spins_again() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   spins_ever_less(pacer, Pacer::kSpin, 0);
   pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin);  // its peer was long in coming
   CHECK(pacer.spin_budget() == 0);
@@ -77,8 +77,8 @@ void pacer_spins_again() {
 
 void pacer_gives_the_core_to_who_is_waited_for() {
   Pacer pacer;
-  pacer.configure(true, false);
-  Pacer::Spin spin = pacer.begin_post(kStart);
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart, kWanted) == Next::kLook);
   CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart, kWanted) == Next::kYield);
@@ -87,14 +87,14 @@ void pacer_gives_the_core_to_who_is_waited_for() {
 
 void pacer_waits_as_long_as_it_has_worked() {
   Pacer pacer;
-  pacer.configure(true, false);
-  Pacer::Spin spin = pacer.begin_post(kStart);
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart + 150'000, kFree) == Next::kLook);
   CHECK(pacer.after_look(spin, false, kStart + 160'000, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + 319'999, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + 320'000, kFree) == Next::kStop);
   // Never beyond the slice.
-  spin = pacer.begin_post(kStart);
+  spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice - 2, kFree) == Next::kLook);
   CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice - 1, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice, kFree) == Next::kStop);
@@ -104,10 +104,10 @@ void pacer_waits_as_long_as_it_has_worked() {
 void pacer_looks_on_beside_the_loop() {
   for (bool crowded : {false, true}) {
     Pacer pacer;
-    pacer.configure(true, crowded);
+    pacer.configure(true);
     const std::uint64_t slice = crowded ? Pacer::kCrowdedSlice : Pacer::kSlice;
-    pacer.begin_post(kStart - slice);
-    Pacer::Spin spin = pacer.begin_post_elsewhere(kStart);
+    pacer.begin_post(kStart - slice, crowded);
+    Pacer::Spin spin = pacer.begin_post_elsewhere(kStart, crowded);
     CHECK(pacer.slice_ends() == kStart);
     for (std::uint64_t now = kStart; now < kStart + slice; now += Pacer::kLookSlice) {
       pacer.begin_look_elsewhere(now);
@@ -120,28 +120,42 @@ void pacer_looks_on_beside_the_loop() {
 
 void pacer_in_a_crowd() {
   Pacer pacer;
-  pacer.configure(true, true);
-  Pacer::Spin spin = pacer.begin_post(kStart);
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, true);
   CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kYield);
   CHECK(pacer.may_block(spin, false) == Pacer::kSpin);
   CHECK(pacer.may_block(spin, true) == Pacer::kCrowdedSpin);
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
-  spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin);
+  spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin, true);
   CHECK(pacer.end_visit(false, false, true, kStart) == Pacer::Visit::kYields);
   CHECK(pacer.end_visit(false, true, true, kStart) == Pacer::Visit::kDone);
-  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once();
+  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once(true);
   CHECK(polls_for(pacer, true) == 0);  // others want the core
   Pacer shared;                        // with another rank in this process
-  shared.configure(false, false);
+  shared.configure(false);
   CHECK(spin_in_vain(shared, kStart) == 0);
-  for (int op = 0; op < 10'000; ++op) shared.note_done_at_once();
+  for (int op = 0; op < 10'000; ++op) shared.note_done_at_once(false);
   CHECK(polls_for(shared, true) == 0);
+}
+
+// A communicator of few of a host's ranks spins as if there were no others, and learns for itself.
+void pacer_of_a_part_of_a_crowd() {
+  Pacer pacer;
+  pacer.configure(true);
+  spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin, true);
+  Pacer::Spin spin = pacer.begin_post(kStart, false);
+  CHECK(pacer.spin_budget() == Pacer::kSpin);
+  CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kRelax);
+  CHECK(pacer.slice_ends() == kStart + Pacer::kSlice);
+  spins_ever_less(pacer, Pacer::kSpin, 0);
+  pacer.begin_post(kStart, true);
+  CHECK(pacer.spin_budget() == Pacer::kLeastCrowdedSpin);
 }
 
 void pacer_hands_over() {
   Pacer pacer;
-  pacer.configure(true, false);
-  Pacer::Spin spin = pacer.begin_post(kStart);
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice, kFree) == Next::kStop);
   pacer.end_post(spin, false);  // something still moves: it is bulk
   CHECK(pacer.bulk() && pacer.thread_is_late(true));
@@ -159,7 +173,7 @@ void pacer_hands_over() {
 // Copies of posts that come one upon the other are handed over once they have taken a slice.
 void pacer_hands_over_copies() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   std::uint64_t now = kStart;
   for (int post = 0; post < 4; ++post, now += Pacer::kSlice / 4) {
     CHECK(!pacer.has_copied_enough(now));
@@ -171,7 +185,7 @@ void pacer_hands_over_copies() {
 
 void pacer_parks_the_loop() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   pacer.loop_comes(kStart);
   auto visit = [&](bool ready, bool moved) { return pacer.end_visit(ready, moved, true, kStart); };
   for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(visit(false, false) == Pacer::Visit::kDone);
@@ -185,24 +199,24 @@ void pacer_parks_the_loop() {
 // A stall amid ops that are done at once is polled through; but not one after the other.
 void pacer_polls_for_as_long_as_it_has_saved() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   CHECK(polls_for(pacer, true) == 0);
-  for (int op = 0; op < 100; ++op) pacer.note_done_at_once();
+  for (int op = 0; op < 100; ++op) pacer.note_done_at_once(false);
   CHECK(polls_for(pacer, false) == 0);  // nothing is pending: nothing is spent
   CHECK(polls_for(pacer, true) == 100 * Pacer::kSaving);
   CHECK(polls_for(pacer, true) == 0);
-  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once();
+  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once(false);
   CHECK(polls_for(pacer, true) == Pacer::kMostSaved);
   // What ends in time, or is broken off by another post, has its price, too.
   for (bool by_post : {false, true}) {
-    for (int op = 0; op < 100; ++op) pacer.note_done_at_once();
+    for (int op = 0; op < 100; ++op) pacer.note_done_at_once(false);
     std::uint64_t now = kStart;
     for (int turn = 1; turn < Pacer::kTurns; ++turn) pacer.end_visit(false, false, true, now);
     for (int turn = 0; turn <= 40; ++turn, now += Pacer::kSaving) {
       CHECK(pacer.end_visit(false, false, true, now) == Pacer::Visit::kDone);
     }
     if (by_post) {
-      pacer.begin_post(now);
+      pacer.begin_post(now, false);
     } else {
       CHECK(pacer.end_visit(true, true, true, now) == Pacer::Visit::kDone);
     }
@@ -212,8 +226,8 @@ void pacer_polls_for_as_long_as_it_has_saved() {
 
 void pacer_blocks_no_longer_than_it_spins() {
   Pacer pacer;
-  pacer.configure(true, false);
-  Pacer::Spin spin = pacer.begin_post(kStart);
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
   CHECK(pacer.may_block(spin, true) == 0);  // it may be on another core by now
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
@@ -226,7 +240,7 @@ void pacer_blocks_no_longer_than_it_spins() {
 
 void pacer_ticks_lingers_dozes_and_sleeps() {
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   pacer.loop_comes(kStart);
   CHECK(pacer.loop_is_about(kStart + Pacer::kLoopAway - 1));
   CHECK(!pacer.loop_is_about(kStart + Pacer::kLoopAway));
@@ -259,7 +273,7 @@ void pacer_ticks_lingers_dozes_and_sleeps() {
 void pacer_on_two_threads() {
   PriorityLock lock;
   Pacer pacer;
-  pacer.configure(true, false);
+  pacer.configure(true);
   int shared = 0;
   constexpr int kRounds = 2000;
   std::thread thread([&] {
@@ -299,6 +313,7 @@ void test_pacer() {
   pacer_waits_as_long_as_it_has_worked();
   pacer_looks_on_beside_the_loop();
   pacer_in_a_crowd();
+  pacer_of_a_part_of_a_crowd();
   pacer_hands_over();
   pacer_hands_over_copies();
   pacer_parks_the_loop();

@@ -276,9 +276,9 @@ void open_window(Engine& engine, std::uint32_t group, std::uint64_t window, int 
 }
 
 void introduce(Engine& engine, int peer, const nb::bytes& address, int socket, int pid,
-               std::pair<std::uint64_t, std::uint64_t> cookies, std::uint32_t name, bool crowded) {
+               std::pair<std::uint64_t, std::uint64_t> cookies, std::uint32_t name, int cores) {
   Introduction introduction{text(address), Socket(socket), pid, {cookies.first, cookies.second}, name};
-  released([&] { engine.introduce(peer, std::move(introduction), crowded); });
+  released([&] { engine.introduce(peer, std::move(introduction), cores); });
 }
 
 bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
@@ -434,7 +434,7 @@ NB_MODULE(_engine, module) {
       .def_prop_ro("number", &Engine::number)
       .def("start", &Engine::start, Released())
       .def("introduce", &introduce, nb::arg("peer"), nb::arg("address"), nb::arg("socket"), nb::arg("pid"),
-           nb::arg("cookies"), nb::arg("name"), nb::arg("crowded"))
+           nb::arg("cookies"), nb::arg("name"), nb::arg("cores"))
       .def("part", &Engine::part, nb::arg("peers"), nb::arg("sound"), nb::arg("patience"), Released())
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)

@@ -107,6 +107,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   group.their_ids = std::move(their_ids);
   group.leader_of = std::move(hosts);
   group.hosts = std::move(where);
+  group.crowded = group.local().size() > static_cast<std::size_t>(cores_);
 }
 
 bool Engine::send_frame(int peer, const std::string& frame) {

@@ -31,7 +31,7 @@ Pacer::Spin Elsewhere::begin() noexcept {
     engine_.tell_loop();
   }
   static_cast<void>(engine_.shares_core(*op_));  // which notes where this rank looks on
-  return engine_.pacer_.begin_post_elsewhere(began_);
+  return engine_.pacer_.begin_post_elsewhere(began_, group.crowded);
 }
 
 Pacer::Next Elsewhere::look(Pacer::Spin& spin) noexcept {

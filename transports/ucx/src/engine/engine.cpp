@@ -100,7 +100,7 @@ void Engine::ask_the_others(int dead) {
   }
 }
 
-void Engine::introduce(int peer, Introduction introduction, bool crowded) {
+void Engine::introduce(int peer, Introduction introduction, int cores) {
   const auto [pid, cookies, name] = std::tuple(introduction.pid, introduction.cookies, introduction.name);
   std::lock_guard lock(lock_);
   if (stopping_) throw std::runtime_error("the engine is closed");
@@ -112,11 +112,12 @@ void Engine::introduce(int peer, Introduction introduction, bool crowded) {
   // peer has just died: while they are introduced to each other both are there.
   if (peer != number_ && pid != 0) worker_->connect(peer);
   alone_ = alone_ && (peer == number_ || pid != getpid());
-  crowded_ = crowded_ || crowded;
+  if (peer != number_) cores_ = std::min(cores_, cores);
   abroad_ = abroad_ || pid == 0;
   // A GPU's copy takes longer than a post should, and a post that spun until it is done would hold the next one back.
-  pacer_.configure(alone_ && !cuda_, crowded_);
-  offers_.allow_assistance(!crowded_);
+  pacer_.configure(alone_ && !cuda_);
+  const auto here = std::ranges::count_if(peers_, [](const Peer& it) { return it.pid != 0; });
+  offers_.allow_assistance(here <= cores_);
 }
 
 // ------------------------------------------------------------------------------------------------------------ a post
@@ -145,7 +146,7 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
     if (copies) pacer_.note_copy(began, ended);
   }
   const bool done = op->done();
-  if (done) pacer_.note_done_at_once();
+  if (done) pacer_.note_done_at_once(op->group.crowded);
   // Not if other outcomes came first: the loop hears of those first.
   if (op->is_plain_success() && !ready()) {
     delete op;
@@ -162,7 +163,7 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
 }
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
-  Pacer::Spin spin = pacer_.begin_post(began);
+  Pacer::Spin spin = pacer_.begin_post(began, op.group.crowded);
   const auto over = [&] { return op.done() || (op.any_will_do && ready()); };
   while (!over()) {
     const bool moved = advance();
@@ -189,7 +190,7 @@ void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
   sched_yield();
   const long before = std::exchange(switches_, switches());
   if (switches_ != before || !op.group.shared) return;
-  if (!shares_core(op) && !pacer_.crowded()) return;
+  if (!shares_core(op) && !spin.crowded) return;
   const bool sole = is_sole(op);
   const std::uint64_t most = pacer_.may_block(spin, sole);
   if (most == 0) return;

@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -63,8 +64,8 @@ class Engine : private Inbox::Owner {
   const std::string& address() const { return address_; }  // of its worker
   void start();
   // A peer, by a number that nobody has had, or itself. Both must know each other before either sends anything.
-  // crowded: there are more ranks than cores on this host.
-  void introduce(int peer, Introduction introduction, bool crowded);
+  // cores: that the ranks of this host may use. An engine is introduced to itself first, without cores.
+  void introduce(int peer, Introduction introduction, int cores);
   // Part from peers with whom there are no communicators any more; nobody else has to do with them. sound: wait until
   // they have got everything, at most `patience` seconds. Returns whether UCX has nothing of them any more.
   bool part(const std::vector<int>& peers, bool sound, double patience) noexcept;
@@ -293,9 +294,9 @@ class Engine : private Inbox::Owner {
   Sender sender_;
   Windows windows_;
   Farewells farewells_;
-  bool alone_ = true;     // no peer is in this process
-  bool crowded_ = false;  // there are more ranks than cores
-  bool abroad_ = false;   // there are peers on other hosts
+  bool alone_ = true;                            // no peer is in this process
+  int cores_ = std::numeric_limits<int>::max();  // of this host
+  bool abroad_ = false;                          // there are peers on other hosts
 
   std::mutex closing_;
   bool stopping_ = false;

@@ -68,6 +68,7 @@ struct Group {
   std::unique_ptr<Messages> leaders;     // between one rank of each host; on the others null
   std::vector<int> leader_of;            // by rank: the number of its host
   Hosts hosts;                           // where the ranks are
+  bool crowded = false;                  // there are more of them on this host than that has cores
 
   Mailbox<Request> mail;
   std::deque<Schedule> schedules;

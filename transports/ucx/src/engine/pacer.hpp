@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -59,14 +60,12 @@ class Pacer {
   static constexpr int kMostTurns = 4096;
 
   // alone: no other rank is in this process. Otherwise a post does not spin, for a rank of this very process may wait
-  // for this thread. crowded: there are more ranks than cores.
-  void configure(bool alone, bool crowded) {
-    crowded_ = crowded;
-    spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
-    spin_least_ = alone && crowded ? kLeastCrowdedSpin : 0;
+  // for this thread.
+  void configure(bool alone) {
+    patience_[0] = {alone ? kSpin : 0, alone ? kSpin : 0, 0};
+    patience_[1] = {alone ? kCrowdedSpin : 0, alone ? kCrowdedSpin : 0, alone ? kLeastCrowdedSpin : 0};
   }
 
-  bool crowded() const { return crowded_; }
   // Any. Something under way takes too long for the loop: the thread works on it.
   bool bulk() const { return bulk_; }
   // Any. The loop may park: the thread moves things on.
@@ -74,7 +73,7 @@ class Pacer {
   // When whoever moves things on lets others have their turn. The address is that of a member.
   const std::uint64_t& slice_ends() const { return slice_ends_; }
   bool slice_is_over(std::uint64_t now) const { return now >= slice_ends_; }
-  std::uint64_t spin_budget() const { return spin_now_; }
+  std::uint64_t spin_budget() const { return patience().now; }
 
   // Posts that copy, one upon the other, hold the loop together for no longer than one of them may. The thread goes on.
   bool has_copied_enough(std::uint64_t now) {
@@ -88,8 +87,10 @@ class Pacer {
 
   // ------------------------------------------------------------------------------------------------------------ a post
 
-  // One post that spins until its op is done.
+  // One post that spins until its op is done. crowded: the communicator has more ranks on this host than that has
+  // cores.
   struct Spin {
+    bool crowded;
     std::uint64_t began;
     std::uint64_t budget;          // that it may spin in vain
     std::uint64_t ends;            // until when it may work at most
@@ -98,18 +99,20 @@ class Pacer {
   };
   enum class Next { kLook, kRelax, kYield, kStop };
 
-  Spin begin_post(std::uint64_t now) {
+  Spin begin_post(std::uint64_t now, bool crowded) {
+    crowded_ = crowded;
     loop_seen_.store(now, std::memory_order_relaxed);
     turns_in_vain_ = 0;
-    const Spin spin = begin_post_elsewhere(now);
+    const Spin spin = begin_post_elsewhere(now, crowded);
     slice_ends_ = spin.ends;
     return spin;
   }
   // The same by another thread than the loop's: whether that one is about nobody knows from it. Others have the engine
   // between its looks, so that each of them has a slice of its own.
-  Spin begin_post_elsewhere(std::uint64_t now) const {
-    const std::uint64_t budget = now - in_vain_ >= kProbes * spin_most_ ? spin_most_ : spin_now_;
-    return {now, budget, now + (crowded_ ? kCrowdedSlice : kSlice)};
+  Spin begin_post_elsewhere(std::uint64_t now, bool crowded) const {
+    const Patience& of = patience_[crowded];
+    const std::uint64_t budget = now - of.in_vain >= kProbes * of.most ? of.most : of.now;
+    return {crowded, now, budget, now + (crowded ? kCrowdedSlice : kSlice)};
   }
   void begin_look_elsewhere(std::uint64_t now) { slice_ends_ = now + kLookSlice; }
 
@@ -128,38 +131,41 @@ class Pacer {
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
     const std::uint64_t budget = std::max(spin.budget, spin.idle_since - spin.began);
     if (now - spin.idle_since >= budget || now >= spin.ends) return Next::kStop;
-    return crowded_ || wanted() ? Next::kYield : Next::kRelax;
+    return spin.crowded || wanted() ? Next::kYield : Next::kRelax;
   }
 
   // For how long a post may block that has offered its core in vain. sole: it waits for nothing but what wakes it, and
   // nobody needs this rank meanwhile.
   std::uint64_t may_block(const Spin& spin, bool sole) const {
-    if (!crowded_ && spin.now - spin.idle_since < kGrace) return 0;
+    if (!spin.crowded && spin.now - spin.idle_since < kGrace) return 0;
     const std::uint64_t budget = sole ? spin.budget : std::min(spin.budget, kSpin);
     const std::uint64_t ends = std::min(spin.idle_since + budget, spin.ends);
     return ends - std::min(ends, spin.now);
   }
 
   void end_post(const Spin& spin, bool done) {
+    Patience& of = patience_[spin.crowded];
     if (done) {
-      spin_now_ = spin_most_;
+      of.now = of.most;
     } else if (spin.idle_since == 0) {
       bulk_ = true;
     } else {
-      spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where spinning has been in vain lately it probably is again
-      if (spin.budget == spin_most_) in_vain_ = spin.now;
+      of.now = std::max(of.now / 2, of.least);  // where spinning has been in vain lately it probably is again
+      if (spin.budget == of.most) of.in_vain = spin.now;
     }
   }
 
   // An op is done within its post, whether that had to spin or not. In a crowd who polls takes a core from a peer.
-  void note_done_at_once() {
-    if (spin_most_ > 0 && !crowded_) saved_ = std::min(saved_ + kSaving, kMostSaved);
+  void note_done_at_once(bool crowded) {
+    if (patience_[0].most > 0 && !crowded) saved_ = std::min(saved_ + kSaving, kMostSaved);
   }
 
   // An op is done whose post, of that time, has returned. Without this, one stall would have every later op park: two
   // ranks that park and wake each other take longer than any of them spins.
   void note_outcome(std::uint64_t posted, std::uint64_t now) {
-    if (now - posted < kWorth * spin_most_) spin_now_ = spin_most_;
+    for (Patience& of : patience_) {
+      if (now - posted < kWorth * of.most) of.now = of.most;
+    }
   }
 
   // -------------------------------------------------------------------------------------------------- the loop's visit
@@ -254,11 +260,14 @@ class Pacer {
     return on;
   }
 
-  bool crowded_ = false;
-  std::uint64_t spin_most_ = 0;  // that a post may spin in vain
-  std::uint64_t spin_now_ = 0;   // that has proved worth it lately
-  std::uint64_t spin_least_ = 0;
-  std::uint64_t in_vain_ = 0;                 // when a post last spun in full, in vain
+  struct Patience {
+    std::uint64_t most, now, least;  // that a post may spin in vain, that has proved worth it lately, and is at least
+    std::uint64_t in_vain = 0;       // when one last spun in full, in vain
+  };
+  const Patience& patience() const { return patience_[crowded_]; }
+
+  std::array<Patience, 2> patience_{};        // of posts in communicators that are not crowded, and in those that are
+  bool crowded_ = false;                      // the last post's
   std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
   std::atomic<bool> bulk_ = false;
   int turns_in_vain_ = 0;
