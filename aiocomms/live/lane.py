@@ -7,6 +7,7 @@ from threading import get_ident
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import anyio
+import anyio.lowlevel
 import torch
 from torch import Tensor
 
@@ -15,13 +16,13 @@ from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, wrong_thread
 from aiocomms.live.contributions import CALLED, Called, Contribution, contributions, flat
 from aiocomms.live.registers import LONG
-from aiocomms.live.rounds import BEGIN, Rounds
+from aiocomms.live.rounds import BEGIN, Into, Rounds
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import buffers, checks
 from aiocomms.ops.reductions import ReduceOp, reduce
-from aiocomms.ops.writing import write
+from aiocomms.ops.writing import octets, write, writing
 
 _CPU: Final = torch.device("cpu")
 
@@ -52,6 +53,11 @@ class LivePlace:
         self.closed = False
         self._thread = get_ident()
 
+    @property
+    def usable(self) -> bool:
+        """True if :meth:`check` has nothing to say."""
+        return not self.closed and get_ident() == self._thread
+
     def check(self, op: str) -> None:
         """Check that a call is on the group's thread, and that the group is open.
 
@@ -73,7 +79,8 @@ class LiveLane(Handle):
     :class:`~aiocomms.errors.LeftBehindError`, and its next call is the one that is open then. So is the first of a
     process that has taken a dead one's place.
 
-    Tensors are contiguous and on the CPU; results are new tensors. Calls of several tasks take turns.
+    Tensors are contiguous and on the CPU. all_reduce works in place, as a communicator's does; the other results are
+    new tensors. Calls of several tasks take turns.
     """
 
     name: str
@@ -88,24 +95,35 @@ class LiveLane(Handle):
     async def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce one tensor per rank, in the order of the ranks: bit by bit the same on all.
+        """Reduce one tensor per rank in place, in the order of the ranks: bit by bit the same on all.
 
-        :param tensor: of the same dtype and shape on all ranks.
+        :param tensor: of the same dtype and shape on all ranks. An error leaves it as it is, but for LeftBehindError:
+            then it may hold anything.
         :param op: the operator; AVG divides by how many ranks there are in the result.
         :param timeout: the seconds for which it waits for other ranks; None: as long as they live; by default the
             group's.
-        :returns: the reduction, of the shape of ``tensor``.
+        :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops, or with other shapes; the lane stays usable.
         :raises LeftBehindError: the others have gone on without this rank.
         :raises CommClosedError: the group is closed, or another process has this place.
         """
+        word = 0
+        if self._place.usable and not self._turn.locked() and _is_plain(timeout):
+            found = self._rounds.all_reduce(tensor, op)
+            if type(found) is Partial:
+                return found
+            word = found or 0
         operator = self._operator(op, tensor)
 
         def result(given: dict[int, Contribution]) -> Tensor:
             return _reduced(operator, tensor, [next(it.tensors()) for it in given.values()])
 
-        return await self._call(f"all_reduce({operator})", [tensor], result, timeout, alike=True)
+        into = Into(tensor, op, operator, word)
+        done = await self._call(f"all_reduce({operator})", [tensor], result, timeout, alike=True, into=into)
+        if done.value is not tensor:
+            await _write(tensor, done.value)
+        return done._replace(value=tensor)
 
     async def reduce_scatter(
         self, inputs: Sequence[Tensor], op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
@@ -183,13 +201,13 @@ class LiveLane(Handle):
 
     async def _call(
         self, op: str, tensors: Sequence[Tensor], result: Callable[[dict[int, Contribution]], T],
-        timeout: OpTimeout, alike: bool = False,
+        timeout: OpTimeout, alike: bool = False, into: Into | None = None,
     ) -> Partial[T]:  # fmt: skip
         place, name = self._place, op.partition("(")[0]
         try:
             place.check(name)
             seconds = arguments.op_deadline(timeout, place.timeout)
-            long = self._bytes(tensors) > LONG
+            long = self._bytes(tensors, write=into is not None) > LONG
             called = Called.of(op, tensors, alike)
             header = CALLED.encode(called)
 
@@ -206,17 +224,18 @@ class LiveLane(Handle):
             try:
                 place.check(name)
                 ends = clock.now() + seconds
-                value, round_ = await self._rounds.take_part(header, flat(tensors), ends, use)
+                value, round_ = await self._rounds.take_part(header, flat(tensors), ends, use, into)
             finally:
                 self._turn.release()
         except CommError as error:
             raise error.about(comm=place.name, op=name, rank=place.rank) from error.__cause__
         return Partial(value, round_.ranks, round_.number - BEGIN)
 
-    def _bytes(self, tensors: Sequence[Tensor]) -> int:
+    def _bytes(self, tensors: Sequence[Tensor], write: bool) -> int:
         """Check tensors, and return their bytes."""
+        check = checks.writable if write else checks.readable
         for tensor in tensors:
-            checks.readable("tensor" if len(tensors) == 1 else "inputs", tensor, self._place)
+            check("tensor" if len(tensors) == 1 else "inputs", tensor, self._place)
         size = sum(tensor.nbytes for tensor in tensors)
         if size > self._place.capacity:
             raise ArgumentError(f"{size} bytes are given, wanted at most the group's capacity: {self._place.capacity}")
@@ -239,6 +258,23 @@ def _reduced(op: ReduceOp, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     out = buffers.empty(like.shape, dtype=like.dtype, device=_CPU)
     reduce(op, tensors, out)
     return out
+
+
+def _is_plain(timeout: OpTimeout) -> bool:
+    """Return whether a timeout certainly has nothing wrong with it."""
+    if type(timeout) is float or type(timeout) is int:
+        return 0 < timeout <= arguments.TIMEOUT_MAX
+    return timeout is COMM_TIMEOUT
+
+
+async def _write(out: Tensor, value: Tensor) -> None:
+    """Copy a result in pieces between which the loop has its turn: a thread would go on when the call is cancelled."""
+    to, source = octets(out), octets(value)
+    for begin in range(0, len(to), LONG):
+        with writing(out):
+            to[begin : begin + LONG].copy_(source[begin : begin + LONG])
+        if len(to) > LONG:
+            await anyio.lowlevel.checkpoint()
 
 
 def _copy(tensor: Tensor) -> Tensor:

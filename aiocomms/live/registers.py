@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,39 @@ LEFT: Final = 1
 NAME, COMING, FIRST, SECOND = range(4)
 """The registers of a lane: the number of its name; the places that come back; the rounds of even and odd numbers."""
 PER_LANE: Final = 4
+
+
+class Shortcut(Protocol):
+    """Native code for the rounds of a lane, where nothing of what :class:`~aiocomms.live.rounds.Rounds` is for happens.
+
+    A round's word is what its register holds, with this rank's contribution in it.
+    """
+
+    def arrive(self, number: int, header: bytes, parts: Sequence[tuple[int, int]], /) -> int:
+        """Contribute to a round, and look for some time whether it is decided.
+
+        :param parts: addresses, and bytes there.
+        :returns: the round's word; 0: nothing was done.
+        """
+
+    def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
+        """Do the same with a tensor, in a call that is known, and reduce what all have contributed into the tensor.
+
+        :returns: a :class:`~aiocomms.live.lane.Partial`; a number: the round's word, and no more was done; None:
+            nothing was done.
+        """
+
+    def finish(self, word: int, tensor: object, op: object, /) -> bool:
+        """Do the rest, once the round is decided.
+
+        :returns: False: it was not done, and the tensor may hold anything.
+        """
+
+    def know(self, holders: dict[int, int], /) -> None:
+        """Take in who holds the ranks' places."""
+
+    def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
+        """Take in the header of a call."""
 
 
 class Registers(Protocol):
@@ -50,11 +83,8 @@ class Registers(Protocol):
         :raises CommError: the memory is gone.
         """
 
-    def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
-        """Take part in a round in one step, where nothing of what :class:`~aiocomms.live.rounds.Rounds` is for happens.
-
-        :returns: what the round's register holds then, with this rank's contribution in it; 0: nothing was done.
-        """
+    def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut | None:
+        """Return the native code for the rounds of a lane; None: there is none."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
         """Wait until a register may hold something else, somebody has called :meth:`tell`, or a process has died.

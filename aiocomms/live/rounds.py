@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from aiocomms.errors import CommClosedError, LeftBehindError
+from aiocomms.errors import CommClosedError, CommError, LeftBehindError
 from aiocomms.live.registers import COMING, FIRST, LEFT, Registers, area_of, place_of, register_of, set_bit
+from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
 """The bits of a register that ranks have. Of its 63 bits one more says "decided", and 42 count rounds."""
@@ -30,6 +31,8 @@ BEGIN: Final = 2
 """The number of the first round. The registers of the two before it hold 0: as if all ranks had been in them."""
 
 T = TypeVar("T")
+Use: TypeAlias = Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]]
+"""The code that makes a result of contributions, each a header and data, by rank."""
 
 
 class Round(NamedTuple):
@@ -45,10 +48,26 @@ class Round(NamedTuple):
         """The ranks whose contributions are there, in ascending order."""
         return _ranks_of(self.bits)
 
+    @property
+    def word(self) -> int:
+        """The value of its register."""
+        return self.number * 2 * _DECIDED | self.decided * _DECIDED | self.bits
+
 
 @functools.lru_cache
 def _ranks_of(bits: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(MOST_RANKS) if bits >> rank & 1)
+
+
+class Into(NamedTuple):
+    """A tensor that is contributed, and into which all that have contributed are reduced."""
+
+    tensor: Tensor
+    op: object
+    """The operator as the program has given it, and what it is."""
+    operator: ReduceOp
+    word: int
+    """A number that :meth:`Rounds.all_reduce` has returned, which has contributed it; 0: it has not."""
 
 
 class Rounds:
@@ -62,6 +81,7 @@ class Rounds:
         self._registers, self._lane, self._rank, self._size = registers, lane, rank, size
         self._bit, self._all, self._holder = 1 << rank, (1 << size) - 1, holder
         self._coming = register_of(lane, COMING)
+        self._shortcut = registers.shortcut(lane, rank, size, holder)
         self._next: int | None = None
         """The number of this rank's next round; None: whichever is open."""
         self._was_in = False
@@ -69,59 +89,90 @@ class Rounds:
         self._holders: dict[int, int] = {}
         """The holders of the ranks' places when these were last in a round."""
 
+    def all_reduce(self, tensor: Tensor, op: object) -> Any:
+        """Take part in the next round with a call that is known, as :meth:`Shortcut.all_reduce` does."""
+        number = self._next
+        if not self._was_in or number is None or self._shortcut is None:
+            return None
+        found = self._shortcut.all_reduce(number, tensor, op)
+        if found is not None:
+            self._next, self._was_in = number + 1, type(found) is not int
+        return found
+
     async def take_part(
         self,
         header: bytes,
         parts: Sequence[Tensor],
         ends: float,
-        use: Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]],
+        use: Use[T],
+        into: Into | None = None,
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
         :param ends: until when it waits for the others, by the registers' clock.
         :param use: makes the result of the contributions by rank. If they change meanwhile, the result is dropped.
+        :param into: where native code may make the result instead.
         :returns: the result, and the round.
         :raises LeftBehindError: the others have gone on without this rank, whose next round is the one that is open.
         :raises CommClosedError: another process has this place.
         """
         try:
-            return await self._take_part(self._holder.to_bytes(_HOLDER, "little") + header, parts, ends, use)
+            header = self._holder.to_bytes(_HOLDER, "little") + header
+            number, round_ = await self._decided(header, parts, ends, 0 if into is None else into.word)
+            result = self._reduced(round_, header, into)
+            if result is None:
+                result = await self._used(number, round_, use)
         except LeftBehindError:
             self._next = None
             await self._announce(True)
             raise
+        self._was_in = bool(round_.bits & self._bit)
+        return result, round_
 
-    async def _take_part(
-        self,
-        header: bytes,
-        parts: Sequence[Tensor],
-        ends: float,
-        use: Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]],
-    ) -> tuple[T, Round]:
-        number, round_ = self._at_once(header, parts)
+    async def _decided(self, header: bytes, parts: Sequence[Tensor], ends: float, word: int) -> tuple[int, Round]:
+        """Contribute to the next round, unless that is done; return its number, and what it is once it is decided."""
+        number, round_ = self._at_once(header, parts, word)
         if not number:
             number = await self._come(header, parts, ends)
         elif round_.decided:
             await self._registers.tell(self._register(number))
         if not round_.decided:
             round_ = await self._end_of(number, ends)
+        return number, round_
+
+    def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
+        """Return the tensor if native code has reduced the contributions into it, which it does for a known call."""
+        if into is None or self._shortcut is None or not round_.bits & self._bit:
+            return None
+        self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)
+        return into.tensor if self._shortcut.finish(round_.word, into.tensor, into.op) else None
+
+    async def _used(self, number: int, round_: Round, use: Use[T]) -> T:
         given = {}
         for rank in round_.ranks:
             given[rank] = await self._registers.read(self._area(number, rank))
         holders = {rank: int.from_bytes(header[:_HOLDER], "little") for rank, (header, _) in given.items()}
-        result = await use({rank: (header[_HOLDER:], data) for rank, (header, data) in given.items()})
+        try:
+            result = await use({rank: (header[_HOLDER:], data) for rank, (header, data) in given.items()})
+        except CommError:
+            await self._look(number)  # Contributions that are gone may look like anything.
+            raise
         await self._look(number)
         self._holders |= holders
-        self._was_in = bool(round_.bits & self._bit)
-        return result, round_
+        if self._shortcut is not None:
+            self._shortcut.know(holders)
+        return result
 
     # ----------------------------------------------------------------------------------------------- to come to a round
 
-    def _at_once(self, header: bytes, parts: Sequence[Tensor]) -> tuple[int, Round]:
+    def _at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round]:
         """Contribute as native code does it; return the number of the round and what it is, or 0: it was not done."""
+        if word:
+            round_ = self._round(0, word)
+            return round_.number, round_
         number = self._next
-        if self._was_in and number is not None:
-            held = self._registers.at_once(self._lane, number, self._rank, self._holder, header, parts)
+        if self._was_in and number is not None and self._shortcut is not None:
+            held = self._shortcut.arrive(number, header, [(part.data_ptr(), part.nbytes) for part in parts])
             if held:
                 self._was_in, self._next = False, number + 1
                 return number, self._round(number, held)

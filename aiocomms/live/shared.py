@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommClosedError
-from aiocomms.live.registers import LANES, LONG, PER_LANE, area_of, place_of, register_of
+from aiocomms.live.registers import LANES, LONG, PER_LANE, Shortcut, area_of, place_of, register_of
 from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
@@ -43,8 +43,6 @@ _HEAD: Final = 4096
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
 """The registers, and behind them one for each that says who sleeps until it changes."""
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
-_SPIN: Final = 20_000
-"""Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken."""
 _UNWATCHED: Final = -1
 """The mark of a process that the kernel does not watch: it may live, until a deadline passes."""
 _PID_BITS: Final = 22
@@ -160,15 +158,25 @@ class SharedRegisters:
         header = bytes(self._memory[head : head + min(length, _HEAD - _LENGTHS.size)])
         return header, self._bytes[data : data + min(count, self._capacity)]
 
-    def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
+    def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut:
         """See :class:`aiocomms.live.registers.Registers`. It spins for some time before others have to wake it."""
-        count = sum(part.nbytes for part in parts)
-        if count > LONG or len(header) > _HEAD - _LENGTHS.size:
-            return 0
-        given = [(part.data_ptr(), part.nbytes) for part in parts]
-        area = self._bytes.data_ptr() + self._begin(area_of(lane, number, rank, self._size))
-        at = register_of(lane, 0), place_of(0), number, rank, self._size, MOST_RANKS, holder, _SPIN
-        return int(self._words.take_part(*at, area, header, given))
+        from aiocomms.live.lane import Partial
+
+        made: Shortcut = native().LaneRounds(
+            words=self._words,
+            first=register_of(lane, 0),
+            places=place_of(0),
+            sleepers=_sleepers(0),
+            rank=rank,
+            size=size,
+            most_ranks=MOST_RANKS,
+            holder=holder,
+            areas=self._bytes.data_ptr() + self._begin(area_of(lane, 0, 0, size)),
+            stride=_stride(self._capacity),
+            most=min(LONG, self._capacity),
+            partial=Partial,
+        )
+        return made
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
         """See :class:`aiocomms.live.registers.Registers`."""

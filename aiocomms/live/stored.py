@@ -61,9 +61,8 @@ class StoreRegisters:
             return value[_LENGTH:end], buffers.empty(0, dtype=torch.uint8, device="cpu")
         return value[_LENGTH:end], torch.frombuffer(data, dtype=torch.uint8)
 
-    def at_once(self, lane: int, number: int, rank: int, holder: int, header: bytes, parts: Sequence[Tensor]) -> int:
-        """Return 0: a store does nothing in one step."""
-        return 0
+    def shortcut(self, *_: int) -> None:
+        """See :class:`aiocomms.live.registers.Registers`. There is none."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
         """Wait for some milliseconds: a store tells nobody of changes."""

@@ -88,8 +88,8 @@ class StepRegisters:
         header, _ = await Step(lambda: self._shared.areas[area])
         return header, area
 
-    def at_once(self, *_: Any) -> int:
-        return 0
+    def shortcut(self, *_: Any) -> None:
+        return None
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
         return await Step(Wait(register, held, self._shared.told))

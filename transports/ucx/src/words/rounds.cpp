@@ -1,0 +1,110 @@
+#include "words/rounds.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "net/relax.hpp"
+
+namespace aiocomms {
+namespace {
+
+// An area begins with the lengths of the header and of the data, which stands behind kHead bytes.
+constexpr std::size_t kHead = 4096;
+struct Lengths {
+  std::uint64_t header, data;
+};
+// Bytes of a header that say who has written it.
+constexpr std::size_t kHolder = 8;
+// Bytes that are reduced beside the program's memory, which stays as it is if that fails.
+constexpr std::size_t kBeside = 1024;
+// Bytes that are copied at once. From as many as the second-level cache has on, glibc copies in a way that takes three
+// times as long on Zen 5.
+constexpr std::size_t kCopied = 256 * 1024;
+// Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken, and what it takes to
+// copy some bytes once more.
+constexpr std::size_t kSpin = 20'000;
+constexpr std::size_t kBytesPerNs = 8;
+
+}  // namespace
+
+std::uint64_t Rounds::arrive(std::uint64_t number, std::string_view header, std::span<const Bytes> parts) {
+  if (header.size() > kHead - sizeof(Lengths)) return 0;
+  const std::uint64_t before = words_.load(lane_.word_of(number - 1));
+  if (words_.load(lane_.place()) != lane_.holder || lane_.number_of(before) != number - 1 ||
+      !(before & lane_.decided()) || !(before & lane_.bit())) {
+    return 0;
+  }
+  const std::size_t own = lane_.word_of(number);
+  std::uint64_t held = words_.load(own);
+  if (lane_.number_of(held) == number - 2) {
+    words_.swap(own, held, lane_.begun(number));
+    held = words_.load(own);
+  }
+  if (!lane_.open(held, number)) return 0;
+  write(number, header, parts);
+  std::size_t bytes = 0;
+  for (const Bytes& part : parts) bytes += part.size();
+  for (std::uint64_t found = 0; lane_.open(held, number); held = found) {
+    std::uint64_t wanted = held | lane_.bit();
+    if (!((before | words_.load(lane_.coming())) & ~wanted & lane_.all())) wanted |= lane_.decided();
+    found = words_.swap(own, held, wanted);
+    if (found == held) return wanted & lane_.decided() ? wanted : spin(number, wanted, bytes);
+  }
+  return 0;
+}
+
+void Rounds::write(std::uint64_t number, std::string_view header, std::span<const Bytes> parts) const {
+  std::byte* const begin = lane_.area(number, lane_.rank);
+  std::byte* to = begin + kHead;
+  for (const Bytes& part : parts) {
+    for (std::size_t done = 0; done < part.size(); done += kCopied) {
+      std::memcpy(to + done, part.data() + done, std::min(kCopied, part.size() - done));
+    }
+    to += part.size();
+  }
+  const Lengths lengths{header.size(), static_cast<std::uint64_t>(to - begin) - kHead};
+  std::memcpy(begin, &lengths, sizeof lengths);
+  std::memcpy(begin + sizeof lengths, header.data(), header.size());
+}
+
+std::uint64_t Rounds::spin(std::uint64_t number, std::uint64_t word, std::size_t bytes) const {
+  const auto ends = std::chrono::steady_clock::now() + std::chrono::nanoseconds(kSpin + bytes / kBytesPerNs);
+  while (lane_.open(word, number) && std::chrono::steady_clock::now() < ends) {
+    for (int i = 0; i < 16 && lane_.open(word = words_.load(lane_.word_of(number)), number); ++i) relax();
+  }
+  return word;
+}
+
+const std::byte* Rounds::contribution(std::uint64_t number, std::size_t rank, std::string_view header,
+                                      std::size_t bytes) const {
+  const std::byte* const begin = lane_.area(number, rank);
+  Lengths lengths;
+  std::memcpy(&lengths, begin, sizeof lengths);
+  if (lengths.header != header.size() || lengths.data != bytes) return nullptr;
+  std::uint64_t holder;
+  std::memcpy(&holder, begin + sizeof lengths, kHolder);
+  const bool same = holder == holders_[rank] && std::memcmp(begin + sizeof lengths + kHolder, header.data() + kHolder,
+                                                            header.size() - kHolder) == 0;
+  return same ? begin + kHead : nullptr;
+}
+
+bool Rounds::reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data) {
+  const std::uint64_t number = lane_.number_of(word);
+  std::array<const void*, kMostRanks> in;
+  int count = 0;
+  for (std::size_t rank = 0; rank < lane_.size; ++rank) {
+    if (!(word >> rank & 1)) continue;
+    const std::byte* const from = rank == lane_.rank ? data.data() : contribution(number, rank, header, data.size());
+    if (from == nullptr) return false;
+    in[static_cast<std::size_t>(count++)] = from;
+  }
+  alignas(16) std::byte beside[kBeside];
+  std::byte* const out = data.size() <= kBeside ? beside : data.data();
+  aiocomms::reduce(how, out, in.data(), count, data.size() / size_of(how.dtype));
+  if (lane_.number_of(words_.load(lane_.word_of(number))) != number) return false;
+  if (out == beside) std::memcpy(data.data(), out, data.size());
+  return true;
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,53 @@
+// Words of shared memory that processes change by compare-and-swap.
+//
+// All operations are sequentially consistent, and keep what a process writes to the rest of the memory behind or before
+// them: whoever sees a word that was swapped sees what was written before, and nothing that is written afterwards is
+// seen earlier (as a seqlock needs it).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+#include "collectives/shared_memory.hpp"
+#include "net/fence.hpp"
+
+namespace aiocomms {
+
+class Words {
+ public:
+  Words(int fd, std::size_t count)
+      : count_(count), bytes_(count * sizeof(Line)), lines_(static_cast<Line*>(map_shared(fd, 0, bytes_))) {}
+  ~Words() { munmap(lines_, bytes_); }
+  Words(const Words&) = delete;
+  Words& operator=(const Words&) = delete;
+
+  std::uint64_t load(std::size_t at) const {
+    fence(std::memory_order_seq_cst);
+    return line(at).load(std::memory_order_seq_cst);
+  }
+  // What it held.
+  std::uint64_t swap(std::size_t at, std::uint64_t expected, std::uint64_t desired) {
+    line(at).compare_exchange_strong(expected, desired, std::memory_order_seq_cst);
+    fence(std::memory_order_seq_cst);
+    return expected;
+  }
+
+ private:
+  // On a cache line of its own: ranks poll some while others change.
+  struct alignas(64) Line {
+    std::atomic<std::uint64_t> word;
+  };
+
+  std::atomic<std::uint64_t>& line(std::size_t at) const {
+    if (at >= count_) throw std::out_of_range("there is no such word");
+    return lines_[at].word;
+  }
+
+  std::size_t count_;
+  std::size_t bytes_;
+  Line* lines_;
+};
+
+}  // namespace aiocomms
