@@ -343,10 +343,12 @@ class Lease(LeasedBlocks):
     async def _end(self, why: str) -> None:
         """Take every hand-over back, and give the blocks back unless they are held."""
         self._ending = True
-        with anyio.CancelScope(shield=True), contextlib.suppress(CommError):  # The hand-over itself raises the error.
-            await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
-        self._ended = True
-        if self._out:
-            self._pool._hold(len(self))
-        else:
-            self._pool._put(self._blocks)
+        try:
+            with anyio.CancelScope(shield=True), contextlib.suppress(CommError):  # The hand-over itself raises the error.
+                await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
+        finally:  # No scope shields a task from asyncio's own cancel(), which comes here once all of it has ended.
+            self._ended = True
+            if self._out:
+                self._pool._hold(len(self))
+            else:
+                self._pool._put(self._blocks)

@@ -17,6 +17,7 @@ from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
     CommClosedError,
+    CommError,
     CommTimeoutError,
     LeaseError,
     ProtocolError,
@@ -58,6 +59,16 @@ def between(owner: Body, borrower: Body, **options: Any) -> list[Any]:
 
 async def nothing(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
     """Take nothing that is handed over."""
+
+
+async def read_until_it_raises(handed: aiocomms.HandedLease) -> CommError:
+    """Read what was lent until that raises, and return why."""
+    into = torch.zeros(handed.shape, dtype=torch.int64)
+    while True:
+        try:
+            await handed.read(into)
+        except CommError as error:
+            return error
 
 
 # ------------------------------------------------------------------------------------------------- what moves where
@@ -391,6 +402,48 @@ def test_lease_that_ends_takes_its_hand_overs_back() -> None:
         assert not mine._counter.came
 
     between(owner, borrower)
+
+
+def test_task_that_is_cancelled_while_its_lease_begins_or_ends_loses_no_block() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+
+        async def take() -> None:
+            async with pool.lease(2):
+                await asyncio.sleep(0)
+
+        for turns in range(8):
+            task = asyncio.ensure_future(take())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert pool.free == BLOCKS, f"blocks are lost by who is cancelled after {turns} turns of the loop"
+
+    between(owner, nothing)
+
+
+def test_lease_whose_task_is_cancelled_again_and_again_waits_for_the_borrower() -> None:
+    async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        pool = mine.new_pool(numbers())
+
+        async def lend() -> None:
+            async with pool.lease(2) as lease:
+                await peer.hand_over(lease)
+
+        task = asyncio.ensure_future(lend())
+        await asyncio.sleep(1)
+        while not task.done():
+            assert pool.leased == 2, "blocks are free that are read"
+            task.cancel()
+            await asyncio.sleep(0.01)
+        assert (task.cancelled(), pool.free) == (True, BLOCKS)
+
+    async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
+        handed = await anext(mine.handed())
+        assert isinstance(await read_until_it_raises(handed), LeaseError)
+
+    between(owner, borrower, latency=(0.5, 0.5))
 
 
 def test_hand_over_that_nobody_takes_ends_at_its_deadline_and_the_connection_stays() -> None:
