@@ -177,12 +177,12 @@ class Attachments:
         for attachment in list(self._known.values()):
             await attachment.opened
 
-    def say_here(self, place: str, pid: int) -> None:
+    def say_here(self, place: str, process: int) -> None:
         """Tell the other endpoint that this one is there, and where; see :class:`Here`.
 
         :raises UnsupportedOperation: the transport carries no such words.
         """
-        if not self.say(Here(place, pid)):
+        if not self.say(Here(place, process)):
             raise UnsupportedOperation(
                 "the transport carries no notes (Transport.say), which endpoints need: use another"
             )

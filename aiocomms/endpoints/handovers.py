@@ -38,13 +38,13 @@ _PARTING: Final = 1.0
 class Counter:
     """The part of hand-overs that all connections of an endpoint share."""
 
-    def __init__(self, driver: LoopDriver, place: str, pid: int) -> None:
+    def __init__(self, driver: LoopDriver, place: str, process: int) -> None:
         """Begin with nothing lent.
 
         :param place: see :class:`Here`.
-        :param pid: this process.
+        :param process: the number of this process there.
         """
-        self.place, self.pid = place, pid
+        self.place, self.process = place, process
         self.ledger = Ledger(driver)
         self.came: dict[Incoming, Any] = {}
         """The hand-overs to this endpoint that no task has taken, with the peers that have lent."""
@@ -270,8 +270,8 @@ class HandOvers:
         if out.lent.state is Out.OVER:
             out.lease._settled(out)
         else:
-            pid = 0 if self._there is None else self._there.pid
-            self._ledger.hold(self._borrower, out.number, pid, lambda: self.step(out, lending.returned(out.lent)))
+            process = 0 if self._there is None else self._there.process
+            self._ledger.hold(self._borrower, out.number, process, lambda: self.step(out, lending.returned(out.lent)))
         out.over.set()
         self._news.ring()
 

@@ -100,7 +100,7 @@ class Peer(Handle):
         memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
         self._signals = await self._comm._begin_window(memory, name="")
         # The other end has taken part, and so it hears from now on what is said.
-        self._attachments.say_here(self._counter.place, self._counter.pid)
+        self._attachments.say_here(self._counter.place, self._counter.process)
         self._hand_overs.begin()
 
     @property

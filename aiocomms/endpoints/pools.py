@@ -91,15 +91,15 @@ class Ledger:
     def _set(self, slot: int, number: int) -> None:
         self.words[slot] = number
 
-    def hold(self, borrower: bytes, number: int, pid: int, freed: Callable[[], object]) -> None:
+    def hold(self, borrower: bytes, number: int, process: int, freed: Callable[[], object]) -> None:
         """Keep a hand-over until the borrower says that it has let go, or its process has ended.
 
         :param borrower: its endpoint.
-        :param pid: its process; 0: it is not known.
+        :param process: the number of its process; 0: it is not known.
         :param freed: called then.
         """
         try:
-            fd = process_descriptor(pid)
+            fd = process_descriptor(process)
         except ProcessLookupError:
             freed()
             return
@@ -344,7 +344,10 @@ class Lease(LeasedBlocks):
         """Take every hand-over back, and give the blocks back unless they are held."""
         self._ending = True
         try:
-            with anyio.CancelScope(shield=True), contextlib.suppress(CommError):  # The hand-over itself raises the error.
+            with (
+                anyio.CancelScope(shield=True),
+                contextlib.suppress(CommError),
+            ):  # The hand-over itself raises the error.
                 await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
         finally:  # No scope shields a task from asyncio's own cancel(), which comes here once all of it has ended.
             self._ended = True

@@ -69,7 +69,8 @@ class Here(msgspec.Struct, tag=7, array_like=True):
 
     place: str
     """The host and its numbering of processes: ends of one place may map each other's memory."""
-    pid: int
+    process: int
+    """Its number there; 0: it is not known."""
 
 
 class Shelf(msgspec.Struct, tag=8, array_like=True):

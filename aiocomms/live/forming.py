@@ -22,7 +22,7 @@ from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.live.shared import SharedRegisters
 from aiocomms.live.stored import StoreRegisters
 from aiocomms.lowlevel import clock
-from aiocomms.lowlevel.hosts import host_id
+from aiocomms.lowlevel.hosts import PROCESS_BITS, host_id, process_number
 from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
@@ -84,7 +84,7 @@ async def _take(registers: Registers, rank: int) -> int:
     :raises ArgumentError: a process has it that lives.
     """
     salt = int.from_bytes(clock.token_bytes(4), "little") % (1 << _SALT_BITS)
-    mine = shared.holder_of(os.getpid(), salt)
+    mine = salt << PROCESS_BITS | process_number(os.getpid())  # A process may have several places.
     if clock.simulation is not None:
         mine = 2 + int.from_bytes(clock.token_bytes(7), "little")
     held = await registers.load(place_of(rank))
@@ -108,7 +108,7 @@ class Opened(NamedTuple):
     @classmethod
     def here(cls, fd: int) -> Self:
         """Return this process."""
-        return cls(os.getpid(), shared.holder_of(os.getpid(), 0), fd, os.fstat(fd).st_ino)
+        return cls(os.getpid(), process_number(os.getpid()), fd, os.fstat(fd).st_ino)
 
     @classmethod
     def listed(cls, text: str) -> list[Self]:
@@ -121,7 +121,7 @@ class Opened(NamedTuple):
     @property
     def lives(self) -> bool:
         """True if the process lives."""
-        return shared.holder_of(self.pid, 0) == self.holder
+        return process_number(self.pid) == self.holder
 
     def opened(self) -> int | None:
         """Open the memory; None: the process is gone, or has closed it.

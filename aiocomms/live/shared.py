@@ -11,11 +11,9 @@ import functools
 import importlib
 import mmap
 import os
-import select
 import socket
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import anyio
@@ -27,7 +25,7 @@ from aiocomms.live.registers import LANES, LONG, PER_LANE, Shortcut, area_of, pl
 from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
-from aiocomms.lowlevel.hosts import process_descriptor
+from aiocomms.lowlevel.hosts import PROCESS_BITS, process_descriptor
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
@@ -45,8 +43,6 @@ _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
 """The mark of a process that the kernel does not watch: it may live, until a deadline passes."""
-_PID_BITS: Final = 22
-_START_BITS: Final = 24
 
 
 def native() -> Any:
@@ -76,19 +72,6 @@ def new_memory(size: int, capacity: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def holder_of(pid: int, salt: int) -> int:
-    """Return the number by which a process holds a place; 0: there is no such process.
-
-    :param salt: tells apart places of one process.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    except OSError:
-        return 0
-    started = int(fields[19]) % (1 << _START_BITS)  # Field 22 of proc_pid_stat(5), in ticks since boot.
-    return (salt << _START_BITS | started) << _PID_BITS | pid
 
 
 class SharedRegisters:
@@ -213,16 +196,12 @@ class SharedRegisters:
         return self._living[holder] is not None
 
     def _watched(self, holder: int) -> int | None:
-        pid = holder & ((1 << _PID_BITS) - 1)
         try:
-            fd = process_descriptor(pid)
+            fd = process_descriptor(holder % (1 << PROCESS_BITS))
         except ProcessLookupError:
             return None
         if fd is None:
             return _UNWATCHED
-        if holder_of(pid, holder >> (_PID_BITS + _START_BITS)) != holder or _ended(fd):
-            os.close(fd)
-            return None
         self._driver.watch(fd, functools.partial(self._died, holder, fd))
         return fd
 
@@ -258,12 +237,6 @@ class SharedRegisters:
 
     def _begin(self, area: int) -> int:
         return _AREAS + area * _stride(self._capacity)
-
-
-def _ended(pidfd: int) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _stride(capacity: int) -> int:

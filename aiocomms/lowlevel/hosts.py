@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterable
@@ -19,6 +20,9 @@ from aiocomms.lowlevel.auth import check_exposed
 from aiocomms.lowlevel.jobstore import JobStore
 
 LOOPBACK: Final = "127.0.0.1"
+PROCESS_BITS: Final = 46
+"""Bits of the number of a process."""
+_PID_BITS: Final = 22
 _SIOCGIFADDR: Final = 0x8915
 
 
@@ -38,23 +42,47 @@ def this_process() -> tuple[str, int]:
     """
     if clock.simulation is not None:
         return clock.simulation.host(), 0
-    return host_id("pid"), os.getpid()
+    return host_id("pid"), process_number(os.getpid())
 
 
-def process_descriptor(pid: int) -> int | None:
+def process_number(pid: int) -> int:
+    """Return the number of a process of this place, which tells it from later ones with its pid; 0: there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0
+    started = int(fields[19])  # Field 22 of proc_pid_stat(5), in ticks since boot.
+    return (started << _PID_BITS | pid) % (1 << PROCESS_BITS)
+
+
+def process_descriptor(number: int) -> int | None:
     """Return a descriptor that is readable once a process of this place has ended; see ``pidfd_open(2)``.
 
-    :returns: None: the kernel has none, or ``pid`` is 0.
-    :raises ProcessLookupError: there is no such process.
+    :param number: the process's, as :func:`process_number` gives it.
+    :returns: None: the kernel has none, or ``number`` is 0.
+    :raises ProcessLookupError: it has ended; another process may have its pid.
     """
+    pid = number % (1 << _PID_BITS)
     if not pid:
         return None
     try:
-        return os.pidfd_open(pid)
+        fd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except OSError:
         return None
+    # A process that this user may not see has no number. One whose number was read is that of the descriptor, unless
+    # that one has ended.
+    if process_number(pid) not in (0, number) or _ended(fd):
+        os.close(fd)
+        raise ProcessLookupError(f"process {pid} is another one, or has ended")
+    return fd
+
+
+def _ended(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
