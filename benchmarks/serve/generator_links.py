@@ -3,8 +3,8 @@
 It is written as one writes it today. All ranks are one job, rank by rank the front, the prefill group's and then those
 of each decode group, and form all process groups at its start. Every call of gloo's blocks, so each process group has a
 thread of its own for them, and carries them in one order: so the ranks of a group carry out one plan after the other.
-Pages go as messages, one for each push, and a thread of the decode rank waits for the next one. Leaders talk to the
-front over TCP.
+The pages of a prompt go as a message, and a thread of the decode rank waits for the next one. Leaders talk to the front
+over TCP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 import signal
 import struct
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ import anyio
 import torch
 import torch.distributed as dist
 from text_generator.model import DTYPE, Part
+from text_generator.pages import Pages
 from torch import Tensor
 
 from benchmarks.serve import gloo
@@ -41,8 +42,6 @@ Execute = Callable[[Any], Awaitable[Any]]
 LOST = LostError
 Description = int
 """The place at which a rank is reached: its number in the job."""
-PIECES = 256
-"""Pieces of pages that a message may have."""
 new_group = partial(gloo.Group, lost=LOST)
 
 
@@ -198,12 +197,12 @@ async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) 
 
 
 class Receiver:
-    """A decode rank's end: a thread waits for what the prefill rank sends, and puts it into the pages."""
+    """A decode rank's end: a thread waits for the pages that the prefill rank sends."""
 
-    def __init__(self, here: Endpoint, memory: Tensor) -> None:
-        self.description, self._memory = _job.rank, memory.view(-1)
+    def __init__(self, here: Endpoint) -> None:
+        self.description = _job.rank
         self._way = _job.ways[_job.rank]
-        self._filled: set[int] = set()
+        self._sent: dict[int, Tensor] = {}
         self._news = anyio.Event()
 
     async def listen(self) -> None:
@@ -214,70 +213,63 @@ class Receiver:
         await lost
 
     def _hear(self, loop: asyncio.AbstractEventLoop, lost: asyncio.Future[None]) -> None:
-        head = torch.empty(
-            2 + PIECES, dtype=torch.int64
-        )  # how many pieces, and where each belongs; or a sequence's key
+        head = torch.empty(3, dtype=torch.int64)  # the key of a sequence, how many pages follow, and their size
         sender = self._way.ranks[0]
         try:
             while True:
                 dist.recv(head, sender, self._way.group)
-                count, size, *places = head.tolist()
-                if count == 0:
-                    loop.call_soon_threadsafe(self._have, size)
-                    continue
-                pieces = torch.empty(count, size, dtype=DTYPE)
-                dist.recv(pieces, sender, self._way.group)
-                for piece, place in zip(pieces, places, strict=False):
-                    self._memory[place : place + size] = piece
+                key, *shape = head.tolist()
+                pages = torch.empty(shape, dtype=DTYPE)
+                dist.recv(pages, sender, self._way.group)
+                loop.call_soon_threadsafe(self._have, key, pages)
         except RuntimeError as error:
             why = LostError(f"gloo has failed: {error}")
             loop.call_soon_threadsafe(lambda: lost.done() or lost.set_exception(why))
 
-    def _have(self, key: int) -> None:
-        self._filled.add(key)
+    def _have(self, key: int, pages: Tensor) -> None:
+        self._sent[key] = pages
         self._news.set()
         self._news = anyio.Event()
 
-    async def settled(self, sender: str, key: int) -> bool:
+    async def read(self, sender: str, key: int, pages: list[Tensor]) -> bool:
         """See `text_generator.links`."""
-        while key not in self._filled:
+        while key not in self._sent:
             await self._news.wait()
-        self._filled.discard(key)
+        for page, sent in zip(pages, self._sent.pop(key), strict=True):
+            page.view(-1).copy_(sent)
         return True
 
 
 class Sender:
     """A prefill rank's end."""
 
-    def __init__(self, here: Endpoint, name: str) -> None:
+    def __init__(self, here: Endpoint, name: str, memory: Tensor) -> None:
+        self._memory, self._pages = memory, Pages(len(memory))
+        self._taken: dict[int, list[int]] = {}
         self._ways: dict[str, gloo.Group] = {}
 
     async def connect(self, decoder: str, at: Description) -> None:
         """Get to know a decoder."""
         self._ways[decoder] = _job.ways[at]
 
-    async def push(self, decoder: str, pieces: Iterable[tuple[Tensor, int]]) -> None:
+    async def pages(self, key: int, count: int) -> list[int]:
         """See `text_generator.links`."""
-        tensors, places = zip(*pieces, strict=True)
-        await self._ways[decoder].call(_push, torch.stack(tensors).flatten(1), places)
+        if key not in self._taken:
+            self._taken[key] = await self._pages.take(count)
+        return self._taken[key]
 
-    async def signal(self, decoder: str, key: int) -> None:
+    async def hand(self, key: int, decoder: str) -> None:
+        """See there. What nobody reads stays at the decoder."""
+        await self._ways[decoder].call(_push, key, self._memory[self._taken[key]].flatten(1))
+
+    async def free(self, key: int) -> None:
         """See there."""
-        head = torch.zeros(2 + PIECES, dtype=torch.int64)
-        head[1] = key
-        await self._ways[decoder].call(_send, head)
+        self._pages.give_back(self._taken.pop(key, []))
 
 
-def _push(data: Tensor, places: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    for some, where in zip(data.split(PIECES), torch.tensor(places).split(PIECES), strict=True):
-        head = torch.zeros(2 + PIECES, dtype=torch.int64)
-        head[0], head[1], head[2 : 2 + len(where)] = *some.shape, where
-        _send(head, group)
-        _send(some, group)
-
-
-def _send(data: Tensor, group: dist.ProcessGroup) -> None:
-    dist.send(data, dist.get_global_rank(group, 1), group)
+def _push(key: int, pages: Tensor, group: dist.ProcessGroup) -> None:
+    for part in (torch.tensor([key, *pages.shape]), pages):
+        dist.send(part, dist.get_global_rank(group, 1), group)
 
 
 # ---------------------------------------------------------------------------------------------- with the front

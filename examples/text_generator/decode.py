@@ -1,4 +1,4 @@
-"""Decode: continuous batching over a paged cache that the prefill group writes into."""
+"""Decode: continuous batching over a paged cache, of which the prefill group computes the beginning."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ AT_ONCE = 16
 
 
 class DecodeRank(Rank):
-    """Its part of a plan: a step of a batch, or waiting until pages have been filled."""
+    """Its part of a plan: a step of a batch, or reading what the prefill group has computed."""
 
     def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures, here: Endpoint, name: str) -> None:
         super().__init__(group, shard, cache, measures)
-        self._receiver = Receiver(here, cache.memory)
+        self._receiver = Receiver(here)
         self.description, self.listen = self._receiver.description, self._receiver.listen
-        self.kinds["settle"] = self.settle
+        self.kinds["read"] = self.read
 
-    async def settle(self, sender: str, key: int) -> bool:
-        """Wait until nobody writes into a sequence's pages any more; whether all have been filled, on all ranks."""
-        return await self.group.everywhere(await self._receiver.settled(sender, key))
+    async def read(self, sender: str, key: int, pages: list[int]) -> bool:
+        """Read a sequence's pages; whether they were there, on all ranks."""
+        read = await self._receiver.read(sender, key, [self.cache.memory[page] for page in pages])
+        return await self.group.everywhere(read)
 
 
 @dataclass(eq=False)
@@ -42,10 +43,8 @@ class Sequence:
 
     key: int
     pages: int
-    filler: str | None = None
-    """The prefill group that may have begun to write into its pages."""
-    settled: bool = False
-    """Whether nobody writes into its pages any more."""
+    filler: str = ""
+    """The prefill group that has its first pages."""
     left: float | None = None
     """When its client has left."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
@@ -120,20 +119,19 @@ class DecodeLeader(Leader):
         self.tasks.start_soon(self._live, sequence)
 
     def on_go(self, key: int, filler: str, token: int, place: int, missing: int) -> None:
-        """Its pages have been filled: so many tokens are missing, of which the first one goes on from here."""
+        """Its prompt is through the model: so many tokens are missing, of which the first one goes on from here."""
         sequence = self._sequences[key]
         sequence.filler, sequence.token, sequence.place, sequence.missing = filler, token, place, missing
         sequence.go.set()
 
-    def on_drop(self, key: int, filler: str | None, left: float | None) -> None:
+    def on_drop(self, key: int, left: float | None) -> None:
         """Nobody waits for it any more.
 
-        :param filler: the prefill group that was told to fill its pages, if one was
         :param left: when its client has left, by this host's monotonic clock
         """
         if key in self._sequences:  # else it has just ended
             sequence = self._sequences[key]
-            sequence.filler, sequence.left = sequence.filler or filler, left
+            sequence.left = left
             for batch in self._batches:
                 batch.remove(sequence)  # at once: its task hears of it only at the loop's next turn
             sequence.scope.cancel()
@@ -143,21 +141,19 @@ class DecodeLeader(Leader):
         with sequence.scope:
             self._waited.inc(self._pages.free < sequence.pages)
             sequence.table = await self._pages.take(sequence.pages)
-            self.channel.tell("table", sequence.key, sequence.table, self._pages.free)
+            self.channel.tell("room", sequence.key, self._pages.free)
             await sequence.go.wait()
             await self._decode(sequence)
-        if not sequence.settled and sequence.filler is not None:
-            await self.group.run(("settle", sequence.filler, sequence.key))
         self._pages.give_back(sequence.table)
         del self._sequences[sequence.key]
         late = None if sequence.left is None else time.monotonic() - sequence.left
         self.channel.tell("freed", sequence.key, late, self._pages.free)
 
     async def _decode(self, sequence: Sequence) -> None:
-        with anyio.CancelScope(shield=True):
-            filled = await self.group.run(("settle", sequence.filler, sequence.key))
-            sequence.settled = True
-        if not filled:
+        with anyio.CancelScope(shield=True):  # nothing is read into pages that are another's
+            pages = sequence.table[: pages_for(sequence.place)]
+            there = await self.group.run(("read", sequence.filler, sequence.key, pages))
+        if not there:
             self.channel.tell("lost", sequence.key)
             return
         batch = min(self._batches, key=lambda batch: len(batch.live))

@@ -1,8 +1,8 @@
 """The front: it knows the groups, and takes each request through one of them after the other. It computes nothing.
 
 client ──> front ── take ──> decoder       the pages of the whole sequence, when they are free
-           front ── fill ──> prefill ═══ put, signal ═══> the decoder's pages
-           front ── go ────> decoder       then a token at each step, until all are there or the client leaves
+           front ── fill ──> prefill       the prompt's pages, which are handed over
+           front ── go ────> decoder       reads them; then a token at each step, until the client leaves or has all
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class Call:
     def __init__(self, key: int, prefill: Group, decoder: Group) -> None:
         self.key, self.prefill, self.decoder = key, prefill, decoder
         self.heard: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self.filler: str | None = None  # once it was told to fill pages
-        self.filling = False
+        self.filling = False  # the prefill group may have pages that nobody will ask for
 
     async def hear(self, wanted: str) -> Any:
         """What the next message says.
@@ -121,7 +120,7 @@ class Front:
             group = self.groups[name] = Group(role, name, channel, ranks, pages, pages - 1)
             for prefill, decoder in itertools.product(self._of("prefill"), self._of("decode")):
                 if group in (prefill, decoder):
-                    prefill.channel.tell("connect", decoder.name, decoder.ranks, decoder.pages)
+                    prefill.channel.tell("connect", decoder.name, decoder.ranks)
             while True:
                 kind, *what = await channel.hear()
                 getattr(self, f"_on_{kind}")(group, *what)
@@ -161,13 +160,11 @@ class Front:
         prefill.knows.add(decoder)
         self._tell()
 
-    def _on_table(self, decoder: Group, key: int, table: list[int], free: int) -> None:
+    def _on_room(self, decoder: Group, key: int, free: int) -> None:
         decoder.free = free
-        self._pass_on(decoder, key, "table", table)
+        self._pass_on(decoder, key, "room", None)
 
     def _on_filled(self, prefill: Group, key: int, token: int | None) -> None:
-        if key in prefill.calls:
-            prefill.calls[key].filling = False
         self._pass_on(prefill, key, "lost" if token is None else "filled", token)
 
     def _on_tokens(self, decoder: Group, tokens: list[tuple[int, int]]) -> None:
@@ -250,12 +247,13 @@ class Front:
     async def _attempt(self, call: Call, text: bytes, missing: int) -> AsyncGenerator[int]:
         decoder, prefill = call.decoder.channel, call.prefill.channel
         decoder.tell("take", call.key, pages_for(len(text) + missing))
-        pages = await call.hear("table")
+        await call.hear("room")
         if call.prefill.name not in self.groups:
             raise LostError(f"{call.prefill.name} is gone")
-        call.filler, call.filling = call.prefill.name, True
-        prefill.tell("fill", call.key, call.decoder.name, pages, text)
+        call.filling = True
+        prefill.tell("fill", call.key, call.decoder.name, text)
         token = await call.hear("filled")
+        call.filling = False
         decoder.tell("go", call.key, call.prefill.name, token, len(text), missing - 1)
         yield token
         for _ in range(missing - 1):
@@ -319,4 +317,4 @@ class _Calling:
             del group.calls[call.key]
         if call.filling:
             call.prefill.channel.tell("stop", call.key)
-        call.decoder.channel.tell("drop", call.key, call.filler, self._client.left)
+        call.decoder.channel.tell("drop", call.key, self._client.left)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import aiocomms
-from aiocomms import Communicator, Endpoint, Peer, ReduceOp, RemoteRegion
+from aiocomms import Communicator, Endpoint, HandedLease, Lease, Peer, ReduceOp
 from aiocomms.errors import CommError
 from aiocomms.integrations import prometheus
 from aiocomms.serving import Service
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Execute = Callable[[Any], Awaitable[Any]]
 LOST = CommError
 """What every link raises when the other side, or a rank of the group, is lost."""
-Description = tuple[bytes, bytes]
-"""Where a rank is reached, and its pages: an address and a descriptor."""
+Description = bytes
+"""The address at which a rank is reached."""
 FORM = 60.0  # seconds in which the ranks of a group find each other, however busy the machine
 
 
@@ -174,51 +174,53 @@ async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) 
 
 
 class Receiver:
-    """A decode rank's end: others write into its pages."""
+    """A decode rank's end: it reads pages that prefill ranks hand over."""
 
-    def __init__(self, here: Endpoint, memory: Tensor) -> None:
-        self._here, self._region = here, here.register(memory, read=False)
-        self._filled: dict[str, set[int]] = {}
-        """Which sequences have been filled, by who has; of those that are connected."""
+    def __init__(self, here: Endpoint) -> None:
+        self._here = here
+        self._handed: dict[int, HandedLease] = {}
+        """What was handed over and not read yet, by the sequence."""
+        self._senders: set[str] = set()
         self._news = anyio.Event()
 
     @property
     def description(self) -> Description:
-        """What a sender needs."""
-        return self._here.address, self._region.descriptor
+        """Return what a sender needs."""
+        return self._here.address
 
     async def listen(self) -> None:
         """Hear from whoever connects, until cancelled."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._collect)
             while True:
-                tasks.start_soon(self._hear, await self._here.accept())
+                tasks.start_soon(self._know, await self._here.accept())
 
-    async def _hear(self, peer: Peer) -> None:
-        """The k-th message names the sequence that the k-th signal is for, which vouches for all puts before it."""
+    async def _know(self, peer: Peer) -> None:
         name = ""
         with suppress(LOST):
             name = await peer.recv_object()
-            filled = self._filled[name] = set()
+            self._senders.add(name)
             await peer.send_object(None)
-            while True:
-                key = await peer.recv_object(timeout=None)
-                await peer.wait_signal()
-                filled.add(key)
-                self._tell()
-        self._filled.pop(name, None)
+            await peer.lost()
+        self._senders.discard(name)
         self._tell()
         await peer.aclose()
 
-    async def settled(self, sender: str, key: int) -> bool:
-        """Wait until a sender writes no more into a sequence's pages: it has filled them, or is gone.
+    async def _collect(self) -> None:
+        async for handed in self._here.handed():
+            self._handed = {key: it for key, it in self._handed.items() if it.error is None}
+            self._handed[handed.meta] = handed
+            self._tell()
 
-        :returns: whether it has
-        """
-        while key not in (filled := self._filled.get(sender, set())) and sender in self._filled:
+    async def read(self, sender: str, key: int, pages: list[Tensor]) -> bool:
+        """Read the pages of a sequence, and give them back; whether they were there: the sender may be gone."""
+        while key not in self._handed and sender in self._senders:
             await self._news.wait()
-        there = key in filled
-        filled.discard(key)
-        return there
+        with suppress(LOST, KeyError):
+            async with self._handed.pop(key) as handed:
+                await handed.read(pages)
+            return True
+        return False
 
     def _tell(self) -> None:
         self._news.set()
@@ -226,42 +228,41 @@ class Receiver:
 
 
 class Sender:
-    """A prefill rank's end: it writes into decoders' pages.
+    """A prefill rank's end: it leases its pages to sequences, and hands them over to decoders.
 
     :param name: of its group, by which decoders know it
     """
 
-    def __init__(self, here: Endpoint, name: str) -> None:
-        self._here, self._name = here, name
-        self._decoders: dict[str, tuple[Peer, RemoteRegion, asyncio.Lock]] = {}
+    def __init__(self, here: Endpoint, name: str, memory: Tensor) -> None:
+        self._here, self._name, self._pool = here, name, here.new_pool(memory)
+        self._decoders: dict[str, Peer] = {}
+        self._leases: dict[int, tuple[Lease, AsyncExitStack]] = {}
 
     async def connect(self, decoder: str, at: Description) -> None:
-        """Be able to write into a decoder's pages."""
-        address, descriptor = at
-        peer = await self._here.connect(address)
-        region = await peer.attach(descriptor)
+        """Be able to hand pages over to a decoder."""
+        peer = await self._here.connect(at)
         await peer.send_object(self._name)
         await peer.recv_object()
-        self._decoders[decoder] = peer, region, asyncio.Lock()
+        self._decoders[decoder] = peer
         peer.register_abort_hook(lambda _: self._decoders.pop(decoder, None))
 
-    async def push(self, decoder: str, pieces: Iterable[tuple[Tensor, int]]) -> None:
-        """Write pieces of pages; done when they may be changed here."""
-        _, region, _ = self._decoder(decoder)
-        for work in [region.put(piece, offset) for piece, offset in pieces]:
-            await work
+    async def pages(self, key: int, count: int) -> list[int]:
+        """Take so many pages for a sequence, unless it has them; which they are."""
+        if key not in self._leases:
+            kept = AsyncExitStack()
+            self._leases[key] = await kept.enter_async_context(self._pool.lease(count)), kept
+        return list(self._leases[key][0].blocks)
 
-    async def signal(self, decoder: str, key: int) -> None:
-        """Nothing more will be written for a sequence, and all that was has arrived."""
-        peer, _, turn = self._decoder(decoder)
-        async with turn:  # or another's signal might come between this one and its name
-            await peer.signal()
-            await peer.send_object(key)
+    async def hand(self, key: int, decoder: str) -> None:
+        """Hand a sequence's pages over, and wait until the decoder has read them."""
+        if decoder not in self._decoders:
+            raise LOST(f"{decoder} is gone")
+        await self._decoders[decoder].hand_over(self._leases[key][0], key, timeout=None)
 
-    def _decoder(self, name: str) -> tuple[Peer, RemoteRegion, asyncio.Lock]:
-        if name not in self._decoders:
-            raise LOST(f"{name} is gone")
-        return self._decoders[name]
+    async def free(self, key: int) -> None:
+        """Give a sequence's pages back, when nobody reads them any more."""
+        if key in self._leases:
+            await self._leases.pop(key)[1].aclose()
 
 
 # ---------------------------------------------------------------------------------------------- with the front

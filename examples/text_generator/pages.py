@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,8 +14,6 @@ from torch.nn import functional
 from .model import DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .model import Layer, Part, Shape, Shard
 
 PAGE = 16
@@ -62,21 +59,13 @@ class Step:
 class Cache:
     """The memory of a rank's pages: the keys and values of its layers and heads.
 
-    `memory` is float64 `[layers, keys or values, pages, PAGE, heads, head]`, and 2 * layers pieces of it are a page.
+    `memory` is float64 `[pages, layers, keys or values, PAGE, heads, head]`, and `layers` is the same by layers.
     """
 
     def __init__(self, shape: Shape, part: Part, pages: int) -> None:
         layers, heads = len(part.layers(shape)), shape.heads // part.shards
-        self.memory = torch.zeros(layers, 2, pages, PAGE, heads, shape.head, dtype=DTYPE).share_memory_()
-
-    def pieces(self, page: int, pages: int, target: int) -> Iterator[tuple[Tensor, int]]:
-        """The pieces of a page, and where they belong in the memory of a like rank.
-
-        :param pages: how many pages that rank has
-        :param target: which of them it is to be
-        """
-        for i, piece in enumerate(self.memory[:, :, page].flatten(0, 1)):
-            yield piece, (i * pages + target) * piece.numel()
+        self.memory = torch.zeros(pages, layers, 2, PAGE, heads, shape.head, dtype=DTYPE).share_memory_()
+        self.layers = self.memory.movedim(0, 2)
 
 
 async def run_step(shard: Shard, cache: Cache, links: Links, step: Step) -> tuple[Tensor, Tensor] | None:
@@ -92,7 +81,7 @@ async def run_step(shard: Shard, cache: Cache, links: Links, step: Step) -> tupl
     cos, sin = shard.cos[places], shard.sin[places]
     where = step.tables.gather(1, places // PAGE), places % PAGE
     visible = (torch.arange(step.tables.shape[1] * PAGE) <= places[:, :, None])[:, None]
-    for layer, memory in zip(shard.layers, cache.memory, strict=True):
+    for layer, memory in zip(shard.layers, cache.layers, strict=True):
         x = x + await links.sum(_attend(layer, memory, x, cos, sin, where, step.tables, visible))
         await asyncio.sleep(0)  # a sum that is there at once lets nobody else run
         x = x + await links.sum(layer.feed(x))
@@ -153,14 +142,6 @@ class Pages:
         """They are free from now on."""
         self._free += pages
         self._serve()
-
-    @contextmanager
-    def kept(self, pages: list[int]) -> Iterator[None]:
-        """They are free at the end of the block."""
-        try:
-            yield
-        finally:
-            self.give_back(pages)
 
     def _serve(self) -> None:
         while self._waiting and self._waiting[0][0] <= len(self._free):

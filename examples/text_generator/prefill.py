@@ -1,14 +1,15 @@
-"""Prefill: prompts go through the model in chunks, and their pages into a decoder's memory."""
+"""Prefill: prompts go through the model in chunks, and their pages are handed over to a decoder."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import torch
 
 from .links import LOST, Channel, Description, Endpoint, Group, Sender
-from .pages import PAGE, Pages, Step, pages_for, table
+from .pages import PAGE, Step, pages_for, table
 from .worker import Leader, Rank
 
 if TYPE_CHECKING:
@@ -24,34 +25,31 @@ AT_ONCE = 4
 
 def pages_at_once(shape: Shape) -> int:
     """How many pages the group needs itself."""
-    return 1 + AT_ONCE * pages_for(shape.context)
+    return AT_ONCE * pages_for(shape.context)
 
 
 class PrefillRank(Rank):
-    """Its part of a plan: a chunk, whose pages it writes where a decoder wants them."""
+    """Its part of a plan: a chunk, and what becomes of the pages of a prompt."""
 
     description = None
 
     def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures, here: Endpoint, name: str) -> None:
         super().__init__(group, shard, cache, measures)
-        self._sender = Sender(here, name)
-        self._pages: dict[str, int] = {}
-        self.kinds |= {"connect": self.connect, "fill": self.fill, "signal": self._sender.signal}
+        self._sender = Sender(here, name, cache.memory)
+        self.kinds |= {"connect": self.connect, "fill": self.fill}
+        self.kinds |= {"hand": self._sender.hand, "free": self._sender.free}
 
     async def listen(self) -> None:
         """Nobody connects with it."""
 
-    async def connect(self, decoder: str, ranks: list[Description], pages: int) -> None:
+    async def connect(self, decoder: str, ranks: list[Description]) -> None:
         """Get to know a decoder: this rank connects with the one that has the same part of the model."""
-        self._pages[decoder] = pages
         await self._sender.connect(decoder, ranks[self.group.rank])
 
-    async def fill(self, packed: list[torch.Tensor], decoder: str, pairs: list[tuple[int, int]]) -> Any:
-        """Take a chunk through the model, and write pages of it: from which of these to which of the decoder's."""
-        chosen = await self.step(packed)
-        pieces = (self.cache.pieces(own, self._pages[decoder], target) for own, target in pairs)
-        await self._sender.push(decoder, [piece for page in pieces for piece in page])
-        return chosen
+    async def fill(self, key: int, count: int, tokens: torch.Tensor, begin: int) -> Any:
+        """Take a chunk of a prompt through the model, over pages of this rank's own choice: so many for all of it."""
+        pages = (await self._sender.pages(key, count))[: pages_for(begin + tokens.shape[1])]
+        return await self.step(Step(tokens, torch.tensor([begin]), table([pages])).pack())
 
 
 class PrefillLeader(Leader):
@@ -59,56 +57,50 @@ class PrefillLeader(Leader):
 
     def __init__(self, rank: PrefillRank, channel: Channel, pages: int) -> None:
         super().__init__(rank, channel)
-        self._pages = Pages(pages)
         self._at_once = asyncio.Semaphore(AT_ONCE)
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, anyio.CancelScope] = {}
 
-    def on_connect(self, decoder: str, ranks: list[Description], pages: int) -> None:
+    def on_connect(self, decoder: str, ranks: list[Description]) -> None:
         """There is another decoder."""
-        self.tasks.start_soon(self._connect, decoder, ranks, pages)
+        self.tasks.start_soon(self._connect, decoder, ranks)
 
-    async def _connect(self, decoder: str, ranks: list[Description], pages: int) -> None:
+    async def _connect(self, decoder: str, ranks: list[Description]) -> None:
         try:
-            await self.group.run(("connect", decoder, ranks, pages))
+            await self.group.run(("connect", decoder, ranks))
         except LOST:
             return  # it is gone already; if it is this group, its loss ends it
         self.channel.tell("connected", decoder)
 
-    def on_fill(self, key: int, decoder: str, pages: list[int], text: bytes) -> None:
-        """A prompt is to be taken through the model, and its pages to be written into those of a decoder."""
-        self._under_way.add(key)
-        self.tasks.start_soon(self._fill, key, decoder, pages, text)
+    def on_fill(self, key: int, decoder: str, text: bytes) -> None:
+        """A prompt is to be taken through the model, and its pages to be handed over to a decoder."""
+        self._under_way[key] = anyio.CancelScope()
+        self.tasks.start_soon(self._fill, key, decoder, text)
 
     def on_stop(self, key: int) -> None:
         """Nobody waits for it any more."""
-        self._under_way.discard(key)
+        if key in self._under_way:
+            self._under_way[key].cancel()
 
-    async def _fill(self, key: int, decoder: str, targets: list[int], text: bytes) -> None:
-        token = None
-        try:
-            async with self._at_once:
-                own = await self._pages.take(pages_for(len(text)))
-                with self._pages.kept(own):
-                    token = await self._fill_from(key, decoder, own, targets, text)
-        except LOST:
-            if self.group.broken:
-                return  # this process ends, which tells the front
-            token = None  # it has to be done again, with another decoder
-        self._under_way.discard(key)
-        self.channel.tell("filled", key, token)
+    async def _fill(self, key: int, decoder: str, text: bytes) -> None:
+        async with self._at_once:
+            try:
+                token = await self._chunks(key, text)
+                self.channel.tell("filled", key, token)
+                with self._under_way[key]:
+                    await self.group.run(("hand", key, decoder))
+            except LOST:
+                if self.group.broken:
+                    return  # this process ends, which tells the front
+                self.channel.tell("filled", key, None)  # it has to be done again, with another decoder
+            await self.group.run(("free", key))
+        del self._under_way[key]
 
-    async def _fill_from(self, key: int, decoder: str, own: list[int], targets: list[int], text: bytes) -> int | None:
-        """Chunk by chunk; whatever happens, the decoder is told that nothing more comes."""
+    async def _chunks(self, key: int, text: bytes) -> int | None:
+        """Chunk by chunk; the token behind it, unless nobody waits for it any more."""
         token = None
-        try:
-            for begin in range(0, len(text), CHUNK):
-                if key not in self._under_way:
-                    return None
-                end = min(begin + CHUNK, len(text))
-                pages = slice(begin // PAGE, pages_for(end))
-                step = Step(torch.tensor([list(text[begin:end])]), torch.tensor([begin]), table([own[: pages.stop]]))
-                pairs = list(zip(own[pages], targets[pages], strict=True))
-                [token] = await self.choose(("fill", step.pack(), decoder, pairs))
-        finally:
-            await self.group.run(("signal", decoder, key))
+        for begin in range(0, len(text), CHUNK):
+            if self._under_way[key].cancel_called:
+                return None
+            chunk = torch.tensor([list(text[begin : begin + CHUNK])])
+            [token] = await self.choose(("fill", key, pages_for(len(text)), chunk, begin))
         return token
