@@ -1,7 +1,7 @@
 """Leases between processes: a borrower is killed, stands still beyond a deadline and goes on, or leaves, at any step.
 
-Each trial strikes after another time, drawn by a fixed seed: mostly amid a copy of 16 MiB, which the borrower makes
-over and over. Every element of a block has the number of the trial for which it was leased, or what its borrower wrote.
+Each trial strikes after another time, drawn by a fixed seed: mostly amid a copy, which the borrower makes over and
+over. Every element of a block has the number of the trial for which it was leased, or what its borrower wrote.
 """
 
 from __future__ import annotations
@@ -20,13 +20,24 @@ from processes import KILLED, Rank, Run
 
 import aiocomms
 from aiocomms.endpoints import handovers
-from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, PeerDiedError
+from aiocomms.errors import (
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    LeaseError,
+    PeerDiedError,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
-BLOCKS, LENT, WIDTH = 12, 8, 2**18
-"""Blocks of 2 MiB: so many there are, and so many are lent."""
-TRIALS = 8
+BLOCKS, LENT = 12, 8
+"""The blocks that there are, and those that are lent."""
+LARGE, SMALL = 2**18, 2**13
+"""Elements of a block: all that is lent is copied by another thread, or within the call."""
+WORDS = 1024
+"""Every so many elements of a block are looked at, so that copies take most of the time."""
+TRIALS, MOST = 8, 200
 
 
 @pytest.fixture
@@ -42,8 +53,8 @@ def impatient(rank: int) -> None:
 class Owner:
     """The rank that has the blocks, and the borrower of a trial."""
 
-    def __init__(self, here: aiocomms.Endpoint) -> None:
-        self.here, self.pool = here, here.new_pool(torch.zeros(BLOCKS, WIDTH, dtype=torch.int64))
+    def __init__(self, here: aiocomms.Endpoint, width: int = LARGE) -> None:
+        self.here, self.pool = here, here.new_pool(torch.zeros(BLOCKS, width, dtype=torch.int64))
 
     @contextlib.asynccontextmanager
     async def lent(self, number: int, **how: Any) -> AsyncIterator[tuple[asyncio.Future[Any], aiocomms.Lease]]:
@@ -68,18 +79,22 @@ async def use_over_and_over(handed: aiocomms.HandedLease, into: torch.Tensor) ->
         if handed.writable:
             await handed.write(into.fill_(-handed.meta))
         else:
-            await handed.read(into.zero_())
-            assert into.eq(handed.meta).all(), f"another lease's bytes in {handed.meta}"
+            into[:, ::WORDS] = 0
+            await handed.read(into)
+            assert into[:, ::WORDS].eq(handed.meta).all(), f"another lease's bytes in {handed.meta}"
 
 
-async def stopped(place: Rank, write: bool) -> Any:
-    """Rank 1 is stopped amid its copies, beyond the deadline of its lease; then its blocks are leased again."""
+async def stopped(place: Rank, write: bool, width: int, trials: int) -> Any:
+    """Rank 1 is stopped amid its copies, beyond the deadline of its lease; then its blocks are leased again.
+
+    It has no more trials once a word has refused another lease's bytes.
+    """
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
-            return await go_on_after_stops(place, here, write)
+            return await go_on_after_stops(place, here, width, trials)
         place.give("address", here.address)
-        owner, draw, held = Owner(here), random.Random(1), 0
-        for number in range(1, TRIALS + 1):
+        owner, draw, held = Owner(here, width), random.Random(1), 0
+        for number in range(1, trials + 1):
             async with owner.lent(number, write=write, timeout=0.1) as (call, lease):
                 await place.heard(f"begun {number}")
                 await asyncio.sleep(draw.random() * 0.01)
@@ -95,41 +110,58 @@ async def stopped(place: Rank, write: bool) -> Any:
                 await place.heard(f"noticed {number}")
                 assert owner.pool.tensor[list(others.blocks)].eq(1000 + number).all(), "another lease was written"
             place.tell(f"again {number}")
+            if (place.folder / "refused").exists():
+                break
         await here.accept()  # Asked on this connection, the borrower says that it let go.
         await owner.is_whole()
         place.tell("over")
         return held
 
 
-async def go_on_after_stops(place: Rank, here: aiocomms.Endpoint, write: bool) -> int:
-    """Use what is lent, connect again when that is lost; return how often foreign bytes were seen, and refused."""
+async def go_on_after_stops(place: Rank, here: aiocomms.Endpoint, width: int, trials: int) -> list[CommError]:
+    """Use what is lent, connect again when that is lost; return the errors with which foreign bytes were refused."""
     place.say_who()
-    address, foreign = await place.heard_of("address"), 0
-    leases, into = here.handed(), torch.zeros(LENT, WIDTH, dtype=torch.int64)
-    for number in range(1, TRIALS + 1):
+    address, foreign = await place.heard_of("address"), list[CommError]()
+    leases, into = here.handed(), torch.zeros(LENT, width, dtype=torch.int64)
+    for number in range(1, trials + 1):
         peer = await here.connect(address)
         handed = await anext(leases)
         assert handed.meta == number
         place.tell(f"begun {number}")
-        with contextlib.suppress(CommError):
+        try:
             await use_over_and_over(handed, into)
-        foreign += bool(into.eq(1000 + number).any())
+        except CommError as error:
+            if into.eq(1000 + number).any():
+                foreign.append(error)
+            if into.eq(1000 + number).any() and isinstance(error, LeaseError):
+                place.tell("refused")
         assert isinstance(await peer.lost(), CommError)
         place.tell(f"noticed {number}")
         await place.heard(f"again {number}")
+        if (place.folder / "refused").exists():
+            break
     await here.connect(address)
     await place.heard("over")
     return foreign
 
 
 def test_reader_that_was_stopped_gets_no_bytes_of_another_lease(ranks: Run) -> None:
-    held, foreign = ranks(2, stopped, False, before=impatient)
+    held, foreign = ranks(2, stopped, False, LARGE, TRIALS, before=impatient)
     assert held == 0
-    print(f"{foreign} of {TRIALS} reads have seen another lease's bytes, and raised")  # The others had none in hand.
+    print(
+        f"{len(foreign)} of {TRIALS} reads have seen another lease's bytes, and raised"
+    )  # The others had none in hand.
+
+
+def test_word_refuses_a_read_before_its_connection_is_known_to_be_lost(ranks: Run) -> None:
+    """Have a reader go on until a word refuses what it has read; without the word it takes that for its lease's."""
+    _, foreign = ranks(2, stopped, False, SMALL, MOST, before=impatient)
+    assert any(isinstance(error, LeaseError) for error in foreign)
+    print(f"the last of {len(foreign)} reads that have seen another lease's bytes was refused by its word")
 
 
 def test_writer_that_was_stopped_writes_into_no_other_lease(ranks: Run) -> None:
-    held, _ = ranks(2, stopped, True, before=impatient)
+    held, _ = ranks(2, stopped, True, LARGE, TRIALS, before=impatient)
     assert held == TRIALS * LENT
 
 
@@ -159,7 +191,7 @@ async def use_until_the_end(place: Rank, here: aiocomms.Endpoint, leave: str = "
     peer = await here.connect(await place.heard_of("address"))
     handed = await anext(here.handed())
     place.tell(f"begun {place.rank}")
-    copies = asyncio.ensure_future(use_over_and_over(handed, torch.zeros(LENT, WIDTH, dtype=torch.int64)))
+    copies = asyncio.ensure_future(use_over_and_over(handed, torch.zeros(LENT, LARGE, dtype=torch.int64)))
     if leave:
         await asyncio.sleep(random.Random(place.rank).random() * 0.01)
         await peer.aclose() if leave == "close" else peer.abort("it leaves")
