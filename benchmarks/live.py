@@ -21,7 +21,7 @@ import torch.distributed as dist
 import aiocomms
 from aiocomms.cli.bench.machine import bind
 from aiocomms.errors import CommError
-from aiocomms.live import shared
+from aiocomms.live import forming
 from benchmarks.processes import Call, in_processes, in_two_processes, timed
 
 SIZES = {8: 2000, 2**20: 200}
@@ -30,13 +30,13 @@ SIZES = {8: 2000, 2**20: 200}
 
 async def grouped(store: dist.Store, rank: int, size: int, native: bool = True) -> aiocomms.LiveGroup:
     """Form a group, in memory or in the store."""
-    found = shared.native
+    found = forming.native
     if not native:
-        shared.native = lambda: None
+        forming.native = lambda: None
     try:
         return await aiocomms.live_group("shared" if native else "store", store=store, rank=rank, size=size)
     finally:
-        shared.native = found
+        forming.native = found
 
 
 async def whole(rank: int, folder: str, rounds: int) -> dict[tuple[int, str], list[float]]:

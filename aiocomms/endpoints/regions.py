@@ -292,6 +292,15 @@ class RemoteRegion(Described):
         self._check("flush", "used", True)
         return self._window.flush(self._owner, timeout=timeout)
 
+    async def _memory(self) -> Tensor | None:
+        """Return the region itself, where this process has mapped it; None: it has not.
+
+        It stays mapped as long as the tensor is kept, whatever becomes of the region.
+        """
+        if not self._window.mapped(self._owner):
+            return None
+        return await self._window.map_remote_tensor(self._owner)
+
     async def aclose(self) -> None:
         """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
         await self._close(self._attachment, "")

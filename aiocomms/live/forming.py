@@ -23,6 +23,7 @@ from aiocomms.live.shared import SharedRegisters
 from aiocomms.live.stored import StoreRegisters
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import PROCESS_BITS, host_id, process_number
+from aiocomms.lowlevel.libraries import native
 from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
@@ -169,7 +170,7 @@ class LiveMeeting:
         theirs = self.store.compare_set("arguments", "", mine).decode()
         if theirs != mine:
             raise ArgumentError(f"size and capacity are {mine}, and those of another rank {theirs}")
-        here = _STORE if shared.native() is None else host_id(*sorted(os.listdir("/proc/self/ns")))  # noqa: PTH208
+        here = _STORE if native() is None else host_id(*sorted(os.listdir("/proc/self/ns")))  # noqa: PTH208
         self.store.set(f"host/{self._place.rank}", here)
         where = self._until(self._agreed, self._absent)
         if where == _STORE:

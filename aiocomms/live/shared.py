@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import mmap
 import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import torch
@@ -26,6 +25,7 @@ from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.hosts import PROCESS_BITS, process_descriptor
+from aiocomms.lowlevel.libraries import native
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
@@ -43,16 +43,6 @@ _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
 """The mark of a process that the kernel does not watch: it may live, until a deadline passes."""
-
-
-def native() -> Any:
-    """Return the module of words in shared memory; None: this installation has none, or this is a simulation."""
-    if clock.simulation is not None:
-        return None
-    try:
-        return importlib.import_module("aiocomms_words")
-    except ImportError:
-        return None
 
 
 def size_of(size: int, capacity: int) -> int:

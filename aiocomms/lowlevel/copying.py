@@ -1,11 +1,14 @@
-"""The copy of a message between two tensors of this process, with the promises of every receive."""
+"""Copies between two tensors of this process: of a message, with the promises of a receive, and those that give way."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from aiocomms.errors import CommError, MessageTruncatedError
 from aiocomms.lowlevel.failures import misfit
+from aiocomms.lowlevel.libraries import native
 from aiocomms.ops.writing import write, writing
 
 
@@ -27,3 +30,31 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
         n = min(given.numel(), wanted.numel())
         write(wanted.view(-1)[:n], given.view(-1)[:n])
     return error
+
+
+def copy_yielding(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors into others of the same shapes, and give way to whatever else wants the processor. Blocks.
+
+    A native thread of the lowest priority copies, while this one waits without the interpreter's lock. What has to be
+    converted, and all where there is no native code, is copied here and by this thread.
+    """
+    module = native()
+    parts = []
+    kept = []  # The memory that the thread reads.
+    for there, part in pairs:
+        if module is None or not _same_bytes(there, part):
+            there.copy_(part)
+            continue
+        size = part.element_size()
+        strides = zip(part.shape, there.stride(), part.stride(), strict=True)
+        dims = [(count, to * size, of * size) for count, to, of in strides]
+        parts.append((there.data_ptr(), part.data_ptr(), size, dims))
+        kept.append(part)
+    if parts:
+        module.copy_yielding(parts)
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of the processor's memory have the same bytes where they are equal."""
+    on_cpu = one.device.type == other.device.type == "cpu"
+    return on_cpu and one.dtype == other.dtype and not (other.is_conj() or other.is_neg())

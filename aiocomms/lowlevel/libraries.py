@@ -1,10 +1,24 @@
-"""The loading of shared libraries while the event loop goes on."""
+"""The loading of shared libraries while the event loop goes on, and of native code that an installation may have."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from collections.abc import Iterable
+from typing import Any
+
+from aiocomms.lowlevel import clock
+
+
+def native() -> Any:
+    """Return the module of what needs native code; None: this installation has none, or this is a simulation."""
+    if clock.simulation is not None:
+        return None
+    try:
+        return importlib.import_module("aiocomms_words")
+    except ImportError:
+        return None
 
 
 def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:

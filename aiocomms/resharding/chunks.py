@@ -135,6 +135,12 @@ def nbytes_of(record: ChunkRecord) -> int:
     return math.prod(record.sizes) * DTYPES[record.dtype].itemsize
 
 
+def view_of(flat: Tensor, record: ChunkRecord) -> Tensor:
+    """Return a chunk in a buffer of bytes."""
+    part = flat[record.place : record.place + nbytes_of(record)]
+    return part.view(DTYPES[record.dtype]).view(record.sizes)
+
+
 def records_of(chunks: Mapping[str, Chunk]) -> tuple[ChunkRecord, ...]:
     """Describe chunks, one behind the other in a buffer."""
     records: list[ChunkRecord] = []

@@ -18,23 +18,26 @@ _NAMED: Final = 3
 
 
 class Copy(NamedTuple):
-    """Something that this rank writes: a box of one of its chunks, to runs of bytes in a target rank's buffer."""
+    """Something that this rank writes: a box of one of its chunks, into a box of a target rank's chunk."""
 
     target: int
-    name: str
+    chunk: ChunkRecord
+    """The chunk there."""
+    there: Box
+    """The part of that chunk."""
     box: Box
-    """The part of this rank's chunk."""
-    dtype: str
-    """The dtype there."""
-    starts: list[int]
-    """The byte of the buffer at which each run begins."""
-    run: int
-    """Bytes of a run."""
+    """The part of this rank's chunk of the same tensor."""
 
     @property
     def nbytes(self) -> int:
         """Its bytes on the way."""
-        return self.run * len(self.starts)
+        return self.box.numel * DTYPES[self.chunk.dtype].itemsize
+
+    def runs(self) -> tuple[list[int], int]:
+        """Return the bytes of the target rank's buffer at which its runs begin, and the bytes of each."""
+        itemsize = DTYPES[self.chunk.dtype].itemsize
+        starts, run = runs(self.there, self.chunk.sizes)
+        return [self.chunk.place + start * itemsize for start in starts], run * itemsize
 
 
 class MovePlan(NamedTuple):
@@ -114,10 +117,5 @@ def _boxes(chunks: list[tuple[int, ChunkRecord]]) -> list[tuple[int, Box]]:
 
 def _copies(part: Portion, mine: ChunkRecord, theirs: ChunkRecord) -> list[Copy]:
     """Cut a portion into blocks."""
-    itemsize = DTYPES[theirs.dtype].itemsize
-    found: list[Copy] = []
-    for box in pieces(part.box, BLOCK // itemsize):
-        starts, run = runs(box.within(box_of(theirs)), theirs.sizes)
-        places = [theirs.place + start * itemsize for start in starts]
-        found.append(Copy(part.target, theirs.name, box.within(box_of(mine)), theirs.dtype, places, run * itemsize))
-    return found
+    boxes = pieces(part.box, BLOCK // DTYPES[theirs.dtype].itemsize)
+    return [Copy(part.target, theirs, box.within(box_of(theirs)), box.within(box_of(mine))) for box in boxes]

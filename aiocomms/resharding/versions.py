@@ -12,8 +12,8 @@ from aiocomms.endpoints.regions import Region
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.ops import buffers
 from aiocomms.ops.modes import unaffected
-from aiocomms.resharding.chunks import Chunk, nbytes_of, size_of
-from aiocomms.resharding.words import DTYPES, ChunkRecord
+from aiocomms.resharding.chunks import Chunk, size_of, view_of
+from aiocomms.resharding.words import ChunkRecord
 
 
 class Weights(Mapping[str, Tensor]):
@@ -54,7 +54,7 @@ class VersionMemory:
             return
         flat = await run_in_thread(self._allocated)
         self._regions[number] = self._here.register(flat, read=False)
-        self._tensors[number] = {record.name: _view(flat, record) for record in self._records}
+        self._tensors[number] = {record.name: view_of(flat, record) for record in self._records}
 
     @unaffected
     def _allocated(self) -> Tensor:
@@ -87,8 +87,3 @@ class VersionMemory:
         for number in self._tensors.keys() - named:
             del self._tensors[number]
         return [self._regions.pop(number) for number in self._regions.keys() - named]
-
-
-def _view(flat: Tensor, record: ChunkRecord) -> Tensor:
-    part = flat[record.place : record.place + nbytes_of(record)]
-    return part.view(DTYPES[record.dtype]).view(record.sizes)

@@ -22,7 +22,7 @@ from aiocomms.errors import (
     LeftBehindError,
     MismatchError,
 )
-from aiocomms.live import shared
+from aiocomms.live import forming
 from aiocomms.live.group import LiveGroup
 from aiocomms.live.lane import LiveLane, Partial
 
@@ -43,7 +43,7 @@ def memory() -> HashStore:
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HashStore:
     """A store for the ranks of a group, which share memory too, or do not."""
     if request.param == "store":
-        monkeypatch.setattr(shared, "native", lambda: None)
+        monkeypatch.setattr(forming, "native", lambda: None)
     else:
         pytest.importorskip("aiocomms_words", reason="the part with native code is not installed")
     return HashStore()

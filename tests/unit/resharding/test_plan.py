@@ -132,10 +132,11 @@ def moved(source: list[dict[str, Chunk]], target: list[dict[str, Chunk]]) -> lis
         assert sum(copy.nbytes for copy in plan.copies) == plan.nbytes[rank]
         assert {copy.target for copy in plan.copies} == {*plan.targets}
         for copy in plan.copies:
-            part = source[rank][copy.name].tensor[copy.box.slices()]
-            packed = part.to(DTYPES[copy.dtype]).contiguous().reshape(-1).view(torch.uint8)
-            for number, start in enumerate(copy.starts):
-                buffers[copy.target][start : start + copy.run] = packed[number * copy.run : (number + 1) * copy.run]
+            part = source[rank][copy.chunk.name].tensor[copy.box.slices()]
+            packed = part.to(DTYPES[copy.chunk.dtype]).contiguous().reshape(-1).view(torch.uint8)
+            starts, run = copy.runs()
+            for number, start in enumerate(starts):
+                buffers[copy.target][start : start + run] = packed[number * run : (number + 1) * run]
     found = []
     for buffer, record in zip(buffers, wanted, strict=True):
         ends = [it.place + math.prod(it.sizes) * DTYPES[it.dtype].itemsize for it in record.chunks]

@@ -1,10 +1,14 @@
 // The parts of the engine, each alone.
 #include "parts.hpp"
 
+#include <sched.h>
+
 #include <cstdio>
+#include <cstring>
 
 #include "engine/closing.hpp"
 #include "engine/notes.hpp"
+#include "words/yielding_copy.hpp"
 
 namespace aiocomms {
 namespace {
@@ -87,13 +91,39 @@ void what_is_lost_ends() {
   what_is_lost_ends_when_ucx_lets_go(false, true);
 }
 
+// A copy has a thread of the lowest priority, and the thread that waits for it keeps its own.
+void a_copy_gives_way() {
+  int policy = -1;
+  const int before = sched_getscheduler(0);
+  give_way([&] { policy = sched_getscheduler(0); });
+  CHECK(policy == SCHED_IDLE);
+  CHECK(sched_getscheduler(0) == before);
+}
+
+// Two layers of two rows of three elements, from rows of four into rows of three that lie one behind the other.
+void a_copy_keeps_to_its_strides() {
+  int from[16], to[13] = {};
+  for (int i = 0; i < 16; ++i) from[i] = i;
+  const std::vector<Dim> dims{{2, 24, 32}, {2, 12, 16}, {3, 4, 4}};
+  copy_strided(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from + 1), dims, 4);
+  const int wanted[13] = {1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 0};
+  CHECK(std::memcmp(to, wanted, sizeof to) == 0);
+  int whole[16] = {}, one = 0;
+  copy_strided(reinterpret_cast<std::byte*>(whole), reinterpret_cast<const std::byte*>(from), {{4, 16, 16}, {4, 4, 4}},
+               4);
+  CHECK(std::memcmp(whole, from, sizeof whole) == 0);
+  copy_strided(reinterpret_cast<std::byte*>(&one), reinterpret_cast<const std::byte*>(from + 7), {}, 4);
+  CHECK(one == 7);
+}
+
 }  // namespace
 }  // namespace aiocomms
 
 int main() {
   using namespace aiocomms;
   for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows, test_speeds,
-                    farewells_wait_for_messages, notes_wait_to_be_taken, what_is_lost_ends}) {
+                    farewells_wait_for_messages, notes_wait_to_be_taken, what_is_lost_ends, a_copy_gives_way,
+                    a_copy_keeps_to_its_strides}) {
     test();
   }
   std::printf("%u checks, %u failures\n", checks, failures);

@@ -1,18 +1,22 @@
-// The module aiocomms_words: words of shared memory, and the rounds of live groups. See aiocomms/live/registers.py.
+// The module aiocomms_words: words of shared memory, and the rounds of live groups (see aiocomms/live/registers.py); and
+// copies into memory of another process, which give way to it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
 #include "words/rounds.hpp"
+#include "words/yielding_copy.hpp"
 
 namespace nb = nanobind;
 
@@ -150,6 +154,22 @@ class LaneRounds {
   nb::object ranks_;
 };
 
+// A part of a tensor: where it goes, where it lies, the bytes of an element, and the dimensions.
+using Part = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t,
+                        std::vector<std::tuple<std::size_t, std::ptrdiff_t, std::ptrdiff_t>>>;
+
+void copy_yielding(const std::vector<Part>& parts) {
+  const Unlocked unlocked;
+  give_way([&] {
+    for (const auto& [to, from, element, given] : parts) {
+      std::vector<Dim> dims;
+      for (const auto& [count, to_next, from_next] : given) dims.push_back({count, to_next, from_next});
+      copy_strided(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), std::move(dims),
+                   element);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace aiocomms
 
@@ -157,6 +177,7 @@ NB_MODULE(aiocomms_words, module) {
   using namespace aiocomms;
   nb::set_leak_warnings(false);  // what is left when the interpreter ends goes with the process
   module.attr("__version__") = AIOCOMMS_VERSION;
+  module.def("copy_yielding", &copy_yielding, nb::arg("parts"));
   nb::class_<Words>(module, "Words")
       .def(nb::init<int, std::size_t>(), nb::arg("fd"), nb::arg("count"))
       .def("load", &Words::load, nb::arg("at"))
