@@ -11,6 +11,7 @@ namespace aiocomms {
 namespace {
 
 // Up to here every rank reduces everything by itself: a second phase would cost a synchronisation, which takes longer.
+// Two ranks always do, since neither reads or writes less of the other's where they share the work.
 constexpr std::size_t kDirect = 4096;
 // Chunks are at least so large that the synchronisation of a round does not show, and shares whole cache lines.
 constexpr std::size_t kSmallestChunk = 32 * 1024;
@@ -39,23 +40,38 @@ Task shared_barrier(Shared& shared) {
 
 namespace {
 
-// Everybody reads everything, out of the lines themselves or out of the slots.
+// Everybody reads everything, out of the lines themselves or out of the slots: one chunk is contributed while the one
+// before is reduced. Chunks are as large as they may be where there are two of them.
 Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
   Segment& segment = shared.segment;
-  const std::size_t bytes = count * size_of(reduction.dtype);
-  const bool small = bytes <= Segment::kInline;
-  const std::uint64_t round = shared.take(1);
-  co_await shared.writable(round);
-  copy_bytes(small ? segment.line(shared.rank(), round).data : segment.own_slot(round), data, bytes);
-  shared.publish(round);
-  co_await shared.all(round);
-  if (root < 0 || root == shared.rank()) {
-    for (int rank = 0; rank < shared.ranks(); ++rank) {
-      shared.inputs[rank] = small ? segment.line(rank, round).data : segment.slot(rank, round);
+  const std::size_t size = size_of(reduction.dtype), bytes = count * size;
+  const bool small = bytes <= Segment::kInline, takes = root < 0 || root == shared.rank();
+  const std::size_t step = std::clamp(rounded_up(bytes / 2, kLine), kSmallestChunk, Segment::kSlot) / size;
+  const std::uint64_t chunks = rounds_for(count, step), first = shared.take(chunks);
+  for (std::uint64_t turn = 0; turn <= chunks; ++turn) {
+    if (turn < chunks) {
+      const Span part(turn, step, count);
+      const std::uint64_t round = first + turn;
+      co_await shared.writable(round);
+      if (root != shared.rank()) {  // nobody reads what the root has
+        std::byte* const there = small ? segment.line(shared.rank(), round).data : segment.own_slot(round);
+        copy_bytes(there, at(data, part.offset * size), part.length * size);
+      }
+      shared.publish(round);
     }
-    reduce(reduction, out, shared.inputs.data(), shared.ranks(), count);
+    if (turn > 0) {
+      const Span part(turn - 1, step, count);
+      const std::uint64_t round = first + turn - 1;
+      co_await shared.all(round);
+      for (int rank = 0; takes && rank < shared.ranks(); ++rank) {
+        shared.inputs[rank] = small ? segment.line(rank, round).data : segment.slot(rank, round);
+      }
+      shared.inputs[shared.rank()] = at(data, part.offset * size);
+      if (takes) reduce(reduction, at(out, part.offset * size), shared.inputs.data(), shared.ranks(), part.length);
+      shared.finish(round);
+    }
+    if (chunks > 1) co_await shared.turn();
   }
-  shared.finish(round);
 }
 
 // The three phases of one chunk in shared memory. The chunk is cut into one share per rank.
@@ -155,8 +171,9 @@ Task reduce_in_shares(Shared& shared, Reduction reduction, int root, void* data,
 }  // namespace
 
 Task shared_reduce(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
-  return count * size_of(reduction.dtype) <= kDirect ? reduce_directly(shared, reduction, root, data, out, count)
-                                                     : reduce_in_shares(shared, reduction, root, data, out, count);
+  const bool directly = shared.ranks() == 2 || count * size_of(reduction.dtype) <= kDirect;
+  return directly ? reduce_directly(shared, reduction, root, data, out, count)
+                  : reduce_in_shares(shared, reduction, root, data, out, count);
 }
 
 namespace {
