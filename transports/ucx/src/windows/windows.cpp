@@ -146,6 +146,7 @@ bool Windows::advance_job() noexcept {
     if (job.copy.bytes > 0 || job.more.empty()) break;
     job.copy = job.more.back();
     job.more.pop_back();
+    if (!job.more.empty()) job.more.back().foresee();
   }
   if (job.copy.bytes > 0 || !job.more.empty()) return true;
   const Job done = std::move(job);
