@@ -57,7 +57,7 @@ $(eval $(call environment,$(VENV),--editable ".[demo$(comma)test]"))
 $(eval $(call environment,$(HOSTS_VENV),--editable ".[demo$(comma)ray$(comma)test]" \
 	expecttest parameterized remotezip packaging))
 # Peers, beside gloo, which comes with torch. UCXX pins the version of UCX, so this engine has its own.
-$(eval $(call environment,$(BENCH_VENV),mpi4py mpich ucxx-cu13 pyzmq nixl-cu13 uvloop matplotlib opentelemetry-sdk \
+$(eval $(call environment,$(BENCH_VENV),mpi4py mpich ucxx-cu13 pyzmq nixl-cu13 mooncake-transfer-engine-non-cuda uvloop matplotlib opentelemetry-sdk \
 	prometheus-client --editable . --editable examples/transport_ucxx))
 $(eval $(call environment,$(GPU_VENV),$(foreach package,$(GPU_PACKAGES),"$(package)") --editable ".[demo$(comma)test]",$(NCCL)))
 $(eval $(call environment,.venv-ucxx,--editable ".[test]" --editable "examples/transport_ucxx[cu13]"))

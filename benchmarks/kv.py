@@ -1,4 +1,4 @@
-"""Blocks of a KV cache, pushed from a prefiller to a decoder on one host: ours against UCXX, NIXL and ZeroMQ.
+"""Blocks of a KV cache, pushed from a prefiller to a decoder on one host: ours against UCXX, NIXL, Mooncake, ZeroMQ.
 
 Rank 0 pushes the blocks of a request, which lie behind each other, into pages that lie in any order in the memory of
 rank 1, and rank 1 goes on when all are there. A transfer has taken from the first call on rank 0 until rank 1 has its
@@ -9,6 +9,7 @@ same for all.
 * leases: pages that rank 1 leases, and hands over; rank 0 fills them by one operation, and gives them back
 * UCXX: a ``send`` and a ``recv`` for each block, by its asyncio interface in polling mode
 * NIXL: one prepared ``WRITE`` with a notification, both polled at every ``sleep(0)``
+* Mooncake: one batch of writes over TCP, on a thread, whose end rank 0 tells rank 1 over a socket
 * ZeroMQ: one message of many parts over ``ipc``, which rank 1 copies into the pages
 
 Each contender's two processes are started anew in each round, in turn, so that the machine's drift hits all alike.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 import random
 import statistics
 import time
@@ -36,10 +37,10 @@ import aiocomms
 from benchmarks.processes import in_two_processes
 
 KIB, MIB = 2**10, 2**20
-BLOCKS = (16 * KIB, 64 * KIB, 512 * KIB)
+BLOCKS = (16 * KIB, 64 * KIB, 512 * KIB, 4 * MIB)
 COUNTS = (1, 16, 256)
-CASES = [(nbytes, count) for nbytes in BLOCKS for count in COUNTS]
-POOL = max(BLOCKS) * max(COUNTS)
+CASES = [*((nbytes, count) for nbytes in BLOCKS[:3] for count in COUNTS), (4 * MIB, 1)]
+POOL = 128 * MIB
 MOVED, FEWEST, MOST = 512 * MIB, 8, 200
 """Bytes that the transfers of a case move, and how many these are."""
 
@@ -206,6 +207,43 @@ class Nixl:
         self.agent.deregister_memory(self.registered)
 
 
+class Mooncake:
+    """A batch of writes, which the process that has the memory does not hear of."""
+
+    async def open(self, rank: int, folder: str, pool: Tensor) -> None:
+        from mooncake.engine import TransferEngine
+
+        self.pool, self.engine = pool, TransferEngine()
+        codes = [
+            self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""),
+            self.engine.register_memory(pool.data_ptr(), pool.nbytes),
+        ]
+        if any(codes):
+            raise RuntimeError(f"Mooncake's engine says {codes}")
+        store = dist.FileStore(f"{folder}/mooncake", 2)  # type: ignore[no-untyped-call]
+        if rank == 1:
+            store.set("place", f"127.0.0.1:{self.engine.get_rpc_port()} {pool.data_ptr()}")
+        else:
+            self.target, base = (await asyncio.to_thread(store.get, "place")).decode().split()
+            self.far = int(base)
+        self.reader, self.writer = await signals(rank, f"{folder}/written")
+
+    async def give(self, nbytes: int, pages: list[int]) -> None:
+        near = [self.pool.data_ptr() + i * nbytes for i in range(len(pages))]
+        far = [self.far + page * nbytes for page in pages]
+        write = self.engine.batch_transfer_sync_write
+        if await asyncio.to_thread(write, self.target, near, far, [nbytes] * len(pages)):
+            raise RuntimeError("Mooncake's transfer has failed")
+        self.writer.write(b"+")
+
+    async def take(self, nbytes: int, pages: list[int]) -> None:
+        await self.reader.readexactly(1)
+
+    async def aclose(self) -> None:
+        self.writer.close()
+        self.engine.unregister_memory(self.pool.data_ptr())
+
+
 class ZeroMq:
     """A message of many parts."""
 
@@ -235,7 +273,8 @@ CONTENDERS: dict[str, tuple[type[Contender], str]] = {
     "aiocomms ucx": (Ours, "aiocomms_ucx"),
     "aiocomms leases": (Leases, "aiocomms_ucx"),
     "UCXX": (Ucxx, "ucxx"),
-    "NIXL": (Nixl, "nixl_cu13"),
+    "NIXL": (Nixl, "nixl_cu13._api"),
+    "Mooncake": (Mooncake, "mooncake.engine"),
     "ZeroMQ": (ZeroMq, "zmq"),
 }
 """The contenders by name: the class, and the module that it needs."""
@@ -261,9 +300,8 @@ class Lateness:
         return self.samples
 
 
-async def signals(rank: int, folder: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A socket between the ranks on which rank 1 says that it has its blocks."""
-    path = f"{folder}/signals"
+async def signals(rank: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A socket between the ranks on which one says that the blocks are there."""
     if rank == 0:
         came: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         await asyncio.start_unix_server(lambda *streams: came.put_nowait(streams), path)
@@ -280,7 +318,7 @@ async def measure(rank: int, folder: str, name: str) -> list[dict[str, Any]]:
     pool = torch.randint(0, 256, (POOL,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     first = torch.randint(0, 256, (POOL,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     contender = CONTENDERS[name][0]()
-    reader, writer = await signals(rank, folder)
+    reader, writer = await signals(rank, f"{folder}/signals")
     await contender.open(rank, folder, pool)
     results = []
     for nbytes, count in CASES:
@@ -328,16 +366,23 @@ def figures(given: dict[str, Any], taken: dict[str, Any], nbytes: int) -> dict[s
     }
 
 
+def runs(name: str) -> bool:
+    """Return whether a contender can be imported, and print why it cannot."""
+    try:
+        importlib.import_module(CONTENDERS[name][1])
+    except ImportError as error:
+        print(f"{name} is not measured: {error}")
+        return False
+    return True
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=CONTENDERS, action="append")
     args = parser.parse_args()
-    wanted = args.only or list(CONTENDERS)
-    names = [name for name in wanted if importlib.util.find_spec(CONTENDERS[name][1])]
-    for name in set(wanted) - set(names):
-        print(f"{name} is not installed, and not measured")
+    names = [name for name in args.only or CONTENDERS if runs(name)]
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
     for number in range(args.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
