@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 #include "engine/closing.hpp"
 #include "engine/notes.hpp"
@@ -114,6 +115,10 @@ void a_copy_keeps_to_its_strides() {
   CHECK(std::memcmp(whole, from, sizeof whole) == 0);
   copy_strided(reinterpret_cast<std::byte*>(&one), reinterpret_cast<const std::byte*>(from + 7), {}, 4);
   CHECK(one == 7);
+  std::vector<std::byte> large(3 * kBetweenYields + 5), there(large.size());
+  for (std::size_t i = 0; i < large.size(); ++i) large[i] = static_cast<std::byte>(i % 251);
+  copy_strided(there.data(), large.data(), {{large.size(), 1, 1}}, 1);
+  CHECK(there == large);
 }
 
 }  // namespace
