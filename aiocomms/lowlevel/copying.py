@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -32,26 +33,41 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
     return error
 
 
-def copy_yielding(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors into others of the same shapes, and give way to whatever else wants the processor. Blocks.
+class YieldingCopy:
+    """Copies of tensors that give way to whatever else wants the processor, until they are stopped.
 
-    A native thread of the lowest priority copies, while this one waits without the interpreter's lock. What has to be
-    converted, and all where there is no native code, is copied here and by this thread.
+    A native thread of the lowest priority copies, while the caller's waits without the interpreter's lock. What has to
+    be converted, and all where there is no native code, is copied by the caller's thread.
     """
-    module = native()
-    parts = []
-    kept = []  # The memory that the thread reads.
-    for there, part in pairs:
-        if module is None or not _same_bytes(there, part):
-            there.copy_(part)
-            continue
-        size = part.element_size()
-        strides = zip(part.shape, there.stride(), part.stride(), strict=True)
-        dims = [(count, to * size, of * size) for count, to, of in strides]
-        parts.append((there.data_ptr(), part.data_ptr(), size, dims))
-        kept.append(part)
-    if parts:
-        module.copy_yielding(parts)
+
+    def __init__(self) -> None:
+        module = native()
+        self._native: Any = None if module is None else module.YieldingCopy()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Copy nothing more. What is under way ends soon. Any thread may call it."""
+        self._stopped = True
+        if self._native is not None:
+            self._native.stop()
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy tensors into others of the same shapes. Blocks."""
+        parts = []
+        kept = []  # The memory that the thread reads.
+        for there, part in pairs:
+            if self._stopped:
+                return
+            if self._native is None or not _same_bytes(there, part):
+                there.copy_(part)
+                continue
+            size = part.element_size()
+            strides = zip(part.shape, there.stride(), part.stride(), strict=True)
+            dims = [(count, to * size, of * size) for count, to, of in strides]
+            parts.append((there.data_ptr(), part.data_ptr(), size, dims))
+            kept.append(part)
+        if parts:
+            self._native.copy(parts)
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -16,7 +16,7 @@ from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import RemoteRegion
 from aiocomms.errors import ArgumentError, CommError, MoveLostError
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.lowlevel.copying import copy_yielding
+from aiocomms.lowlevel.copying import YieldingCopy
 from aiocomms.ops.buffers import empty
 from aiocomms.ops.modes import unaffected
 from aiocomms.progress.work import Work
@@ -29,7 +29,7 @@ Convert = Callable[[str, Tensor, torch.dtype], Tensor]
 AT_ONCE: Final = 2
 """Blocks that are put at once, each with its own memory: one is packed while another one is on its way."""
 TOGETHER: Final = 8
-"""Blocks that one thread copies: some ms of work, and as long at least does a cancelled call wait for it."""
+"""Blocks that one thread copies: some ms of work."""
 _IN_THREAD: Final = 64 << 10
 """Bytes from which on a block is packed in a thread."""
 
@@ -99,11 +99,12 @@ async def _copy(
     convert: Convert | None,
 ) -> None:
     """Copy into the targets' memory, at the lowest priority: a target may answer requests on the same processors."""
+    copying = YieldingCopy()
 
     @unaffected
     @torch.no_grad()
     def call() -> None:
-        copy_yielding(
+        copying.copy(
             (
                 view_of(shared[it.target], it.chunk)[it.there.slices()],
                 _converted(it, chunks[it.chunk.name].tensor, convert),
@@ -111,13 +112,23 @@ async def _copy(
             for it in together
         )
 
-    for at in range(0, len(copies), TOGETHER):
-        together = copies[at : at + TOGETHER]
-        if any(regions[it.target].closed for it in together):
-            return  # The flush says why.
-        with anyio.CancelScope(shield=True):  # The thread would read the tensors after the caller has gone on.
-            await run_in_thread(call)
-        await anyio.lowlevel.checkpoint()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_stop_when_cancelled, copying)
+        for at in range(0, len(copies), TOGETHER):
+            together = copies[at : at + TOGETHER]
+            if any(regions[it.target].closed for it in together):
+                break  # The flush says why.
+            with anyio.CancelScope(shield=True):  # The thread would read the tensors after the caller has gone on.
+                await run_in_thread(call)
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
+async def _stop_when_cancelled(copying: YieldingCopy) -> None:
+    try:
+        await anyio.sleep_forever()
+    finally:
+        copying.stop()
 
 
 # --------------------------------------------------------------------------------------------------- where it is not

@@ -106,18 +106,22 @@ void a_copy_keeps_to_its_strides() {
   int from[16], to[13] = {};
   for (int i = 0; i < 16; ++i) from[i] = i;
   const std::vector<Dim> dims{{2, 24, 32}, {2, 12, 16}, {3, 4, 4}};
-  copy_strided(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from + 1), dims, 4);
+  YieldingCopy().copy(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from + 1), dims, 4);
   const int wanted[13] = {1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 0};
   CHECK(std::memcmp(to, wanted, sizeof to) == 0);
   int whole[16] = {}, one = 0;
-  copy_strided(reinterpret_cast<std::byte*>(whole), reinterpret_cast<const std::byte*>(from), {{4, 16, 16}, {4, 4, 4}},
-               4);
+  YieldingCopy().copy(reinterpret_cast<std::byte*>(whole), reinterpret_cast<const std::byte*>(from),
+                      {{4, 16, 16}, {4, 4, 4}}, 4);
   CHECK(std::memcmp(whole, from, sizeof whole) == 0);
-  copy_strided(reinterpret_cast<std::byte*>(&one), reinterpret_cast<const std::byte*>(from + 7), {}, 4);
+  YieldingCopy().copy(reinterpret_cast<std::byte*>(&one), reinterpret_cast<const std::byte*>(from + 7), {}, 4);
   CHECK(one == 7);
   std::vector<std::byte> large(3 * kBetweenYields + 5), there(large.size());
   for (std::size_t i = 0; i < large.size(); ++i) large[i] = static_cast<std::byte>(i % 251);
-  copy_strided(there.data(), large.data(), {{large.size(), 1, 1}}, 1);
+  YieldingCopy().copy(there.data(), large.data(), {{large.size(), 1, 1}}, 1);
+  CHECK(there == large);
+  YieldingCopy stopped;
+  stopped.stop();
+  stopped.copy(there.data(), large.data() + 1, {{large.size() - 1, 1, 1}}, 1);
   CHECK(there == large);
 }
 

@@ -1,5 +1,5 @@
-// The module aiocomms_words: words of shared memory, and the rounds of live groups (see aiocomms/live/registers.py); and
-// copies into memory of another process, which give way to it.
+// The module aiocomms_words: words of shared memory, and the rounds of live groups (see aiocomms/live/registers.py);
+// and copies into memory of another process, which give way to it.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -158,13 +158,13 @@ class LaneRounds {
 using Part = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t,
                         std::vector<std::tuple<std::size_t, std::ptrdiff_t, std::ptrdiff_t>>>;
 
-void copy_yielding(const std::vector<Part>& parts) {
+void copy_parts(YieldingCopy& copying, const std::vector<Part>& parts) {
   const Unlocked unlocked;
   give_way([&] {
     for (const auto& [to, from, element, given] : parts) {
       std::vector<Dim> dims;
       for (const auto& [count, to_next, from_next] : given) dims.push_back({count, to_next, from_next});
-      copy_strided(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), std::move(dims),
+      copying.copy(reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), std::move(dims),
                    element);
     }
   });
@@ -177,7 +177,10 @@ NB_MODULE(aiocomms_words, module) {
   using namespace aiocomms;
   nb::set_leak_warnings(false);  // what is left when the interpreter ends goes with the process
   module.attr("__version__") = AIOCOMMS_VERSION;
-  module.def("copy_yielding", &copy_yielding, nb::arg("parts"));
+  nb::class_<YieldingCopy>(module, "YieldingCopy")
+      .def(nb::init<>())
+      .def("copy", &copy_parts, nb::arg("parts"))
+      .def("stop", &YieldingCopy::stop);
   nb::class_<Words>(module, "Words")
       .def(nb::init<int, std::size_t>(), nb::arg("fd"), nb::arg("count"))
       .def("load", &Words::load, nb::arg("at"))

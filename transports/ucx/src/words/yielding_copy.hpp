@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <system_error>
@@ -24,39 +25,50 @@ struct Dim {
 // do while they wait, does not wake later, and so only a yield gives the core back to it before the next tick, in 4 ms.
 constexpr std::size_t kBetweenYields = 64 * 1024;
 
-inline void copy_run(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t& copied) {
-  while (bytes > 0) {
-    const std::size_t now = std::min(bytes, kBetweenYields - copied);
-    std::memcpy(to, from, now);
-    to += now;
-    from += now;
-    bytes -= now;
-    copied += now;
-    if (copied < kBetweenYields) continue;
-    copied = 0;
-    sched_yield();
-  }
-}
+// Copies parts of tensors, until it is stopped.
+class YieldingCopy {
+ public:
+  // Any thread may call it. What is under way ends within one piece, and nothing is copied from then on.
+  void stop() { stopped_.store(true, std::memory_order_relaxed); }
 
-inline void copy_dims(std::byte* to, const std::byte* from, const Dim* dim, const Dim* end, std::size_t run,
-                      std::size_t& copied) {
-  if (dim == end) return copy_run(to, from, run, copied);
-  for (std::size_t i = 0; i < dim->count; ++i) {
-    copy_dims(to + static_cast<std::ptrdiff_t>(i) * dim->to, from + static_cast<std::ptrdiff_t>(i) * dim->from, dim + 1,
-              end, run, copied);
+  // Elements that lie at these places, in dimensions of which the last one is the innermost.
+  void copy(std::byte* to, const std::byte* from, std::vector<Dim> dims, std::size_t element) {
+    std::size_t run = element;
+    while (!dims.empty() && dims.back().to == dims.back().from && dims.back().to == static_cast<std::ptrdiff_t>(run)) {
+      run *= dims.back().count;
+      dims.pop_back();
+    }
+    copy_dims(to, from, dims.data(), dims.data() + dims.size(), run);
   }
-}
 
-// Elements that lie at these places, in dimensions of which the last one is the innermost.
-inline void copy_strided(std::byte* to, const std::byte* from, std::vector<Dim> dims, std::size_t element) {
-  std::size_t run = element;
-  while (!dims.empty() && dims.back().to == dims.back().from && dims.back().to == static_cast<std::ptrdiff_t>(run)) {
-    run *= dims.back().count;
-    dims.pop_back();
+ private:
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+
+  void copy_dims(std::byte* to, const std::byte* from, const Dim* dim, const Dim* end, std::size_t run) {
+    if (dim == end) return copy_run(to, from, run);
+    for (std::size_t i = 0; i < dim->count && !stopped(); ++i) {
+      copy_dims(to + static_cast<std::ptrdiff_t>(i) * dim->to, from + static_cast<std::ptrdiff_t>(i) * dim->from,
+                dim + 1, end, run);
+    }
   }
-  std::size_t copied = 0;
-  copy_dims(to, from, dims.data(), dims.data() + dims.size(), run, copied);
-}
+
+  void copy_run(std::byte* to, const std::byte* from, std::size_t bytes) {
+    while (bytes > 0 && !stopped()) {
+      const std::size_t now = std::min(bytes, kBetweenYields - copied_);
+      std::memcpy(to, from, now);
+      to += now;
+      from += now;
+      bytes -= now;
+      copied_ += now;
+      if (copied_ < kBetweenYields) continue;
+      copied_ = 0;
+      sched_yield();
+    }
+  }
+
+  std::atomic<bool> stopped_{false};
+  std::size_t copied_ = 0;  // since the last yield
+};
 
 // Calls something in a new thread, and waits for its end. Whatever else wants the thread's core has it at once
 // (SCHED_IDLE), as long as the two are of one scheduling group; beside a program that never rests, the thread gets some
