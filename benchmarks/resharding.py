@@ -1,20 +1,26 @@
 """Weights from two ranks, which have them by rows, to two others, which want them by columns: ours and other ways.
 
-* ours: ``move`` of a source, while the target is idle, and while it answers requests at 80 % of what it can
+* ours: ``move`` of a source
 * a file: ``torch.distributed.checkpoint``, saved by the first two and loaded by the others, in ``--folder``
 * ``DTensor.redistribute``: from rows to columns within one gloo world of two ranks, so half of it stays where it is
 * everything: each of the first two broadcasts what it has to all four, over one communicator
-* a copy of as many bytes within one process, which is the memory's speed
+* a copy of as many bytes within the source ranks, each with one thread: the memory's speed
 
-A request is a step with the weights: a product with a part of them, and an ``all_reduce``. Requests come at random
-times, as they do from clients, and their latency counts from then on. The ways take turns, round by round. Run it with
-``python -m benchmarks.resharding [--mib N] [--rounds N]``.
+The ways take turns, round by round, on memory that has been touched before.
+
+Then the target answers requests, at 80 % of what it can: in turn alone, while the source moves a version each second,
+and while the source ranks make that plain copy each second. A request is a step with the weights: a product with a
+layer of them, and an ``all_reduce`` of what it comes to. Requests come at random times, as they do from clients, and
+their latency counts from then on. What the target can is what it does while requests always wait.
+
+Run it with ``python -m benchmarks.resharding [--mib N] [--rounds N]``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import statistics
@@ -26,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
@@ -39,7 +44,7 @@ MIB = 2**20
 WIDTH, LAYERS = 4096, 8
 """Columns of each tensor, and how many there are."""
 LOAD = 0.8
-WARM, SECONDS, PAUSE = 1.0, 10.0, 1.0
+FULL, SECONDS, PAUSE = 2.0, 8.0, 1.0
 """Seconds for which a server is asked at full speed, and then at LOAD of that; and those between two moves."""
 KIND = {0: "target", 1: "source"}
 
@@ -54,7 +59,13 @@ class Rank:
         self.found: dict[str, Any] = {}
 
     async def open(self) -> None:
-        """Meet the other rank of this side, all four, and the other side."""
+        """Meet the other rank of this side, all four, and the other side. Each target rank keeps to a core of its own.
+
+        Else the scheduler puts both on one core for some seconds, as one wakes the other: they are half as quick then.
+        """
+        if self.side == 0:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[self.rank % len(cores)]})
         self.all = await self._comm("all", self.place, 4)
         self.comm = await self._comm(KIND[self.side], self.rank, 2)
         store = dist.FileStore(f"{self.folder}/gloo {self.side}", 2)  # type: ignore[no-untyped-call]
@@ -70,6 +81,9 @@ class Rank:
         if self.side == 1:
             self.source = await Source.open(self.comm, self.tensors, self.here, address)
             self.found["bytes"] = self.source.nbytes
+            self.sinks = [torch.zeros_like(tensor.to_local()) for tensor in self.tensors.values()]
+            for _ in range(2):  # Each of the two buffers is touched.
+                await self.source.move(self.source.version + 1)
 
     def _zeros(self, placement: Shard) -> DTensor:
         return zeros(self.rows, WIDTH, device_mesh=self.mesh, placements=[placement])
@@ -120,39 +134,34 @@ class Rank:
                     place.copy_(rows.chunk(2, 1)[self.rank])
 
     async def copy(self) -> None:
-        """A copy within one process."""
-        if self.place == 0:
-            for tensor in self.tensors.values():
-                whole = tensor.to_local()
-                for _ in range(2):  # Each rank has a half.
-                    self.sink = torch.empty_like(whole) if self.sink is None else self.sink
-                    await asyncio.to_thread(self.sink.copy_, whole)
+        """A copy within each source rank."""
+        if self.side == 1:
+            await asyncio.to_thread(self._copied)
 
-    sink: Tensor | None = None
+    def _copied(self) -> None:
+        for sink, tensor in zip(self.sinks, self.tensors.values(), strict=True):
+            sink.copy_(tensor.to_local())
 
     # ------------------------------------------------------------------------------------------------------ serving
 
     async def answer(self, last: bool) -> bool:
         """Answer a request on both ranks of the target; return whether it is the last one."""
         async with self.target.step() as weights:
-            part = weights["layer 0"][:256, :256]
-            y = torch.ones(1, part.shape[0]) @ part
-            told = await self.comm.all_reduce(torch.cat([y.sum().view(1), torch.tensor([float(last)])]))
+            part = weights["layer 0"]
+            y = (self.x @ part).sum().view(1)
+            told = await self.comm.all_reduce(torch.cat([y, torch.tensor([float(last)])]))
         return bool(told[1])
 
-    async def serve(self, seconds: float, rate: float | None) -> list[float]:
+    async def serve(self, seconds: float, rate: float) -> list[float]:
         """Answer for some seconds; return latencies.
 
-        :param rate: requests a second; None: as many as it can.
+        :param rate: requests a second; infinity: as many as it can.
         """
         draw, latencies = random.Random(7), []
         began = due = time.perf_counter()
         while self.rank == 0 and due - began < seconds:
-            if rate is not None:
-                due += draw.expovariate(rate)
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            else:
-                due = time.perf_counter()
+            due = due + draw.expovariate(rate) if rate < math.inf else time.perf_counter()
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await self.answer(False)
             latencies.append(time.perf_counter() - due)
         if self.rank == 0:
@@ -161,24 +170,36 @@ class Rank:
             pass
         return latencies
 
-    async def under_load(self) -> None:
-        """Answer at LOAD of full speed, at first alone, and then with a move in each second or so."""
-        rate = 0.0
-        if self.side == 0:
-            rate = LOAD * len(await self.serve(WARM, None)) / WARM
-        for what in ("alone", "with moves"):
+    async def under_load(self, rounds: int) -> None:
+        """Answer at LOAD of full speed: in turn alone, with moves, and with plain copies in the place of these."""
+        self.x = torch.ones(1, self.rows)
+        self.found["seconds"] = {what: [] for what in BESIDE}
+        self.found["latencies"] = {what: [] for what in BESIDE}
+        self.found["rates"] = []
+        for _ in range(rounds):
             await self.all.barrier()
+            rate = 0.0
             if self.side == 0:
-                self.found[f"latencies {what}"] = await self.serve(SECONDS, rate)
-                self.found["rate"] = rate
-            ends = time.perf_counter() + SECONDS
-            while what != "alone" and self.side == 1:
-                began = time.perf_counter()
-                await self.move()
-                self.found.setdefault("move under load", []).append(time.perf_counter() - began)
-                await asyncio.sleep(PAUSE)
-                if await self.comm.broadcast_object(time.perf_counter() > ends, 0):
-                    break
+                rate = LOAD * len(await self.serve(FULL, math.inf)) / FULL
+                self.found["rates"].append(rate)
+            for what, way in BESIDE.items():
+                await self.all.barrier()
+                if self.side == 0:
+                    self.found["latencies"][what].append(await self.serve(SECONDS, rate))
+                elif way is not None:
+                    self.found["seconds"][what] += await self.each_second(way)
+
+    async def each_second(self, way: Way) -> list[float]:
+        """Do something in each second or so; return how long it took, on both ranks."""
+        ends, each = time.perf_counter() + SECONDS, []
+        while True:
+            began = time.perf_counter()
+            await way(self)
+            await self.comm.barrier()
+            each.append(time.perf_counter() - began)
+            await asyncio.sleep(PAUSE)
+            if await self.comm.broadcast_object(time.perf_counter() > ends, 0):
+                return each
 
     async def aclose(self) -> None:
         """Part from the others."""
@@ -190,13 +211,17 @@ class Rank:
         dist.destroy_process_group()
 
 
-WAYS = {
-    "ours: move": Rank.move,
+Way = Callable[[Rank], Awaitable[object]]
+MOVES, COPY = "ours: move", "a copy within each source rank"
+WAYS: dict[str, Way] = {
+    MOVES: Rank.move,
     "a file: torch.distributed.checkpoint": Rank.file,
     "DTensor.redistribute, one gloo world of 2": Rank.redistribute,
     "everything: a broadcast to all 4, and a copy": Rank.everything,
-    "a copy within one process": Rank.copy,
+    COPY: Rank.copy,
 }
+UNDER_LOAD = {MOVES: "beside moves", COPY: "beside plain copies"}
+BESIDE: dict[str, Way | None] = {"alone": None, "beside moves": Rank.move, "beside plain copies": Rank.copy}
 
 
 async def measure(place: int, folder: str, mib: int, rounds: int, shelf: str) -> dict[str, Any]:
@@ -206,7 +231,7 @@ async def measure(place: int, folder: str, mib: int, rounds: int, shelf: str) ->
     for _ in range(rounds):
         for what, way in WAYS.items():
             await rank.timed(what, lambda way=way: way(rank))  # type: ignore[misc]
-    await rank.under_load()
+    await rank.under_load(rounds)
     await rank.aclose()
     return rank.found
 
@@ -230,16 +255,24 @@ def show(found: list[dict[str, Any]], mib: int, rounds: int, load: float) -> Non
     print(f"torch {torch.__version__}, {mib} MiB in {LAYERS} tensors, {rounds} rounds in turn, load before {load:.2f}")
     print(f"bytes of a move: {sent:,}; the least that the two shardings need: {4 * WIDTH * LAYERS * rows(mib):,}\n")
     print("| from rows to columns | median | least | most | GiB/s |\n|---|---:|---:|---:|---:|")
-    for what, each in [*((it, found[0][it]) for it in WAYS), ("ours: move under load", found[2]["move under load"])]:
+    loaded = {f"{what}, under load": found[2]["seconds"][which] for what, which in UNDER_LOAD.items()}
+    for what, each in [*((it, found[0][it]) for it in WAYS), *loaded.items()]:
         median = statistics.median(each)
         speed = mib / 1024 / median
         print(f"| {what} | {median:.3f} s | {min(each):.3f} s | {max(each):.3f} s | {speed:.2f} |")
-    print(f"\n| requests at {found[0]['rate']:.0f}/s | p50 | p99 | most |\n|---|---:|---:|---:|")
-    for what in ("alone", "with moves"):
-        each = sorted(1e3 * it for it in found[0][f"latencies {what}"])
+    rates = [f"{rate:.0f}" for rate in found[0]["rates"]]
+    print(f"\n| requests at {', '.join(rates)}/s | p50 | p99 | most | p99 of each round |\n|---|---:|---:|---:|---:|")
+    for what, windows in found[0]["latencies"].items():
+        each = [it for window in windows for it in window]
+        p50, p99, most = (f"{1e3 * percentile(each, part):.2f} ms" for part in (0.5, 0.99, 1.0))
         print(
-            f"| {what} | {statistics.median(each):.2f} ms | {each[int(0.99 * len(each))]:.2f} ms | {each[-1]:.2f} ms |"
+            f"| {what} | {p50} | {p99} | {most} | {', '.join(f'{1e3 * percentile(it, 0.99):.2f}' for it in windows)} |"
         )
+
+
+def percentile(each: list[float], part: float) -> float:
+    """Return the value that a part of all do not exceed."""
+    return sorted(each)[max(0, math.ceil(part * len(each)) - 1)]
 
 
 def rows(mib: int) -> int:
