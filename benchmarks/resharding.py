@@ -13,7 +13,7 @@ and while the source ranks make that plain copy each second. A request is a step
 layer of them, and an ``all_reduce`` of what it comes to. Requests come at random times, as they do from clients, and
 their latency counts from then on. What the target can is what it does while requests always wait.
 
-Run it with ``python -m benchmarks.resharding [--mib N] [--rounds N]``.
+Run it with ``python -m benchmarks.resharding [--mib N] [--rounds N] [--apart]``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ KIND = {0: "target", 1: "source"}
 class Rank:
     """One of four processes: two of the target, and two of the source."""
 
-    def __init__(self, rank: int, folder: str, mib: int, shelf: str) -> None:
+    def __init__(self, rank: int, folder: str, mib: int, shelf: str, apart: bool) -> None:
         self.side, self.rank = divmod(rank, 2)
         self.folder, self.shelf, self.place = folder, shelf, rank
-        self.rows = rows(mib)
+        self.rows, self.apart = rows(mib), apart
         self.found: dict[str, Any] = {}
 
     async def open(self) -> None:
@@ -63,8 +63,12 @@ class Rank:
 
         Else the scheduler puts both on one core for some seconds, as one wakes the other: they are half as quick then.
         """
+        cores = sorted(os.sched_getaffinity(0))
+        if self.apart:
+            half = len(cores) // 2
+            cores = cores[half:] if self.side else cores[:half]
+            os.sched_setaffinity(0, cores)
         if self.side == 0:
-            cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[self.rank % len(cores)]})
         self.all = await self._comm("all", self.place, 4)
         self.comm = await self._comm(KIND[self.side], self.rank, 2)
@@ -224,9 +228,9 @@ UNDER_LOAD = {MOVES: "beside moves", COPY: "beside plain copies"}
 BESIDE: dict[str, Way | None] = {"alone": None, "beside moves": Rank.move, "beside plain copies": Rank.copy}
 
 
-async def measure(place: int, folder: str, mib: int, rounds: int, shelf: str) -> dict[str, Any]:
+async def measure(place: int, folder: str, mib: int, rounds: int, shelf: str, apart: bool) -> dict[str, Any]:
     """Return what one rank has found."""
-    rank = Rank(place, folder, mib, shelf)
+    rank = Rank(place, folder, mib, shelf, apart)
     await rank.open()
     for _ in range(rounds):
         for what, way in WAYS.items():
@@ -241,11 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="of all tensors (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--apart", action="store_true", help="target and source have one half of the cores each")
     parser.add_argument("--folder", help="for the file (default: a new one where temporary files are)")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.folder) as shelf:
-        found = in_processes(4, measure, args.mib, args.rounds, shelf)
+        found = in_processes(4, measure, args.mib, args.rounds, shelf, args.apart)
     show(found, args.mib, args.rounds, load)
 
 

@@ -21,9 +21,9 @@ struct Dim {
   std::ptrdiff_t to, from;
 };
 
-// Bytes that are copied before the core is offered to others: some 10 µs. A thread that yields, as the engine's users
+// Bytes that are copied before the core is offered to others: some 40 µs. A thread that yields, as the engine's users
 // do while they wait, does not wake later, and so only a yield gives the core back to it before the next tick, in 4 ms.
-constexpr std::size_t kBetweenYields = 64 * 1024;
+constexpr std::size_t kBetweenYields = 256 * 1024;
 
 // Copies parts of tensors, until it is stopped.
 class YieldingCopy {
