@@ -70,7 +70,7 @@ def simulated(seed: int, faults: Faults | None, judge: Judge) -> None:
                 for n in range(CALLS):
                     lane, mine = lanes[n % 3 == 2], judge.gives(rank)
                     try:
-                        found = await lane.all_reduce(mine, timeout=0.2)
+                        found = await lane.all_reduce(mine.clone(), timeout=0.2)
                     except LeftBehindError:
                         continue
                     judge.told(lane.name, mine, rank, found)
