@@ -344,10 +344,8 @@ class Lease(LeasedBlocks):
         """Take every hand-over back, and give the blocks back unless they are held."""
         self._ending = True
         try:
-            with (
-                anyio.CancelScope(shield=True),
-                contextlib.suppress(CommError),
-            ):  # The hand-over itself raises the error.
+            # The hand-over itself raises the error.
+            with anyio.CancelScope(shield=True), contextlib.suppress(CommError):
                 await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
         finally:  # No scope shields a task from asyncio's own cancel(), which comes here once all of it has ended.
             self._ended = True
