@@ -37,6 +37,8 @@ class Admission:
 
     async def wait(self, priority: float) -> None:
         """Wait for a turn. The caller takes the room before it awaits anything else."""
+        if not self._places and self._room():
+            return
         mine = _InTurn(priority, next(self._numbers), anyio.Event())
         bisect.insort(self._places, mine)
         try:

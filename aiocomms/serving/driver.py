@@ -53,6 +53,8 @@ class _TimeLimit(NamedTuple):
 
     async def wait(self, call: Callable[[], Awaitable[T]]) -> tuple[T] | None:
         """Await a call until then; None: it was not done."""
+        if self.ends == math.inf:  # A scope costs some microseconds.
+            return (await call(),)
         with anyio.CancelScope(deadline=self.ends):
             return (await call(),)
         return None
@@ -271,6 +273,7 @@ class Driver(Worker):
     async def _late(self, plan: Plan, limit: _TimeLimit) -> None:
         """Give up a plan that is not done in time, and say where it stands on each rank, as far as these answer."""
         others = plan.waiting - {0}
+        plan.answered = anyio.Event()
         self._tell(others, plan.number, None)
         if others:
             with anyio.move_on_after(PATIENCE):
@@ -343,7 +346,7 @@ class Driver(Worker):
             plan = self._plans[number]
             if len(outcome) == 1:
                 plan.stands[rank] = arguments.short(outcome[0]) if type(outcome[0]) is not str else outcome[0]
-                if plan.waiting <= {0, *plan.stands}:
+                if plan.answered is not None and plan.waiting <= {0, *plan.stands}:
                     plan.answered.set()
                 return
             raised, trace, in_step = outcome

@@ -81,7 +81,7 @@ class Plan:
         self.error: Exception | None = None
         self.take: Take | None = None
         self.stands: dict[int, str] = {}  # Where ranks that were asked stand.
-        self.answered = anyio.Event()
+        self.answered: anyio.Event | None = None  # An event for all their answers, once they are asked.
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
         """Carry it out, behind the plan ``before`` it.
@@ -316,9 +316,9 @@ class Worker(Handle):
             self._counts.cancelled += 1
         else:
             self._counts.finish(plan.called)
-        raised = trace = ""
+        texts = ["", ""]
         if error is not None:
-            raised, trace = "".join(format_exception_only(error)).strip(), "".join(format_exception(error))
-        texts = (text.encode(errors="backslashreplace").decode() for text in (raised, trace))
+            raised = ["".join(format_exception_only(error)).strip(), "".join(format_exception(error))]
+            texts = [text.encode(errors="backslashreplace").decode() for text in raised]
         self._tell([0], plan.number, *texts, plan.in_step())
         del self._plans[plan.number]
