@@ -231,12 +231,11 @@ class Receiver:
         self._news.set()
         self._news = anyio.Event()
 
-    async def read(self, sender: str, key: int, pages: list[Tensor]) -> bool:
+    async def read(self, sender: str, key: int, pages: Tensor) -> bool:
         """See `text_generator.links`."""
         while key not in self._sent:
             await self._news.wait()
-        for page, sent in zip(pages, self._sent.pop(key), strict=True):
-            page.view(-1).copy_(sent)
+        pages.flatten(1).copy_(self._sent.pop(key))
         return True
 
 
@@ -261,6 +260,7 @@ class Sender:
     async def hand(self, key: int, decoder: str) -> None:
         """See there. What nobody reads stays at the decoder."""
         await self._ways[decoder].call(_push, key, self._memory[self._taken[key]].flatten(1))
+        await self.free(key)
 
     async def free(self, key: int) -> None:
         """See there."""

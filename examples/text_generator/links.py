@@ -212,7 +212,7 @@ class Receiver:
             self._handed[handed.meta] = handed
             self._tell()
 
-    async def read(self, sender: str, key: int, pages: list[Tensor]) -> bool:
+    async def read(self, sender: str, key: int, pages: Tensor) -> bool:
         """Read the pages of a sequence, and give them back; whether they were there: the sender may be gone."""
         while key not in self._handed and sender in self._senders:
             await self._news.wait()
@@ -254,13 +254,15 @@ class Sender:
         return list(self._leases[key][0].blocks)
 
     async def hand(self, key: int, decoder: str) -> None:
-        """Hand a sequence's pages over, and wait until the decoder has read them."""
+        """Hand a sequence's pages over, wait until the decoder has read them, and give them back."""
         if decoder not in self._decoders:
             raise LOST(f"{decoder} is gone")
-        await self._decoders[decoder].hand_over(self._leases[key][0], key, timeout=None)
+        lease, kept = self._leases.pop(key)
+        async with kept:
+            await self._decoders[decoder].hand_over(lease, key, timeout=None)
 
     async def free(self, key: int) -> None:
-        """Give a sequence's pages back, when nobody reads them any more."""
+        """Give back the pages of a sequence that was not handed over."""
         if key in self._leases:
             await self._leases.pop(key)[1].aclose()
 

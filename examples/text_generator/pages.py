@@ -59,13 +59,26 @@ class Step:
 class Cache:
     """The memory of a rank's pages: the keys and values of its layers and heads.
 
-    `memory` is float64 `[pages, layers, keys or values, PAGE, heads, head]`, and `layers` is the same by layers.
+    `layers` is float64 `[layers, keys or values, pages, PAGE, heads, head]`. A step is faster where a layer's pages lie
+    side by side in memory, but only a page whose layers do so can be handed over.
+
+    :param whole: whether pages are handed over: then `memory` has them, as `room` does
     """
 
-    def __init__(self, shape: Shape, part: Part, pages: int) -> None:
-        layers, heads = len(part.layers(shape)), shape.heads // part.shards
-        self.memory = torch.zeros(pages, layers, 2, PAGE, heads, shape.head, dtype=DTYPE).share_memory_()
-        self.layers = self.memory.movedim(0, 2)
+    def __init__(self, shape: Shape, part: Part, pages: int, *, whole: bool = False) -> None:
+        self._page = len(part.layers(shape)), 2, PAGE, shape.heads // part.shards, shape.head
+        self.memory = self.room(pages).share_memory_() if whole else self.room(0)
+        self.layers = (self.memory if whole else self.room(pages)).movedim(0, 2)
+        if not whole:
+            self.layers = self.layers.contiguous()
+
+    def room(self, pages: int) -> Tensor:
+        """Memory for whole pages: float64 `[pages, layers, keys or values, PAGE, heads, head]`."""
+        return torch.zeros(pages, *self._page, dtype=DTYPE)
+
+    def place(self, pages: list[int], whole: Tensor) -> None:
+        """Copy whole pages to where these are."""
+        self.layers[:, :, pages] = whole.movedim(0, 2)
 
 
 async def run_step(shard: Shard, cache: Cache, links: Links, step: Step) -> tuple[Tensor, Tensor] | None:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 CHUNK = 2 * PAGE
 """Tokens of a prompt that go through the model at once: some milliseconds, after which a client may have left."""
 AT_ONCE = 4
-"""Prompts that are under way at the same time, so that a short one need not wait for a long one."""
+"""Prompts that are computed at the same time, so that a short one need not wait for a long one."""
+HELD = 2 * AT_ONCE
+"""Prompts that have pages at the same time, those included that the decoder has yet to read."""
 
 
 def pages_at_once(shape: Shape) -> int:
     """How many pages the group needs itself."""
-    return AT_ONCE * pages_for(shape.context)
+    return HELD * pages_for(shape.context)
 
 
 class PrefillRank(Rank):
@@ -57,7 +59,7 @@ class PrefillLeader(Leader):
 
     def __init__(self, rank: PrefillRank, channel: Channel, pages: int) -> None:
         super().__init__(rank, channel)
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._held, self._at_once = asyncio.Semaphore(HELD), asyncio.Semaphore(AT_ONCE)
         self._under_way: dict[int, anyio.CancelScope] = {}
 
     def on_connect(self, decoder: str, ranks: list[Description]) -> None:
@@ -82,17 +84,21 @@ class PrefillLeader(Leader):
             self._under_way[key].cancel()
 
     async def _fill(self, key: int, decoder: str, text: bytes) -> None:
-        async with self._at_once:
+        async with self._held:
+            handed = False
             try:
-                token = await self._chunks(key, text)
+                async with self._at_once:
+                    token = await self._chunks(key, text)
                 self.channel.tell("filled", key, token)
                 with self._under_way[key]:
                     await self.group.run(("hand", key, decoder))
+                    handed = True
             except LOST:
                 if self.group.broken:
                     return  # this process ends, which tells the front
                 self.channel.tell("filled", key, None)  # it has to be done again, with another decoder
-            await self.group.run(("free", key))
+            if not handed:
+                await self.group.run(("free", key))
         del self._under_way[key]
 
     async def _chunks(self, key: int, text: bytes) -> int | None:

@@ -179,7 +179,8 @@ async def work(group: Group, name: str, options: Options, here: Endpoint, front:
     measures = Measures(f"{name} rank {group.rank}")
     shard = Shard(options.model, group.part)
     pages = options.pages if role == "decode" else pages_at_once(shard.shape)
-    rank = ranks[role](group, shard, Cache(shard.shape, group.part, pages), measures, here, name)
+    cache = Cache(shard.shape, group.part, pages, whole=role == "prefill")
+    rank = ranks[role](group, shard, cache, measures, here, name)
     found = await group.gather((os.getpid(), rank.description))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(measures.beat)
