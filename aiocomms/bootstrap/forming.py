@@ -25,6 +25,7 @@ from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerD
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.failures import Reason
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
 
@@ -151,8 +152,7 @@ async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
         raise
     finally:
         if not done:
-            with anyio.CancelScope(shield=True):
-                await close_transports({*transports.values()})
+            await shielded(lambda: close_transports({*transports.values()}))
     return done
 
 

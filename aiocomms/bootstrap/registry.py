@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar, cast
 
-import anyio
 import msgspec
 import torch
 
@@ -19,6 +18,7 @@ from aiocomms.arguments import advice
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import clock
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
 
@@ -185,8 +185,7 @@ async def open_transports(
             if cls not in opened:
                 opened[cls] = await _open(plan.names[family], open_one(cls, family))
     except BaseException:
-        with anyio.CancelScope(shield=True):
-            await close_transports(opened.values())
+        await shielded(lambda: close_transports(opened.values()))
         raise
     return {family: opened[cls] for family, cls in plan.classes.items()}
 

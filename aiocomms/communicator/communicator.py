@@ -40,6 +40,7 @@ from aiocomms.errors import CommError, MismatchError, PeerDiedError, StoreLostEr
 from aiocomms.lowering.lane_messages import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import Op, membership
 from aiocomms.ops.arrays import checked
 from aiocomms.progress.hooks import Hooked
@@ -228,8 +229,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Let go of what others may share, with what blocks in a thread."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
-            with anyio.CancelScope(shield=True):
-                await run_in_thread(leaving.finish, anyhow=True)
+            await shielded(lambda: run_in_thread(leaving.finish, anyhow=True))
         elif leaving is not None:
             leaving.finish()
         await self._rendezvous.leave()

@@ -32,6 +32,7 @@ from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeo
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.lines import CALLER, EndpointLine
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
@@ -223,8 +224,7 @@ class Connections:
                 raise await peer.lost()
         except BaseException:
             comm.abort("the connection was not formed")
-            with anyio.CancelScope(shield=True):
-                await peer.aclose()
+            await shielded(peer.aclose)
             raise
         if (stale := self._peers.get(there.endpoint)) is not None:
             stale.abort("the other endpoint has connected anew")
@@ -304,9 +304,12 @@ class Connections:
         try:
             await all_of([peer.aclose for peer in (*self.peers, *self._left)])
         finally:
-            with anyio.CancelScope(shield=True):  # This takes no longer than a communicator takes to close.
-                while self._tasks:
-                    await self._idle
+            await shielded(self._stop)
+
+    async def _stop(self) -> None:
+        """Wait until no task is left, which takes no longer than a communicator takes to close."""
+        while self._tasks:
+            await self._idle
 
     def disown(self) -> None:
         """Disown the connections in a forked child."""

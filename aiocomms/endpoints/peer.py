@@ -28,6 +28,7 @@ from aiocomms.endpoints.words import OfLeases
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import TensorLike, buffers
 from aiocomms.progress.driver import Promise
 from aiocomms.progress.hooks import Hook
@@ -351,8 +352,7 @@ class Peer(Handle):
                     await self._attachments.settle()
         except anyio.get_cancelled_exc_class():
             # The owner of memory may use it for something else as soon as it has heard of the end.
-            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
-                await self._settle(COMM_TIMEOUT)
+            await shielded(self._settle_for_a_while)
             raise
         finally:
             if not self._comm.closed and not self._comm.aborted:
@@ -373,6 +373,10 @@ class Peer(Handle):
         finally:
             self._hand_overs.close()
             self._released.set()
+
+    async def _settle_for_a_while(self) -> None:
+        with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
+            await self._settle(COMM_TIMEOUT)
 
     async def _settle(self, timeout: OpTimeout) -> None:
         """Wait until all that was put so far is visible."""

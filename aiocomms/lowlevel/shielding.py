@@ -1,0 +1,36 @@
+"""Awaiting a call to its end, however often the task is cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+_T = TypeVar("_T")
+
+
+async def shielded(call: Callable[[], Awaitable[_T]]) -> _T:
+    """Await a call to its end. A cancellation that comes meanwhile is raised then, or, of an outer scope, afterwards.
+
+    A shielded scope of anyio's holds against other scopes, but not against asyncio's own ``cancel()``. A task group
+    waits for its tasks even then.
+
+    :returns: what the call returns.
+    """
+    results: list[_T] = []
+    errors: list[Exception] = []
+
+    async def run() -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                results.append(await call())
+            except Exception as error:
+                errors.append(error)
+
+    with anyio.CancelScope(shield=True):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+    if errors:
+        raise errors.pop()
+    return results[0]
