@@ -85,12 +85,13 @@ class Model:
         seen, left = {self.start}, [self.start]
         while left:
             state = left.pop()
-            steps = {*self.steps(state)} - {state}
+            steps = [step for step in self.steps(state) if step != state]
             if not steps:
                 self.check_end(state)
-            following = (steps | {*self.faults(state)}) - seen
+            # In the order of the steps, so that a mutant's first finding is the same with every hash seed.
+            following = [step for step in dict.fromkeys([*steps, *self.faults(state)]) if step not in seen]
             left += following
-            seen |= following
+            seen.update(following)
         return len(seen)
 
     def check_end(self, state: State) -> None:
@@ -180,7 +181,9 @@ class Model:
         """Take a step of the borrower's, as :class:`Incoming` does."""
         borrowed, actions = step
         state = state._replace(borrowed=borrowed)
-        for act in {*actions} - {Act.FLUSH}:
+        for act in actions:
+            if act is Act.FLUSH:
+                continue
             assert not self.may_arrive(state), f"it says that it let go, and writes: {state}"
             state = self.said(state, to_owner=BACK if act is Act.SAY else PART)
         return state
