@@ -166,7 +166,7 @@ class _Server:
             pid = -1
         if pid == 0:
             _die_with_parent(parent)
-            os.setsid()
+            _part(int(environment["LOCAL_WORLD_SIZE"]))
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (self._woken, self._waker, self._control):
@@ -178,6 +178,20 @@ class _Server:
             self._children[key] = pid
             _send(self._control, "started", key, pid)
         return None
+
+
+def _part(ranks: int) -> None:
+    """Leave the process group of the fork server, and its session too where no rank has to share its core.
+
+    Linux shares the cores out among sessions first (autogroup), so that a rank in one of its own gets more beside other
+    programs. Ranks that share cores lose more by it: sessions interrupt each other. See docs/benchmarks/serve.md.
+
+    :param ranks: of this host.
+    """
+    if ranks > len(os.sched_getaffinity(0)):
+        os.setpgid(0, 0)
+    else:
+        os.setsid()
 
 
 def _take(descriptors: list[int]) -> dict[str, str]:

@@ -182,9 +182,10 @@ def ours(tp: int, pp: int, *more: str) -> Server:
 
 
 def launched(ranks: int, preload: list[str], module: str, *options: str) -> list[str]:
-    """Return the command that starts the ranks of a program, each in a session of its own, as torchrun does.
+    """Return the command that starts the ranks of a program.
 
-    Linux shares out the processors among sessions before it does so among their threads (``sched_autogroup``).
+    Where these have a core each, each has a session, as torchrun's have: Linux shares out the processors among sessions
+    before it does so among their threads (``sched_autogroup``).
     """
     launcher = ["-m", "aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--max-restarts=1000"]
     imports = [f"--preload={name}" for name in preload]

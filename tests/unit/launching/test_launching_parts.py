@@ -13,7 +13,7 @@ import pytest
 from aiocomms.bootstrap import supervised
 from aiocomms.cli import main
 from aiocomms.errors import ArgumentError
-from aiocomms.launching import Job
+from aiocomms.launching import Job, forkserver
 from aiocomms.launching.health import answer
 from aiocomms.launching.job import At, place
 from aiocomms.launching.output import LONGEST, LineSplitter, is_coloured, prefixes
@@ -190,3 +190,13 @@ def test_rank_is_a_newcomer_where_the_launcher_has_restarted_it(monkeypatch):
     assert not supervised.is_newcomer()
     monkeypatch.setenv("AIOCOMMS_RESTARTS", "2")
     assert supervised.is_newcomer()
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(1, "setsid"), (2, "setsid"), (3, "setpgid")])
+def test_rank_has_a_session_of_its_own_where_no_rank_has_to_share_its_core(monkeypatch, ranks, way):
+    taken: list[str] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "setsid", lambda: taken.append("setsid"))
+    monkeypatch.setattr(os, "setpgid", lambda *_: taken.append("setpgid"))
+    forkserver._part(ranks)
+    assert taken == [way]
