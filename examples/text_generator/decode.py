@@ -33,7 +33,8 @@ class DecodeRank(Rank):
 
     async def read(self, sender: str, key: int, pages: list[int]) -> bool:
         """Read a sequence's pages; whether they were there, on all ranks."""
-        read = await self._receiver.read(sender, key, room := self.cache.room(len(pages)))
+        room = self.cache.room(len(pages))
+        read = await self._receiver.read(sender, key, room)
         if read:
             self.cache.place(pages, room)
         return await self.group.everywhere(read)

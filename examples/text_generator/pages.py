@@ -67,10 +67,11 @@ class Cache:
 
     def __init__(self, shape: Shape, part: Part, pages: int, *, whole: bool = False) -> None:
         self._page = len(part.layers(shape)), 2, PAGE, shape.heads // part.shards, shape.head
-        self.memory = self.room(pages).share_memory_() if whole else self.room(0)
-        self.layers = (self.memory if whole else self.room(pages)).movedim(0, 2)
-        if not whole:
-            self.layers = self.layers.contiguous()
+        if whole:
+            self.memory = self.room(pages).share_memory_()
+            self.layers = self.memory.movedim(0, 2)
+        else:
+            self.layers = self.room(pages).movedim(0, 2).contiguous()
 
     def room(self, pages: int) -> Tensor:
         """Memory for whole pages: float64 `[pages, layers, keys or values, PAGE, heads, head]`."""
