@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from fastapi import Request as FastAPIRequest
 from litestar import Litestar, post
 from litestar import Request as LitestarRequest
+from litestar import Response as LitestarResponse
 from starlette.applications import Starlette
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse
@@ -103,7 +104,11 @@ def litestar(served: Model) -> Any:
         return await served.answer(request, await request.json())
 
     infer.__annotations__ = {"request": LitestarRequest, "return": float}
-    return Litestar([post("/", status_code=200)(infer)], exception_handlers={ClientLeftError: lambda *_: None})
+    return Litestar([post("/", status_code=200)(infer)], exception_handlers={ClientLeftError: left})
+
+
+def left(_request: LitestarRequest, _error: Exception) -> LitestarResponse:
+    return LitestarResponse(None, status_code=499)
 
 
 async def nobody(_request: Any, _error: Exception) -> JSONResponse:
