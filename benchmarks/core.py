@@ -71,12 +71,10 @@ async def recorded(transport: str) -> dict[str, Any]:
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
     async with aiocomms.new_comm(transport) as comm:
-        core = comm._core
-        traces = {"with": core.trace, "without": None}
+        ledger = comm._core.ledger
         for _ in range(4 * ROUNDS):
-            for name, core.trace in traces.items():
-                if comm._shortcuts is not None:
-                    comm._shortcuts.record(name == "with")
+            for name in samples:
+                ledger.recording = name == "with"
                 samples[name].append(await batch(lambda: comm.all_reduce(tensor), BATCH))
     rows = {f"all_reduce 8 B, {name} recorder": quantiles(values) for name, values in samples.items()}
     for name, values in zip(rows, samples.values(), strict=True):
@@ -169,8 +167,8 @@ def idle(seconds: float = 2.0) -> dict[str, Any]:
         selector = CountingSelector()
 
         async def watch(waiting: bool = waiting, selector: CountingSelector = selector) -> int:
-            async with local_world(2) as (one, _):
-                work = one.recv(torch.empty(2), 1) if waiting else None
+            async with aiocomms.new_comm("local") as comm:
+                work = comm.recv(torch.empty(2), 0) if waiting else None
                 await asyncio.sleep(0.05)
                 before = selector.wakes
                 await asyncio.sleep(seconds)

@@ -189,9 +189,7 @@ async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[flo
     found = []
     async with meet(rank, folder, transport) as comm:
         if bare:
-            comm._core.trace = None
-            if comm._shortcuts is not None:
-                comm._shortcuts.record(False)
+            comm._core.ledger.recording = False
         for nbytes, ops in ((8, 50_000), (MIB, 1_000)):
             tensor = torch.zeros(nbytes // 4)
             for count in (ops // 4, ops):  # the first ones warm up

@@ -38,13 +38,13 @@ from aiocomms.diagnosis.live import Leaving, Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import CommError, MismatchError, PeerDiedError, StoreLostError, as_reason, wrong_thread
 from aiocomms.lowering.lane_messages import Key
-from aiocomms.lowering.shortcuts import with_shortcuts
+from aiocomms.lowering.shortcuts import give_methods
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.shielding import shielded
 from aiocomms.ops import Op, membership
 from aiocomms.ops.arrays import checked
 from aiocomms.progress.hooks import Hooked
-from aiocomms.progress.inflight import LaneWork, StartedWork
+from aiocomms.progress.inflight import LaneWork, PlainLaneWork, PlainWork, StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.transport import Transport
 
@@ -78,15 +78,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # The doors of portals.
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
-        self._lanes = Lane
         self._shortcuts = shortcuts = core.shortcuts if type(self) is Communicator else None
         if shortcuts is not None:
-            self.__class__ = with_shortcuts(Communicator, shortcuts.method)
-            self._lanes = with_shortcuts(Lane, shortcuts.method)
+            give_methods(Communicator, shortcuts.method)
+            give_methods(Lane, shortcuts.method)
             shortcuts.know(Lane)
         debugger = Debugger(core.in_flight) if debug.asked_for() else None
-        self._start = StartedWork if debugger is None else debugger.start
-        self._start_within: Callable[..., LaneWork[Any]] = LaneWork if debugger is None else debugger.start_within
+        self._start = PlainWork if debugger is None else debugger.start
+        self._start_within: Callable[..., LaneWork[Any]] = PlainLaneWork if debugger is None else debugger.start_within
         self._guard = LeakGuard(self)
         dumps.register(core.recorder)
         directory.register(self)
@@ -137,14 +136,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """Check an op, post it, and return its work."""
         core = self._core
-        if core.refusing or get_ident() != core.thread:
+        if core.ledger.refusing or get_ident() != core.thread:
             raise core.refused(op)
         try:
             of_tensors = checked(op, core)
             seconds = self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
             if hints is not None:
                 arguments.mapping("hints", hints)
-            work: StartedWork[Any] = self._start(of_tensors, core.issued, core, hints)
+            work: StartedWork[Any] = self._start(of_tensors, core.ledger.issued, core, hints)
         except CommError as error:
             raise core.worded(error.about(comm=self.name, op=op.name, rank=self.rank)) from None
         if of_tensors is not op:
@@ -152,6 +151,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return core.start(work, seconds)
 
     _issue_in_order = _issue
+
+    def _issue_in_current_lane(
+        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Any]:
+        """Issue an op on the lane that is current here, if one is and the op goes by it."""
+        lane = current(self._core) if _follows(op) else None
+        return (self._issue_in_order if lane is None else lane._issue)(op, hints, timeout)
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
         """Go on with an op that a shortcut has posted, and that has not ended by then."""
@@ -165,19 +171,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :param key: what the ranks call it, a request's number say; a str, bytes and an int are different keys.
         :raises ArgumentTypeError: the key is none of these.
         """
-        return self._lanes(self, key)
+        return Lane(self, key)
 
     def _follow_lanes(self) -> None:
         """Look from now on whether a lane is current.
 
         A program that makes no lane the current one pays nothing for it.
         """
-        shortcuts = self._shortcuts
-        if shortcuts is None:
-            self.__class__ = _Following
-        else:
-            self.__class__ = with_shortcuts(_Following, shortcuts.method)
-            shortcuts.follow(CURRENT)
+        self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
+        if self._shortcuts is not None:
+            self._shortcuts.follow(CURRENT)
 
     # ------------------------------------------------------------------------------------- aborting and closing
 
@@ -410,19 +413,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return sight_of(snapshot, self._rendezvous.secret("live view"), self.statistics())
 
 
-class _Following(Communicator):
-    """A communicator with a lane that was made the current one."""
-
-    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        lane = current(self._core)
-        if lane is None or (op.family != "collectives" and not _follows(op)):
-            return self._issue_in_order(op, hints, timeout)
-        return lane._issue(op, hints, timeout)
-
-
 def _follows(op: Op) -> bool:
-    """Return whether an op other than a collective goes by the current lane."""
-    return op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER
+    """Return whether an op goes by the current lane."""
+    return op.family == "collectives" or (op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER)
 
 
 def _disown_in_child() -> None:

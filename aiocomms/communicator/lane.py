@@ -129,7 +129,7 @@ class Lane(PointToPoint, Collectives, Objects):
             core.driver.call_threadsafe(self._give_up, why)
 
     def _give_up(self, why: str) -> None:
-        if not self._core.refusing:
+        if not self._core.ledger.refusing:
             self._core.router.lane_aborts.give_up(*self._names(), why)
 
     async def aclose(self) -> None:
@@ -176,7 +176,7 @@ class Lane(PointToPoint, Collectives, Objects):
     def _begin(self) -> tuple[int, str]:
         """Listen before the first op for the lanes that other ranks have given up, and keep what the lane is called."""
         core, names = self._core, self._names()
-        if get_ident() == core.thread and not core.refusing:
+        if get_ident() == core.thread and not core.ledger.refusing:
             core.router.lane_aborts.listen()
             self._known = names
         return names
@@ -186,12 +186,13 @@ class Lane(PointToPoint, Collectives, Objects):
         comm, core = self._comm, self._core
         number, words = self._known or self._begin()
         try:
-            if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
+            if core.ledger.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
                 raise self._refused(op)
             of_tensors = checked(op, core)
             own = comm._seconds if self._own is None else self._own
             seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
-            work: LaneWork[Any] = comm._start_within(of_tensors, core.issued, core, hints, number=number, lane=words)
+            seq = core.ledger.issued
+            work: LaneWork[Any] = comm._start_within(of_tensors, seq, core, hints, number=number, lane=words)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
         if of_tensors is not op:
@@ -215,7 +216,7 @@ class Lane(PointToPoint, Collectives, Objects):
     def _refused(self, op: Op) -> Exception:
         """Return why an op cannot be called now, or not here."""
         core = self._core
-        if core.refusing or get_ident() != core.thread:
+        if core.ledger.refusing or get_ident() != core.thread:
             return core.life.refusal() or core.refused(op)
         given_up = core.given_up.get(self._names()[0])
         return CommClosedError("the lane was closed on this rank") if given_up is None else given_up.about()

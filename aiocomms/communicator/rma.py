@@ -14,7 +14,7 @@ from aiocomms import ops
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout, as_int
 from aiocomms.communicator.issuer import Issuer
 from aiocomms.errors import CommError, MismatchError
-from aiocomms.lowering.shortcuts import with_shortcuts
+from aiocomms.lowering.shortcuts import give_methods
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.progress.work import Work
@@ -105,10 +105,10 @@ class Window(Handle):
     def __init__(self, comm: Issuer, info: ops.WindowInfo, given: Any) -> None:
         self._comm = comm
         self._info, self._given = info, given
-        shortcuts = comm._shortcuts
-        self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
-        if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
-            self.__class__ = with_shortcuts(Window, shortcuts.window_method)
+        self._shortcuts = None
+        if (shortcuts := comm._shortcuts) is not None and type(self) is Window:
+            self._shortcuts = shortcuts.window(comm, info)
+            give_methods(Window, shortcuts.window_method)
 
     @property
     def tensor(self) -> Any:

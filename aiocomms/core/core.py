@@ -51,7 +51,7 @@ from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.hooks import Hooks
 from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
 from aiocomms.transport import Transport
-from aiocomms.transport.native import Ring, Shortcuts
+from aiocomms.transport.native import Ledger, PlainLedger, Shortcuts
 
 CLOSE_GRACE = 5.0
 """Seconds that closing waits for ops which are already under way."""
@@ -67,19 +67,14 @@ class Core(Posting):
     generation: int
     device: torch.device
     driver: LoopDriver
-    issued: int
-    laned: int
-    calls: int
+    ledger: Ledger
     refusals: int
-    posting: bool
-    refusing: bool
     life: Life
     fast_check: Callable[[object, bool], bool] | None
     failures: dict[tuple[str, int | None], int]
     pre_hooks: Hooks
     post_hooks: Hooks
     abort_hooks: Hooks
-    trace: Ring | None
     shortcuts: Shortcuts | None
     marks: CallerMarks | None
     """The places in threads' streams from which ops were called; None: no transport has streams."""
@@ -96,15 +91,14 @@ class Core(Posting):
         self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
         self.device, self.driver, self.generation = rendezvous.device, LoopDriver.current(), rendezvous.epoch
         self.thread: int = self.driver.thread
-        # The numbers of ops, of lanes' ops, of collectives, and of ops refused.
-        self.issued = self.laned = self.calls = self.refusals = 0
+        self.refusals = 0  # The number of ops refused.
         self.by_family: dict[ops.Family, Transport] = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
         self.fast_check, self.marks = find_check(self.transports), CallerMarks.of(self.transports)
-        self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
+        self.life, self.worded = Life(), lambda error: error
         self._lock = RLock()  # The lock guards every step. A signal handler may abort what it interrupts.
         self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
@@ -120,8 +114,8 @@ class Core(Posting):
         self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
-        self.recorder: Recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
-        self.trace = self._ring = self.recorder.ring
+        self.ledger = PlainLedger(entries) if self.shortcuts is None else self.shortcuts
+        self.recorder: Recorder = Recorder(self, self.in_flight, entries // 2)
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self._serve()
 
@@ -149,6 +143,11 @@ class Core(Posting):
     def closed(self) -> bool:
         """True once this rank has begun to close the communicator."""
         return self._closing is not None
+
+    @property
+    def refusing(self) -> bool:
+        """True once ops are refused."""
+        return self.ledger.refusing
 
     def refusal(self) -> CommError | None:
         """Return why it refuses whatever comes; None: it does not."""
@@ -192,7 +191,7 @@ class Core(Posting):
         """
         with self._lock:
             self.life, actions = lifecycle.lose(self.life, failure, here=here)
-            self.refusing = True
+            self.ledger.refusing = True
             flying = self.in_flight.look() if actions else []
         for action in actions:
             match action:
@@ -300,7 +299,7 @@ class Core(Posting):
         """
         shortcuts = self.shortcuts
         with anyio.CancelScope(shield=True):
-            while shortcuts is not None and (shortcuts.posting if lane is None else shortcuts.posting_in(lane)):
+            while shortcuts is not None and (shortcuts.elsewhere if lane is None else shortcuts.elsewhere_in(lane)):
                 await anyio.lowlevel.checkpoint()
 
     async def aclose(self, released: Callable[[], object]) -> None:
@@ -323,7 +322,7 @@ class Core(Posting):
     async def _drain(self) -> None:
         with self._lock:
             self.life, actions = lifecycle.close(self.life)
-            self.refusing = True
+            self.ledger.refusing = True
         await self.posted_elsewhere()
         if Action.WITHDRAW not in actions:
             return
@@ -384,6 +383,6 @@ class Core(Posting):
     def disown(self) -> None:
         """Disown it in a forked child, which must neither use nor close its parent's sockets."""
         self.life = lifecycle.disown(os.getppid())
-        self.refusing = True
+        self.ledger.refusing = True
         self._closing = self.over = Promise(self.driver)
         self.over.set()

@@ -24,18 +24,15 @@ from aiocomms.progress.guard import broken
 from aiocomms.progress.hooks import Hooks
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
 from aiocomms.transport import Completion, Transport
-from aiocomms.transport.native import Counted, Ring
+from aiocomms.transport.native import Ledger
 
 
-class Posting(Counted):
+class Posting:
     """A communicator's core, as far as it starts ops, and hears of their end."""
 
     name: str
     rank: int
-    issued: int
-    calls: int
-    laned: int
-    posting: bool
+    ledger: Ledger
     by_family: dict[ops.Family, Transport]
     driver: LoopDriver
     router: Router
@@ -43,14 +40,8 @@ class Posting(Counted):
     recorder: Recorder
     pre_hooks: Hooks
     post_hooks: Hooks
-    trace: Ring | None
-    """The ring that records the ops that end within their call.
-
-    A benchmark sets it to None, to measure what recording costs.
-    """
     refusals: int
     """The number of ops that could not be posted."""
-    _ring: Ring
     _spinning: list[Transport]
     _ended: bool
     """True once the works that were pending when the communicator was lost have ended."""
@@ -79,37 +70,26 @@ class Posting(Counted):
         return started
 
     def _start(self, work: StartedWork[Any], seconds: float, lane: str | None) -> StartedWork[Any]:
-        op, before = work.op, self.posting
-        kind, self.posting = type(op), True  # No other thread comes in between from here on.
+        op, ledger = work.op, self.ledger
+        kind, before = type(op), ledger.posting
         try:
-            work.seq = seq = self.issued  # The number is read again, for another thread's op may have come first.
-            if lane is not None:
-                self.recorder.lanes.append((seq, lane))
-            # The next number, the count of calls and the record change together, so that no other thread sees one
-            # without the others.
-            self.issued = seq + 1
-            self.calls += lane is None and op.family == "collectives"
-            if (trace := self.trace) is not None:
-                trace.append(kind)
+            # The number is asked for again, for another thread's op may have come first.
+            work.seq = ledger.begin(kind, lane is None and op.family == "collectives", lane)
             if self.pre_hooks or self.post_hooks:
                 self._ask(work)
             try:
-                if lane is None:
-                    at = self.router[kind](op, work)
-                else:
-                    self.laned += 1
-                    at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
+                router = self.router
+                at = router[kind](op, work) if lane is None else router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
             except BaseException as error:
                 raise self.post_raised(work, error)  # noqa: B904 - The error raised is this one, or is caused by it.
             if not work._state:  # This is done(), without the call.
                 return self.keep(work, seconds)
-            if trace is not None:
-                trace.append((at or clock.now()) if kind not in PEERS else self.recorder.row(work))
+            ledger.end((at or clock.now()) if kind not in PEERS else self.recorder.row(work))
             if self.post_hooks or work.fault is not None:
                 self.ended_at_once(work)
             return work
         finally:
-            self.posting = before
+            ledger.posting = before
 
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
@@ -124,8 +104,7 @@ class Posting(Counted):
             raise self.post_raised(work, error)  # noqa: B904 - The error raised is this one, or is caused by it.
         if not work._state:
             return self.keep(work, seconds)
-        if (trace := self.trace) is not None:
-            trace.append(clock.now() if type(work.op) not in PEERS else self.recorder.row(work))
+        self.ledger.end(clock.now() if type(work.op) not in PEERS else self.recorder.row(work))
         if self.post_hooks or work.fault is not None:
             self.ended_at_once(work)
         return work
@@ -175,7 +154,7 @@ class Posting(Counted):
             work.refuse(error)
             self.post_hooks.call(self.driver, work)
         if not isinstance(work, LaneWork) and work.op.family == "collectives":
-            self.calls -= 1
+            self.ledger.calls -= 1
             self.recorder.refused.append(work.seq)
 
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
@@ -238,7 +217,7 @@ class Posting(Counted):
 
     def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
-        self._ring.append(self.recorder.row(work, self.in_flight.remove(work), error))
+        self.ledger.end(self.recorder.row(work, self.in_flight.remove(work), error))
         if self.post_hooks or work.fault is not None:
             self.after(work)
 
@@ -257,7 +236,7 @@ class Posting(Counted):
     def ended_at_once(self, work: StartedWork[Any]) -> None:
         """Record an op that has failed, or is watched by hooks, and ended within its call."""
         if work.fault is not None:
-            self._ring.append(self.recorder.row(work, None, work.error))
+            self.ledger.end(self.recorder.row(work, None, work.error))
         self.after(work)
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:

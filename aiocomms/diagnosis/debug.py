@@ -18,8 +18,8 @@ from aiocomms.errors import (
 )
 from aiocomms.ops import GetV, Op, PutV, WindowClose, WindowOpen, checks
 from aiocomms.ops._base import Buffers
-from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
-from aiocomms.progress.work import Owner, T_co
+from aiocomms.progress.inflight import InFlight, PlainLaneWork, PlainWork, StartedWork
+from aiocomms.progress.work import FIELDS_BELOW, Owner, T_co
 from aiocomms.transport import OP_RESULT
 
 
@@ -61,7 +61,7 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 class DebugWork(_Started):
     """The part of a work that only debug mode has: who started it, and whether any code has asked for it."""
 
-    __slots__ = ()
+    __slots__ = FIELDS_BELOW
     if TYPE_CHECKING:
         place: SourceLine | None = None
         task: tuple[str, object] | None = None
@@ -112,7 +112,7 @@ for _name in _ASKING:
     setattr(DebugWork, _name, _asks(getattr(StartedWork, _name)))
 
 
-class WatchedWork(DebugWork, StartedWork[T_co]):
+class WatchedWork(DebugWork, PlainWork[T_co]):
     """A work of debug mode: it knows which line and task have started it, and whether any code has asked for it."""
 
     place: SourceLine | None = None
@@ -121,7 +121,7 @@ class WatchedWork(DebugWork, StartedWork[T_co]):
     _forgotten: Forgotten | None = None
 
 
-class WatchedLaneWork(DebugWork, LaneWork[T_co]):
+class WatchedLaneWork(DebugWork, PlainLaneWork[T_co]):
     """The same of a lane."""
 
     place: SourceLine | None = None

@@ -33,7 +33,7 @@ from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, WindowInfo, tensor_of
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
-from aiocomms.transport.native import Ring, Shortcuts
+from aiocomms.transport.native import Ring
 
 if TYPE_CHECKING:
     from aiocomms.core.core import Core
@@ -225,21 +225,20 @@ def _nothing(op: Op) -> None:
 class Recorder:
     """The ops of one communicator."""
 
-    def __init__(self, comm: Core, in_flight: InFlight, entries: int, shortcuts: Shortcuts | None = None) -> None:
+    def __init__(self, comm: Core, in_flight: InFlight, size: int) -> None:
         """Record nothing yet.
 
-        :param entries: how many the ring keeps, two for each op.
-        :param shortcuts: native code that appends to its ring, too; None: there is none.
+        :param size: the number of ops that are kept.
         """
         self._comm = comm
         self._in_flight = in_flight
-        self.size: int = entries // 2
-        self.ring: Ring = deque(maxlen=entries) if shortcuts is None else shortcuts.ring
+        self.size: int = size
+        self.ring: Ring = comm.ledger.ring
         """The entries of ops: the type of each, when it is called, and an end.
 
         The end is the time, or a :meth:`row` if the op was pending, has failed, or has numbers.
         """
-        self.lanes: Ring = deque(maxlen=self.size) if shortcuts is None else shortcuts.lanes
+        self.lanes: Ring = comm.ledger.lanes
         """The number of each op of a lane, and the lane's key in words."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
@@ -288,10 +287,10 @@ class Recorder:
         """
         comm = self._comm
         while True:  # Other threads may be calling more ops.
-            issued, calls = comm.issued, comm.calls
+            issued, calls = comm.ledger.issued, comm.ledger.calls
             entries = copied(self.ring)
             lanes, refused = dict(copied(self.lanes)), set(copied(self.refused))
-            if comm.issued == issued:
+            if comm.ledger.issued == issued:
                 break
         found = comm.driver.tasks_of([waiter for one in flying for waiter in one.waiters])
         tasks = []

@@ -99,7 +99,7 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
     failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), clock.now()
     busy = [one for one in flying if not one.idle]
-    issued = core.issued
+    ledger, issued = core.ledger, core.ledger.issued
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
     failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]
     return Statistics(
@@ -107,8 +107,8 @@ def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
         generation=core.generation,
         transports=transports,
         issued=issued,
-        collectives=core.calls,
-        in_lanes=core.laned,
+        collectives=ledger.calls,
+        in_lanes=ledger.laned,
         done=max(0, issued - len(flying) - sum(failures.values()) - refused),
         failed=sorted(failed, key=lambda each: -each.count),
         withdrawn=withdrawn,

@@ -194,7 +194,7 @@ class HandedLease(Handle):
         return work
 
     async def _vouched(self, words: RemoteRegion, timeout: OpTimeout) -> None:
-        """Check that the blocks were the lease's as long as they were read; see :attr:`Ledger.words`."""
+        """Check that the blocks were the lease's as long as they were read; see :attr:`LeaseLedger.words`."""
         word = buffers.empty(1, dtype=torch.int64, device="cpu")
         await words.get(word, self._incoming.slot, timeout=timeout)
         if int(word) != self._incoming.number:

@@ -18,7 +18,7 @@ from aiocomms.arguments import wrong_type
 from aiocomms.core.core import CLOSE_GRACE
 from aiocomms.endpoints import lending
 from aiocomms.endpoints.lending import Act, Borrowed, BorrowedStep, Borrowing, Do, Lent, LentStep, Out
-from aiocomms.endpoints.pools import Lease, Ledger, Pool
+from aiocomms.endpoints.pools import Lease, LeaseLedger, Pool
 from aiocomms.endpoints.regions import all_of
 from aiocomms.endpoints.words import LONGEST_WHY, GiveBack, Here, Lend, LetGo, OfLeases, Piece, Recall, Shelf
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, LeaseError, ProtocolError
@@ -45,7 +45,7 @@ class Counter:
         :param process: the number of this process there.
         """
         self.place, self.process = place, process
-        self.ledger = Ledger(driver)
+        self.ledger = LeaseLedger(driver)
         self.came: dict[Incoming, Any] = {}
         """The hand-overs to this endpoint that no task has taken, with the peers that have lent."""
         self.arrival = Bell(driver)

@@ -14,7 +14,7 @@ reach together, whatever is cancelled, late, lost or dead.
 
 An owner never waits for a borrower without an end. A borrower that may still write into its blocks, because its process
 maps them and has not said that it let go, keeps them out of circulation. A read is of no harm to the owner; the reader
-finds out by itself (:attr:`aiocomms.endpoints.pools.Ledger.words`).
+finds out by itself (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class LentBlocks(Protocol):
         """End it, and wait until the borrower has let go or the connection is over."""
 
 
-class Ledger:
+class LeaseLedger:
     """The hand-overs of one endpoint: their numbers, the words that vouch for them, and those that are held."""
 
     words: Tensor
@@ -149,7 +149,7 @@ class _InLine:
 class Pool(Handle):
     """Equal blocks of this endpoint's memory, which tasks lease, and hand over; made by :meth:`Endpoint.new_pool`."""
 
-    def __init__(self, region: Region, ledger: Ledger, driver: LoopDriver, seconds: float, name: str) -> None:
+    def __init__(self, region: Region, ledger: LeaseLedger, driver: LoopDriver, seconds: float, name: str) -> None:
         self._region, self._ledger, self._driver = region, ledger, driver
         self._seconds, self._name = seconds, name
         self._number = region._number

@@ -168,7 +168,7 @@ class Router(dict[type[ops.Op], Route]):
         self._run(SCHEDULES[type(parts)](Context(self._comm, 0), parts), op, work)
 
     def _lower(self, op: ops.Op, work: Completion) -> None:
-        self._run(SCHEDULES[type(op)](Context(self._comm, self._comm.calls & 0x7FFFFFFF), op), op, work)
+        self._run(SCHEDULES[type(op)](Context(self._comm, self._comm.ledger.calls & 0x7FFFFFFF), op), op, work)
 
     def _run(self, steps: Steps, op: ops.Op, work: Completion) -> None:
         run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)

@@ -17,6 +17,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
+from aiocomms.transport.native import Ledger
 
 Steps = Generator[list[ops.Op], None, Any]
 
@@ -28,8 +29,8 @@ class Poster(Protocol):
     size: int
     name: str
     device: torch.device
-    calls: int
-    """The number of collectives called so far. It is the same on all ranks, and so serves as the tag of messages."""
+    ledger: Ledger
+    """The number of its collectives called so far is the same on all ranks, and so serves as the tag of messages."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """Hand an op to the transport that carries it."""

@@ -32,13 +32,9 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
         return None
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
-        awaiting = shortcuts.awaiting
-        shortcuts.use(
-            _awaited(StartedWork, awaiting),
-            _awaited(LaneWork, awaiting),
-            RunPart,
-            windows=by_family.get("rma") is transport,
-        )
+        fields: Any = shortcuts.fields()
+        works = _with_fields(StartedWork, fields), _with_fields(LaneWork, fields)
+        shortcuts.use(*works, RunPart, OP_RESULT, windows=by_family.get("rma") is transport)
     return shortcuts
 
 
@@ -48,25 +44,22 @@ def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool
     return next((check for check in checks if check is not None), None)
 
 
-def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
-    """Return a class with members of native code in the place of its own, which looks as it does."""
-    all_of_it = {"__doc__": cls.__doc__, "__module__": cls.__module__, **members}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(all_of_it))
+@functools.cache
+def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let native code start plain ops of a class, of those of its objects that have shortcuts; once for each plug-in.
+
+    :param method: see :meth:`Shortcuts.method`.
+    """
+    for name in dir(cls):
+        function = getattr(cls, name)
+        if not name.startswith("_") and callable(function) and (native := method(cls, function)) is not function:
+            # torch.compile calls a method without its object, unless it is Python's, or by this name Cython's.
+            type(native).__name__ = "cython_function_or_method"
+            setattr(cls, name, native)
 
 
 @functools.cache
-def with_shortcuts(cls: type[T], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[T]:
-    """Return a class whose plain ops are started by native code; see :meth:`Shortcuts.method`."""
-    found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
-    given = {name: method(cls, it) for name, it in found.items() if callable(it)}
-    taken = {name: it for name, it in given.items() if it is not found[name]}
-    for it in taken.values():
-        # torch.compile calls a method without its object, unless it is Python's, or by this name Cython's.
-        type(it).__name__ = "cython_function_or_method"
-    return hastened(cls, taken)
-
-
-@functools.cache
-def _awaited(cls: type[T], awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[T]:
-    """Works that, awaited when they are done, go on without a generator."""
-    return hastened(cls, {"__await__": awaiting(cls, OP_RESULT)})
+def _with_fields(cls: type[T], fields: type[Any]) -> type[T]:
+    """Return a class of works whose fields are native code's."""
+    body = {"__slots__": (), "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return types.new_class(cls.__name__, (fields, cls), exec_body=lambda given: given.update(body))

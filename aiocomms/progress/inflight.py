@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import WeakSet
 
+import msgspec
 from torch import Tensor, UntypedStorage
 
 from aiocomms import ops
@@ -26,9 +27,10 @@ from aiocomms.lowlevel import clock, memory
 from aiocomms.lowlevel.threads import copied, run_in_thread
 from aiocomms.progress import deadlines
 from aiocomms.progress.driver import LoopDriver, Promise, Waiters
+from aiocomms.progress.handed import Steps
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.loops import Waiter
-from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
+from aiocomms.progress.work import ABANDONED, DONE, FIELDS_BELOW, PENDING, Owner, T_co, UnseenError, Work
 from aiocomms.transport import OP_RESULT
 
 if TYPE_CHECKING:
@@ -53,18 +55,20 @@ class StartedWork(Work[T_co]):
     those in flight until all who wait for it have been woken: there its deadline finds it, and :meth:`finish` goes on.
     """
 
-    fault: CommError | None = None
+    __slots__ = FIELDS_BELOW
+
+    fault: CommError | None
     """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
-    queue: Any = None
+    queue: Any
     """The queue of works in flight that it stands in while it is pending; see :class:`InFlight`."""
-    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None
     """The storage of the tensor of a pending op, or several storages and their addresses.
 
     The program may give the tensors other storages meanwhile.
     """
-    context: Context | None = None
+    context: Context | None
     """The context in which a pending op was called, where there were post-hooks, which are called in it."""
-    _place: int = 0
+    _place: int
 
     def waiters(self) -> list[Waiter]:
         """Return the suspended awaiters."""
@@ -189,9 +193,11 @@ class StartedWork(Work[T_co]):
 class LaneWork(StartedWork[T_co]):
     """A work of a lane."""
 
-    lane: str = ""
+    __slots__ = FIELDS_BELOW
+
+    lane: str
     """The lane's key, in words."""
-    number: int = 0
+    number: int
     """The lane's number."""
 
     def _comm_name(self) -> str:
@@ -214,6 +220,35 @@ class LaneWork(StartedWork[T_co]):
         if error.message.startswith(_LOCATED):
             return error
         return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
+
+
+class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
+    """A work that Python code makes, with its fields."""
+
+    op: ops.Op
+    seq: int
+    _owner: Owner
+    hints: Mapping[str, Any] | None = None
+    called: float | None = None
+    _state: int = PENDING
+    _value: Any = OP_RESULT
+    _error: CommError | None = None
+    _waiters: Waiters | None = None
+    _callbacks: list[Callable[[Any], object]] | None = None
+    _unseen: UnseenError | None = None
+    _steps: Steps | None = None
+    fault: CommError | None = None
+    queue: Any = None
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    context: Context | None = None
+    _place: int = 0
+
+
+class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
+    """The same of a lane."""
+
+    lane: str = ""
+    number: int = 0
 
 
 class Queue(dict[StartedWork[Any], float]):

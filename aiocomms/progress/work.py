@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from threading import get_ident
-from typing import Any, Generic, Protocol, Self, TypeVar
-
-import msgspec
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from aiocomms.errors import CommError, WorkCancelledError, wrong_thread
 from aiocomms.lowlevel.handles import Handle
@@ -20,6 +18,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 PENDING, DONE, ABANDONED = range(3)
 """The states of a work; one that is abandoned has ended without its transport."""
+FIELDS_BELOW: Final[tuple[str, ...]] = ()
+"""The slots of a class of works: its fields stand in the classes below it, which are Python's or native code's."""
 
 
 class Owner(Protocol):
@@ -57,7 +57,7 @@ class Owner(Protocol):
         """
 
 
-class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
+class Work(Handle, Handed[T_co], Generic[T_co]):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
 
     A work behaves as an :class:`asyncio.Future` where the two overlap, and a task may be made of it. A
@@ -65,22 +65,24 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
     matched yet is gone, or was cancelled before it began, is the receive withdrawn.
     """
 
+    __slots__ = FIELDS_BELOW
+
     op: Op
     """The record of what was asked."""
     seq: int
     """Its number among the ops of its communicator on this rank, from 0."""
     _owner: Owner
-    hints: Mapping[str, Any] | None = None
+    hints: Mapping[str, Any] | None
     """The caller's advice for this op."""
-    called: float | None = None
+    called: float | None
     """The time of the call, by ``time.monotonic()``; None: no post-hook was registered then, so no clock was read."""
-    _state: int = PENDING
-    _value: Any = OP_RESULT
-    _error: CommError | None = None
-    _waiters: Waiters | None = None
-    _callbacks: list[Callable[[Self], object]] | None = None
-    _unseen: UnseenError | None = None
-    _steps: Steps | None = None
+    _state: int
+    _value: Any
+    _error: CommError | None
+    _waiters: Waiters | None
+    _callbacks: list[Callable[[Self], object]] | None
+    _unseen: UnseenError | None
+    _steps: Steps | None
 
     def __repr__(self) -> str:
         state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
@@ -105,6 +107,9 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
             value = self._value
             return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
         return self.result()
+
+    _await = __await__
+    """The same for native code, which has a quicker ``__await__`` for works that are done."""
 
     def done(self) -> bool:
         """Return whether the op has completed or failed on this rank."""

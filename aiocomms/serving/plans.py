@@ -163,7 +163,7 @@ class Plan:
         return self._in_step
 
     def _called(self) -> int:
-        return self._core.issued - self._core.laned
+        return self._core.ledger.issued - self._core.ledger.laned
 
 
 class Worker(Handle):

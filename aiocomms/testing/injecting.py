@@ -69,7 +69,7 @@ class Injection(Handle):
     """The faults of one :func:`aiocomms.testing.faults.inject` on one rank."""
 
     def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:
-        self.since: int = comm._core.issued
+        self.since: int = comm._core.ledger.issued
         """The number of the first op that may be hit."""
         self._rank, self._log = comm.rank, log
         self.faults: list[Fault] = [fault for fault in faults if fault.ranks is None or comm.rank in fault.ranks]

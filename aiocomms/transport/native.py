@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -9,25 +10,8 @@ from typing import Any, Protocol
 from aiocomms.transport.contract import Transport
 
 
-class Counted:
-    """The counts that the core and shortcuts share, in slots, which native code reads and writes in place."""
-
-    __slots__ = ("calls", "issued", "laned", "posting", "refusing")
-
-    issued: int
-    """Ops called."""
-    calls: int
-    """Collectives called, but those of lanes; of these all ranks call the same number."""
-    laned: int
-    """Ops of lanes called."""
-    posting: bool
-    """True while the loop's thread is between an op's number and its record: no other thread counts then."""
-    refusing: bool
-    """True while ops are refused: the one thing that an op which starts needs to know."""
-
-
 class Line(Protocol):
-    """The part of a communicator that :class:`Shortcuts` need, a :class:`Counted`; on the loop's thread."""
+    """The part of a communicator that :class:`Shortcuts` need; on the loop's thread."""
 
     thread: int
     """The loop's, as :func:`threading.get_ident` has it."""
@@ -61,14 +45,25 @@ class Ring(Protocol):
         """All entries, from the oldest on."""
 
 
-class Shortcuts(Protocol):
-    """Native code that starts plain ops of one communicator in one call.
+class Ledger(Protocol):
+    """The counts and the records of a communicator's ops, on the loop's thread; Python's is :class:`PlainLedger`."""
 
-    What is plain: plain tensors, operators and numbers, the loop's thread (but in :meth:`post`), no hints and no
-    deadline of its own, no pre-hooks (and in :meth:`post` no post-hooks), and nothing that refuses ops. Such a call
-    does at once what the core does of it, and :meth:`aiocomms.transport.Transport.post`. Of any other nothing has
-    happened, and the Python method runs: Python decides everything else, and makes every error.
-    """
+    refusing: bool
+    """True while ops are refused: the one thing that an op which starts needs to know."""
+    posting: bool
+    """True while the loop's thread is between an op's number and its record: no other thread counts then."""
+    recording: bool
+    """True while the rings are appended to. A benchmark changes it, to measure what that costs."""
+    calls: int
+    """The number of collectives called, but those of lanes; all ranks call as many."""
+
+    @property
+    def issued(self) -> int:
+        """The number of ops called."""
+
+    @property
+    def laned(self) -> int:
+        """The number of these that are of lanes."""
 
     @property
     def ring(self) -> Ring:
@@ -78,11 +73,87 @@ class Shortcuts(Protocol):
     def lanes(self) -> Ring:
         """The ring that records ops of lanes: the number of each, and its lane's key in words."""
 
-    def use(self, work: type[Any], lane_work: type[Any], part: type[Any], *, windows: bool) -> None:
-        """Set the classes of works; called before any other method.
+    def begin(self, kind: type[Any], counted: bool, lane: str | None, /) -> int:
+        """Give an op its number and record it, in one step, so that no other thread sees one without the other.
+
+        It sets :attr:`posting`, which its caller sets back.
+
+        :param kind: the type of its record.
+        :param counted: whether it is a collective that is of no lane.
+        :param lane: the key of its lane, in words; None: it is of none.
+        :returns: its number.
+        """
+
+    def end(self, entry: Any, /) -> None:
+        """Record the end of an op: the time, or a row of the recorder's."""
+
+
+class PlainLedger:
+    """The ledger of a communicator whose ops Python starts."""
+
+    __slots__ = ("calls", "end", "issued", "laned", "lanes", "posting", "refusing", "ring")
+
+    def __init__(self, entries: int) -> None:
+        """Count from 0.
+
+        :param entries: how many the ring keeps, two for each op.
+        """
+        self.issued: int = 0
+        self.laned: int = 0
+        self.calls: int = 0
+        self.refusing: bool = False
+        self.posting: bool = False
+        self.ring: Ring = deque(maxlen=entries)
+        self.lanes: Ring = deque(maxlen=entries // 2)
+        self.end: Callable[[Any], None] = self.ring.append
+
+    @property
+    def recording(self) -> bool:
+        """See :attr:`Ledger.recording`."""
+        return self.end is not _forget
+
+    @recording.setter
+    def recording(self, whether: bool) -> None:
+        self.end = self.ring.append if whether else _forget
+
+    def begin(self, kind: type[Any], counted: bool, lane: str | None, /) -> int:
+        """See :meth:`Ledger.begin`."""
+        self.posting, seq = True, self.issued
+        if lane is not None:
+            self.lanes.append((seq, lane))
+            self.laned += 1
+        self.issued = seq + 1
+        self.calls += counted
+        self.end(kind)
+        return seq
+
+
+def _forget(_entry: Any) -> None:
+    """Record nothing."""
+
+
+class Shortcuts(Ledger, Protocol):
+    """Native code that starts plain ops of one communicator in one call, and counts and records all of them.
+
+    What is plain: plain tensors, operators and numbers, the loop's thread (but in :meth:`post`), no hints and no
+    deadline of its own, no pre-hooks (and in :meth:`post` no post-hooks), and nothing that refuses ops. Such a call
+    does at once what the core does of it, and :meth:`aiocomms.transport.Transport.post`. Of any other nothing has
+    happened, and the Python method runs: Python decides everything else, and makes every error.
+    """
+
+    @staticmethod
+    def fields() -> type[Any]:
+        """Return the class that has the fields of works, which classes of works inherit.
+
+        Native code alone makes its instances; each makes its op's record when somebody asks for it.
+        """
+
+    def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, *, windows: bool) -> None:
+        """Set the classes of works, which inherit :meth:`fields`; called before any other method.
 
         :param lane_work: of ops of lanes.
         :param part: what the transport is told of a pending message of a lane, which Python fills.
+        :param op_result: the value of a work whose result is its op's.
         :param windows: whether this transport carries the communicator's windows, too.
         """
 
@@ -96,10 +167,10 @@ class Shortcuts(Protocol):
         """
 
     @property
-    def posting(self) -> int:
+    def elsewhere(self) -> int:
         """The number of other threads' ops that are being posted, and are not in flight yet."""
 
-    def posting_in(self, lane: int) -> bool:
+    def elsewhere_in(self, lane: int) -> bool:
         """Return whether one of them is of a lane, by its number."""
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
@@ -114,9 +185,6 @@ class Shortcuts(Protocol):
         :param op: its record, which has been checked.
         :returns: its work, done or pending; None: nothing has happened.
         """
-
-    def record(self, whether: bool) -> None:
-        """Append to the ring, or do not: a benchmark measures what that costs."""
 
     @staticmethod
     def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
@@ -136,10 +204,6 @@ class Shortcuts(Protocol):
     @staticmethod
     def window_method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
         """Return the same as :meth:`method`, for methods of windows."""
-
-    @staticmethod
-    def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:
-        """Return the replacement of ``__await__`` of a class of works."""
 
 
 class NativeTransport(Transport):

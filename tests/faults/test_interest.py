@@ -324,7 +324,7 @@ class Signals(Objects):
 
 async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: str) -> None:
     """Lose interest in an op, and see who gets the messages."""
-    before, posted = comm._core.issued, list[Any]()
+    before, posted = comm._core.ledger.issued, list[Any]()
 
     def post(**more: Any) -> Any:
         work = messages.post(**more)
@@ -333,7 +333,7 @@ async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: st
         return work
 
     kept = await case(post)
-    assert (comm._core.issued == before) == (outcome == "not called")
+    assert (comm._core.ledger.issued == before) == (outcome == "not called")
     first, second = messages.receive(0), messages.receive(1)
     for number in (1, 2):
         await messages.send(peer, number)

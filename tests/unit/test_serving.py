@@ -136,9 +136,9 @@ def test_plans_in_order_run_one_after_the_other_on_every_rank(run):
 
     async def main():
         async with local_world(3) as world:
-            issued = world[0]._core.calls
+            issued = world[0]._core.ledger.calls
             await serve(world, make, body)
-            assert world[0]._core.calls == issued + 5  # the communicator's own collectives
+            assert world[0]._core.ledger.calls == issued + 5  # the communicator's own collectives
 
     run(main)
     order = [plan for what, plan in seen[0] if what == "begin"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,12 +107,12 @@ def test_plain_portal_calls_start_without_the_loop(which: str) -> None:
         async with local_world(2, "ucx") as comms:
             first = here(lambda: plain(comms[0].portal()))
             begun = which == "native"
-            assert comms[0]._core.issued == (len(first) if begun else 0)
+            assert comms[0]._core.ledger.issued == (len(first) if begun else 0)
             assert [item.state for item in items(comms[0])] == ["pending"] * (len(first) - 2) * begun + (
                 ["done", "pending"] if begun else []
             )
             second = here(lambda: plain(comms[1].portal()))
-            assert comms[1]._core.issued == (len(second) if begun else 0)
+            assert comms[1]._core.ledger.issued == (len(second) if begun else 0)
             assert second[0].done() == begun, "the other rank's part was there"
             for work in first + second:
                 await in_thread(work.wait)
@@ -133,9 +132,9 @@ def test_plain_portal_calls_of_a_lane_start_without_the_loop(which: str) -> None
         async with local_world(2, "ucx") as comms:
             lanes = [comm.portal().lane("one") for comm in comms]
             await begin(lanes)
-            before = comms[0]._core.issued
+            before = comms[0]._core.ledger.issued
             first = here(lambda: plain(lanes[0]))
-            assert comms[0]._core.issued - before == (len(first) if which == "native" else 0)
+            assert comms[0]._core.ledger.issued - before == (len(first) if which == "native" else 0)
 
             def within() -> list[Any]:
                 with lanes[1]:
@@ -162,7 +161,7 @@ def test_plain_call_does_not_overtake_an_earlier_call_by_the_loop(by_the_loop: N
                 return [portal.all_reduce(torch.ones(2), hints={}), portal.barrier(), portal.broadcast_object(7, 0)]
 
             works = here(call)
-            assert comms[0]._core.issued == 0
+            assert comms[0]._core.ledger.issued == 0
             theirs = [comms[1].all_reduce(torch.ones(2)), comms[1].barrier(), comms[1].broadcast_object(None, 0)]
             for work in works:
                 await in_thread(work.wait)
@@ -284,7 +283,7 @@ def test_close_waits_for_a_call_that_is_being_posted(native: None) -> None:
             thread = threading.Thread(target=lambda: outcome.append(comms[0].portal().all_reduce(torch.ones(2)).wait()))
             thread.start()
             assert await in_thread(lambda: amid.wait(HANGS))
-            assert core.shortcuts.posting == 1
+            assert core.shortcuts.elsewhere == 1
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(comms[0].aclose)
                 await turns(100)
@@ -375,10 +374,10 @@ def test_loop_and_threads_share_sequence_numbers_and_recorder() -> None:
                 core = comm._core
                 await turns()
                 assert not core.in_flight
-                assert core.calls == rounds
-                assert core.issued == core.laned + 3 * rounds
+                assert core.ledger.calls == rounds
+                assert core.ledger.issued == core.ledger.laned + 3 * rounds
                 found = items(comm)
-                assert [item.seq for item in found] == list(range(core.issued - len(found), core.issued))
+                assert [item.seq for item in found] == list(range(core.ledger.issued - len(found), core.ledger.issued))
                 assert {item.state for item in found} == {"done"}
                 pending = comm._core.transports[0].shared.pending.values()  # type: ignore[attr-defined]
                 assert not [work for _, work, *_ in pending if isinstance(work, StartedWork)]
@@ -404,8 +403,8 @@ def test_threads_that_share_collectives_get_one_number_each(native: None) -> Non
                     await comm.all_reduce(torch.ones(2))
                     await anyio.lowlevel.checkpoint()
             core = comm._core
-            assert core.issued == core.calls == count * (callers + 1)
-            assert core.transports[0]._calls == core.calls  # type: ignore[attr-defined]
+            assert core.ledger.issued == core.ledger.calls == count * (callers + 1)
+            assert core.transports[0].call_count.value == core.ledger.calls  # type: ignore[attr-defined]
             known = [item for item in items(comm) if item.collective is not None]
             assert [item.collective for item in known] == [item.seq + 1 for item in known]
             # A thread may note the end of its op so late that the call has gone from the ring, and its number with it.
@@ -443,7 +442,7 @@ def test_portal_collective_waits_behind_a_closing_window(native: None, posts: li
         async with local_world(2, "ucx") as comms:
             portal, windows = comms[0].portal(), comms[0]._core.transports[0]._windows  # type: ignore[attr-defined]
             works, hand_over = [here(portal.barrier)], windows._transport.hand_over
-            windows.behind = deque()  # its one-sided operations seem not to have ended
+            windows._hold_collectives()  # its one-sided operations seem not to have ended
             works += [here(portal.barrier), here(portal.barrier)]
             await turns()
             assert [work._work for work in works[1:]] == list(windows.behind)
@@ -501,7 +500,7 @@ def test_portal_call_that_is_not_plain_goes_by_the_loop(what: str, by_the_loop: 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
             work = here(lambda: NOT_PLAIN[what](comms[0].portal()))
-            assert comms[0]._core.issued == 0
+            assert comms[0]._core.ledger.issued == 0
             theirs = NOT_PLAIN[what](comms[1])
             await in_thread(work.wait)
             await theirs

@@ -77,7 +77,7 @@ async def everybody_posts(place: Rank) -> None:
         core = comm._core
         assert not core.in_flight
         items = core.recorder.snapshot("for the test").items()
-        assert [item.seq for item in items] == list(range(core.issued - len(items), core.issued))
+        assert [item.seq for item in items] == list(range(core.ledger.issued - len(items), core.ledger.issued))
         assert {item.state for item in items} == {"done"}
         counted = [item.collective for item in items if item.collective]
         assert counted == list(range(ROUNDS - len(counted) + 1, ROUNDS + 1))
@@ -111,7 +111,7 @@ async def memory_in_use(place: Rank, kind: str) -> None:
         while not amid:  # the thread may have been before this one could look
             arena = torch.zeros(8)
             thread, works = called_elsewhere(lambda mine=arena[:4]: call(mine))
-            while not works and not (amid := shortcuts.posting == 1):
+            while not works and not (amid := shortcuts.elsewhere == 1):
                 pass
             assert in_use(arena.untyped_storage())
             thread.join(HANGS)

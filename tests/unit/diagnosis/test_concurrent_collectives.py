@@ -86,7 +86,7 @@ def test_communicator_stays_usable_and_numbering_agrees_after_a_refusal(run):
             await reduce(two)
             await turns()
             assert await ranks([one, two], reduce) == [[2, 2]] * 2
-            assert one._core.calls == two._core.calls == 2
+            assert one._core.ledger.calls == two._core.ledger.calls == 2
 
     run(main)
 

@@ -804,7 +804,7 @@ def test_mismatch_error_has_the_communicators_collective_number(run, transport):
             for comm, message in zip(world, said, strict=True):
                 number = next(item.collective for item in items_of(comm) if item.name in ("barrier", "all_reduce"))
                 assert re.match(rf"in collective {number} rank \d calls ", message)
-                assert number == comm._core.calls
+                assert number == comm._core.ledger.calls
 
     run(main)
 

@@ -8,7 +8,7 @@ import select
 
 import pytest
 
-from aiocomms.endpoints.pools import Ledger
+from aiocomms.endpoints.pools import LeaseLedger
 from aiocomms.lowlevel.hosts import process_descriptor, process_number, this_process
 from aiocomms.progress.driver import LoopDriver
 
@@ -40,7 +40,7 @@ def test_descriptor_is_of_the_process_with_the_number_alone() -> None:
 
 def test_blocks_of_a_borrower_are_free_whose_pid_another_process_has() -> None:
     async def main() -> list[int]:
-        ledger, freed = Ledger(LoopDriver.current()), list[int]()
+        ledger, freed = LeaseLedger(LoopDriver.current()), list[int]()
         mine = process_number(os.getpid())
         for number, process in enumerate((mine, earlier(mine), 0)):
             ledger.hold(b"borrower", number, process, lambda number=number: freed.append(number))

@@ -311,7 +311,7 @@ def test_portal_call_times_out_when_the_loop_is_stuck(run, impatient):
             assert late.op == "barrier"
             assert one.aborted
             await anyio.wait_all_tasks_blocked()
-            assert one._core.issued == 0
+            assert one._core.ledger.issued == 0
             with pytest.raises(CommAbortedError):
                 one.barrier()
 

@@ -46,6 +46,9 @@ class Member(Protocol):
     def follow(self, work: Completion, done: bool) -> None:
         """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
 
+    def hold(self, whether: bool) -> None:
+        """Keep collectives from the engine, or do so no more: they wait in Python."""
+
     def follow_collective(self, work: Completion, done: bool) -> None:
         """Do the same for a collective."""
 

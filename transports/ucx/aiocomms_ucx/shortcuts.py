@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from aiocomms import ops
-from aiocomms.errors import CommError
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 from aiocomms.transport import Completion, NativeTransport
 from aiocomms.transport.native import Line
@@ -15,7 +14,6 @@ from aiocomms_ucx.collectives import FORMS
 if TYPE_CHECKING:
     from aiocomms_ucx._engine import Engine
     from aiocomms_ucx.shared_engine import SharedEngine
-    from aiocomms_ucx.windows import Windows
 
 _TYPES: Final[list[type[ops.Op]]] = [
     ops.AllGatherSingle,
@@ -53,18 +51,14 @@ OPERATORS: Final = _operators()
 
 
 class Hastened(NativeTransport):
-    """The part of a transport that has shortcuts, and what these read and write in place."""
-
-    __slots__ = ("_calls", "_failure")
+    """The part of a transport that has shortcuts."""
 
     engine: Engine
     shared: SharedEngine
     group: int
     rank: int
     size: int
-    _calls: int
-    _failure: CommError | None
-    _windows: Windows
+    _native: Shortcuts | None = None
     _left: dict[int, int]
     _disputes: dict[int, list[tuple[int, str]]]
 
@@ -75,7 +69,13 @@ class Hastened(NativeTransport):
         if cls.post is not cls.hand_over or carries.reductions is not None or not all_of_it:
             return None
         place = self.group, self.rank, self.size
-        return Shortcuts(self.engine, *place, KINDS, OPERATORS, self, self._windows, line, entries)
+        self._native = Shortcuts(self.engine, *place, KINDS, OPERATORS, self, line, entries)
+        return self._native
+
+    def hold(self, whether: bool) -> None:
+        """Keep collectives from the engine, or do so no more: they wait in Python."""
+        if self._native is not None:
+            self._native.held = whether
 
     def look_after(self, index: int) -> None:
         """Look what has become of an op that was handed to the engine, once it is kept.

@@ -15,7 +15,7 @@ from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolErr
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, LaneTransport, Rendezvous
 from aiocomms_ucx import speeds, wire
-from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
+from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, Count, is_plain
 from aiocomms_ucx.arrivals import post_arrival
 from aiocomms_ucx.bringup import Ranks, shared_engine
 from aiocomms_ucx.collectives import START, describe
@@ -68,7 +68,8 @@ class UcxTransport(LaneTransport, Hastened):
         self._windows = self.windows(self)
         self.lanes = LaneCollectives(self)
         self.post_in_lane = self.lanes.post  # type: ignore[method-assign]
-        self._calls = 0  # The number of collectives posted.
+        self.call_count = Count()
+        """The number of collectives posted, which native code counts, too."""
         self._collectives: dict[int, Completion] = {}  # the collectives that are not done, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
         self._disputes: dict[int, list[tuple[int, str]]] = {}  # ranks and the calls that they describe, by collective
@@ -150,7 +151,7 @@ class UcxTransport(LaneTransport, Hastened):
                     return None
                 start, form = collective
                 if at := start(engine, ticket, self.group, self.size, op, form):
-                    self._calls += 1
+                    self.call_count.next()
                     work.complete()
                     return at
                 self.follow_collective(work, done=False)
@@ -194,8 +195,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     def follow_collective(self, work: Completion, done: bool) -> None:
         """Give a number to a collective that the engine has. Complete it if it is done; else keep it until it is."""
-        index = self._calls
-        self._calls = index + 1
+        index = self.call_count.next()
         if done:
             return self.finish(work, index, DONE, 0, 0)
         self._collectives[index] = work

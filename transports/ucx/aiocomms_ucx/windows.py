@@ -60,8 +60,6 @@ class WindowHandle:
 class Windows:
     """The windows of one communicator."""
 
-    __slots__ = ("__dict__", "__weakref__", "behind", "posting")  # the last two for shortcuts
-
     record: int = 2048
     """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
@@ -77,7 +75,6 @@ class Windows:
         """The collectives behind a window that waits to close; None if there is no such window.
 
         The window waits for its one-sided operations before it takes its place among the collectives."""
-        self.posting = False
         """True while these collectives are being posted."""
 
     def post(self, op: Any, work: Completion) -> None:
@@ -175,7 +172,7 @@ class Windows:
             if transport.engine.flush(id(work), transport.group, handle.number, -1):
                 self._meet_to_close(handle, work)
             else:
-                self.behind = deque()
+                self._hold_collectives()
                 transport.follow(work, done=False)
 
     def _open(self, tensor: Tensor, work: Completion) -> None:
@@ -291,9 +288,12 @@ class Windows:
         ended = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
         transport.follow_collective(work, done=ended > 0)
 
+    def _hold_collectives(self) -> None:
+        self.behind = deque()
+        self._transport.hold(True)
+
     def _post_behind(self) -> None:
         """Post the collectives behind a window that has taken its place, up to another one that has not."""
-        self.posting = True
         try:
             behind, self.behind = self.behind, None
             while behind and self.behind is None:
@@ -303,7 +303,7 @@ class Windows:
             if behind:
                 self.behind = behind
         finally:
-            self.posting = False
+            self._transport.hold(self.behind is not None)
 
     def _forget(self, handle: WindowHandle) -> None:
         transport = self._transport

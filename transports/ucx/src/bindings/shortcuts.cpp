@@ -30,6 +30,7 @@
 
 #include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/count.hpp"
 #include "bindings/kept.hpp"
 #include "bindings/lane_queues.hpp"
 #include "bindings/lanes.hpp"
@@ -38,6 +39,7 @@
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
 #include "bindings/window_shortcuts.hpp"
+#include "bindings/work.hpp"
 #include "engine/elsewhere.hpp"
 #include "engine/engine.hpp"
 
@@ -83,122 +85,9 @@ bool is_part(const View& part, const View& whole, int rank, int size) {
   return part.data == place || !overlap(part, whole);
 }
 
-// ------------------------------------------------------------------------------------- awaiting what is done already
-
-// What `__await__` of a work that is done returns: a generator that has nothing to wait for.
-struct Ended {
-  PyObject_HEAD PyObject* value;  // null: it was taken
-};
-
-constexpr int kSpare = 64;
-Ended* spare[kSpare];  // under the interpreter's lock
-int spares = 0;
-
-PyTypeObject* ended_type = nullptr;
-
-PyObject* ended_of(PyObject* value) {
-  Ended* ended;
-  if (spares > 0) {
-    ended = spare[--spares];
-    PyObject_Init(reinterpret_cast<PyObject*>(ended), ended_type);
-  } else {
-    ended = PyObject_GC_New(Ended, ended_type);
-    if (ended == nullptr) return nullptr;
-  }
-  ended->value = Py_NewRef(value);
-  PyObject_GC_Track(ended);
-  return reinterpret_cast<PyObject*>(ended);
-}
-
-void ended_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  auto ended = reinterpret_cast<Ended*>(self);
-  Py_CLEAR(ended->value);
-  if (spares < kSpare) {
-    spare[spares++] = ended;
-  } else {
-    PyObject_GC_Del(self);
-  }
-  Py_DECREF(ended_type);  // as of every object of a type on the heap
-}
-
-int ended_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(reinterpret_cast<Ended*>(self)->value);
-  return 0;
-}
-
-int ended_clear(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<Ended*>(self)->value);
-  return 0;
-}
-
-PySendResult ended_am_send(PyObject* self, PyObject*, PyObject** result) {
-  PyObject* value = std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr);
-  *result = value != nullptr ? value : Py_NewRef(Py_None);
-  return PYGEN_RETURN;
-}
-
-// StopIteration with the value. It is made here, for PyErr_SetObject takes a tuple for the arguments of an exception.
-PyObject* ended_next(PyObject* self) {
-  PyObject* value = std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr);
-  if (value == nullptr) return nullptr;
-  PyObject* stop = PyObject_CallOneArg(PyExc_StopIteration, value);
-  Py_DECREF(value);
-  if (stop != nullptr) {
-    PyErr_SetObject(PyExc_StopIteration, stop);
-    Py_DECREF(stop);
-  }
-  return nullptr;
-}
-
-PyObject* ended_send(PyObject* self, PyObject*) {
-  ended_next(self);
-  if (!PyErr_Occurred()) PyErr_SetNone(PyExc_StopIteration);
-  return nullptr;
-}
-
-PyObject* ended_throw(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  ended_clear(self);
-  PyObject* error = count == 0 ? PyExc_TypeError : args[count > 1 && args[1] != Py_None ? 1 : 0];
-  if (PyExceptionInstance_Check(error)) {
-    PyErr_SetObject(PyExceptionInstance_Class(error), error);
-  } else if (PyExceptionClass_Check(error)) {
-    PyErr_SetNone(error);
-  } else {
-    PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
-  }
-  return nullptr;
-}
-
-PyObject* ended_close(PyObject* self, PyObject*) {
-  ended_clear(self);
-  Py_RETURN_NONE;
-}
-
-// The function of METH_FASTCALL, as CPython's tables want it.
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef ended_methods[] = {{"send", ended_send, METH_O, nullptr},
-                               {"throw", fast(ended_throw), METH_FASTCALL, nullptr},
-                               {"close", ended_close, METH_NOARGS, nullptr},
-                               {nullptr, nullptr, 0, nullptr}};
-
 template <typename Function>
 PyType_Slot slot(int number, Function* function) {
   return {number, reinterpret_cast<void*>(function)};
-}
-
-PyTypeObject* make_ended_type() {
-  PyType_Slot slots[] = {slot(Py_tp_dealloc, ended_dealloc),  slot(Py_tp_traverse, ended_traverse),
-                         slot(Py_tp_clear, ended_clear),      slot(Py_am_send, ended_am_send),
-                         slot(Py_tp_iter, PyObject_SelfIter), slot(Py_tp_iternext, ended_next),
-                         slot(Py_tp_methods, ended_methods),  {0, nullptr}};
-  PyType_Spec spec = {"aiocomms_ucx._engine.Ended", sizeof(Ended), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
 // ------------------------------------------------------------------------------------------------ the communicator's
@@ -220,7 +109,7 @@ struct Kind {
 class Shortcuts {
  public:
   Shortcuts(Engine& engine, std::uint32_t group, int rank, int size, const nb::dict& kinds, const nb::list& operators,
-            nb::object transport, nb::object windows, nb::object line, std::size_t entries)
+            nb::object transport, nb::object line, std::size_t entries)
       : engine_(engine),
         group_(group),
         rank_(rank),
@@ -228,7 +117,6 @@ class Shortcuts {
         thread_(nb::cast<unsigned long>(line.attr("thread"))),
         held_{nb::cast(&engine),
               transport,
-              windows,
               line,
               transport.attr("_collectives"),
               transport.attr("shared").attr("pending"),
@@ -239,17 +127,8 @@ class Shortcuts {
               transport.attr("lanes").attr("pending"),
               transport.attr("lanes").attr("given_up"),
               line.attr("given_up"),
-              nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership)},
-        issued_(line.type(), "issued"),
-        laned_(line.type(), "laned"),
-        called_(line.type(), "calls"),
-        refusing_(line.type(), "refusing"),
-        posts_(line.type(), "posting"),
-        failure_(transport.type(), "_failure"),
-        calls_(transport.type(), "_calls"),
-        behind_(windows.type(), "behind"),
-        posts_behind_(windows.type(), "posting"),
-        ring_(nb::inst_ptr<Ring>(held_[kRing])) {
+              nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership),
+              transport.attr("call_count")} {
     for (auto [name, kind] : {std::pair{"all_reduce", &all_reduce_},
                               {"all_gather_single", &all_gather_single_},
                               {"all_to_all_single", &all_to_all_single_},
@@ -285,30 +164,51 @@ class Shortcuts {
     }
   }
 
-  nb::object ring() const { return held_[kRing]; }
+  nb::object rings() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
   // How many other threads' ops are between their first step and their last.
-  int posting() const {
+  int elsewhere() const {
     int count = 0;
     for (const Posting* it = elsewhere_; it != nullptr; it = it->next) ++count;
     return count;
   }
   // Whether one of them is of a lane.
-  bool posting_in(std::uint64_t lane) const {
+  bool elsewhere_in(std::uint64_t lane) const {
     const Posting* it = elsewhere_;
     while (it != nullptr && !(it->caller.in_lane() && it->caller.lane == lane)) it = it->next;
     return it != nullptr;
   }
-  void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
-  // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
-  void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
+
+  // The numbers of ops, of lanes' ops, and of collectives that are of no lane.
+  long long issued = 0, laned = 0, calls = 0;
+  bool refusing = false;  // ops are refused
+  bool posting = false;   // the loop is between an op's number and its record: no other thread counts then
+  bool held = false;      // collectives wait for something before they go to the engine
+  bool recording = true;  // the ring gets what is called, and when it ended
+
+  // An op that Python starts: it has its number, and is recorded. lane: its key in words; none: it is of no lane.
+  long long begin(nb::handle kind, bool counted, nb::handle lane) {
+    posting = true;
+    const long long seq = issued;
+    if (!lane.is_none() && line() != nullptr) {
+      const nb::object named = nb::make_tuple(seq, lane);
+      lane_ring()->append(named.ptr());
+      ++laned;
+    }
+    ++issued;
+    calls += counted;
+    if (recording) ring().append(kind.ptr());
+    return seq;
+  }
+  void note_end(nb::handle entry) {
+    if (recording) ring().append(entry.ptr());
+  }
+  // The classes of works, which have the fields of WorkObject; and of what the transport is told of a pending message
+  // of a lane. op_result: see WorkObject; a constant of a module. windows: whether they have shortcuts, too.
+  void use(nb::object work, nb::object lane_work, nb::object part, nb::handle op_result, bool windows) {
     windows_ = windows;
-    state_ = PySlot(work, "_state");
-    value_ = PySlot(work, "_value");
-    called_at_ = PySlot(work, "called");
-    words_ = PySlot(lane_work, "lane");
-    number_ = PySlot(lane_work, "number");
+    WorkObject::op_result = op_result.ptr();
     used_ = {std::move(work), std::move(lane_work), std::move(part)};
   }
   // The class of lanes.
@@ -463,8 +363,10 @@ class Shortcuts {
     for (const nb::object& it : used_) Py_VISIT(it.ptr());
     return 0;
   }
-  // Nobody calls it any more. All is let go of at once: to let go may run code of Python's, and takes() looks at all.
+  // Nobody calls it any more, but a finalizer whose op ends. All is let go of at once: to let go may run code of
+  // Python's, and takes() looks at all.
   void clear() {
+    recording = false;
     const auto held = std::exchange(held_, {});
     const auto used = std::exchange(used_, {});
   }
@@ -475,7 +377,6 @@ class Shortcuts {
   enum {
     kEngine,
     kTransport,
-    kWindows,
     kLine,
     kCollectives,
     kPending,
@@ -487,6 +388,7 @@ class Shortcuts {
     kGivenUpInLanes,
     kGivenUp,
     kLaneRing,
+    kPosted,
     kHeld
   };
   enum { kWork, kLaneWork, kPart, kCurrent, kUsed };
@@ -496,10 +398,11 @@ class Shortcuts {
 
   // A work that nobody knows of yet, and its number; of a message of a lane what the engine is to know it by, too.
   struct Started {
-    nb::object work, seq, part;
+    nb::object work, part;
     mutable PyObject* written = nullptr;  // the tensor; null: it writes none on this rank
     mutable std::array<PyObject*, 2> tensors{};
 
+    WorkObject& fields() const { return *reinterpret_cast<WorkObject*>(work.ptr()); }
     PyObject* known_by() const { return part ? part.ptr() : work.ptr(); }
     std::optional<View> view(PyObject* tensor, bool writes) const {
       if (writes) written = tensor;
@@ -564,25 +467,25 @@ class Shortcuts {
   };
 
   bool is_plain() const {
-    return line() != nullptr && refusing_.of(line()) == Py_False && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 &&
-           failure_.of(held_[kTransport].ptr()) == Py_None && behind_.of(held_[kWindows].ptr()) == Py_None;
+    return line() != nullptr && !refusing && !held && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0;
   }
   bool takes_elsewhere() const {
-    return is_plain() && !watched() && PyThread_get_thread_ident() != thread_ && here_ == 0 &&
-           posts_.of(line()) == Py_False && posts_behind_.of(held_[kWindows].ptr()) == Py_False;
+    return is_plain() && !posting && !watched() && PyThread_get_thread_ident() != thread_ && here_ == 0;
   }
 
   // Whether somebody hears of the end of each op, on the loop's thread, and how long it took.
   bool watched() const { return PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0; }
   // False: no memory.
   bool note_call(const Started& it) const {
-    PyObject* now = PyFloat_FromDouble(static_cast<double>(now_ns()) * 1e-9);
-    if (now != nullptr) called_at_->set(it.work.ptr(), now);
-    return now != nullptr;
+    const nb::object now = nb::steal(PyFloat_FromDouble(static_cast<double>(now_ns()) * 1e-9));
+    if (now) it.fields().set(it.fields().called, now.ptr());
+    return static_cast<bool>(now);
   }
 
   PyObject* line() const { return held_[kLine].ptr(); }
+  Count& posted_count() const { return *nb::inst_ptr<Count>(held_[kPosted]); }
   LaneQueues& lane_queues() const { return *nb::inst_ptr<LaneQueues>(held_[kPendingInLanes]); }
+  Ring& ring() const { return *nb::inst_ptr<Ring>(held_[kRing]); }
   Ring* lane_ring() const { return nb::inst_ptr<Ring>(held_[kLaneRing]); }
 
   bool takes(const Caller& caller) const {
@@ -603,18 +506,20 @@ class Shortcuts {
   }
 
   Started make(const Caller& caller, const Kind& kind, std::initializer_list<PyObject*> args) const {
-    nb::object seq = nb::borrow(issued_.of(line()));
-    nb::object op = caller.elsewhere()
-                        ? nb::borrow(caller.record)
-                        : nb::steal(PyObject_Vectorcall(kind.record.ptr(), args.begin(), args.size(), nullptr));
-    if (!op) return {};
-    PyObject* given[] = {op.ptr(), seq.ptr(), line(), Py_None};
-    PyObject* cls = used_[caller.in_lane() ? kLaneWork : kWork].ptr();
-    nb::object work = nb::steal(PyObject_Vectorcall(cls, given, 4, nullptr));
-    if (!work || !caller.in_lane()) return {std::move(work), std::move(seq), {}};
-    words_->set(work.ptr(), Py_NewRef(caller.words()));
-    number_->set(work.ptr(), Py_NewRef(caller.number()));
-    return {std::move(work), std::move(seq), {}};
+    const nb::object& cls = used_[caller.in_lane() ? kLaneWork : kWork];
+    WorkObject* made = new_work(reinterpret_cast<PyTypeObject*>(cls.ptr()), line(), issued);
+    if (made == nullptr) return {};
+    if (caller.elsewhere()) {
+      made->op = Py_NewRef(caller.record);
+    } else {
+      made->kind = kind.record.ptr();
+      std::transform(args.begin(), args.end(), made->arguments.begin(), [](PyObject* it) { return Py_NewRef(it); });
+    }
+    if (caller.in_lane()) {
+      made->lane = Py_NewRef(caller.words());
+      made->number = Py_NewRef(caller.number());
+    }
+    return {nb::steal(made->object()), {}};
   }
 
   // post: bool post(place, Ticket, const View&, int peer, int channel, std::int64_t tag): whether it is done.
@@ -651,12 +556,6 @@ class Shortcuts {
     });
   }
 
-  // The number in a slot, and one more; null: no memory.
-  static nb::object next(const PySlot& slot, PyObject* owner) {
-    PyObject* before = slot.of(owner);
-    return nb::steal(before == nullptr ? nullptr : PyLong_FromLongLong(PyLong_AsLongLong(before) + 1));
-  }
-
   // Posts an op whose arguments are plain. kept: the numbers that the recorder keeps of it; null: it has none.
   // bytes: that it may copy before it looks whether it has to wait.
   // call: double call(place, number, Ticket), as in calls.hpp: when it was done, in seconds; 0: it is not.
@@ -672,13 +571,11 @@ class Shortcuts {
   template <typename Call>
   PyObject* start_here(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                        std::size_t bytes, const Call& call) {
-    Counts counts;
     if (watched() && !note_call(it)) return nullptr;
-    if (!one_more(caller, kind, it, counts)) return nullptr;
+    const nb::object named = name_of(caller, it);
+    if (!may_go_on(caller, it, named)) return nullptr;
     const Amid amid(here_);
-    nb::object before = counts.slot != nullptr ? nb::borrow(counts.slot->of(line())) : nb::object();
-    const nb::object named = counts.named;
-    count(kind, counts);
+    count(caller, kind, named);
     double at = 0;
     try {
       const auto meanwhile = [&] { it.note_written(); };
@@ -686,55 +583,47 @@ class Shortcuts {
       if (bytes > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed
-      if (ring_ != nullptr) ring_->drop(kind.record.ptr());
-      if (ring_ != nullptr && named) lane_ring()->drop(named.ptr());
-      if (counts.slot != nullptr) counts.slot->set(line(), before.release().ptr());
-      issued_.set(line(), Py_NewRef(it.seq.ptr()));
+      if (recording) ring().drop(kind.record.ptr());
+      if (named) lane_ring()->drop(named.ptr());
+      (caller.in_lane() ? laned : calls) -= caller.in_lane() || kind.form >= 0;
+      --issued;
       return nullptr;
     }
     it.note_written();
-    if (at != 0) {
-      if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
-      return end(kind, it, result, kept, at);
-    }
-    const nb::object index = index_of(caller, kind);
-    if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
-    return posted(caller, it, index, kind.form >= 0);
+    const nb::object index = at == 0 ? index_of(caller, kind) : nb::object();
+    if (kind.form >= 0 && !caller.in_lane()) posted_count().next();
+    return at != 0 ? end(kind, it, result, kept, at) : posted(caller, it, index, kind.form >= 0);
   }
 
-  // What counts one more op, and what the recorder keeps of its lane.
-  struct Counts {
-    const PySlot* slot = nullptr;  // besides that of all ops
-    nb::object issued, more, calls, named;
-  };
+  // What the recorder keeps of an op's lane; null: it is of none, or no memory.
+  nb::object name_of(const Caller& caller, const Started& it) const {
+    if (!caller.in_lane()) return {};
+    const nb::object seq = nb::steal(PyLong_FromLongLong(it.fields().seq));
+    return nb::steal(seq ? PyTuple_Pack(2, seq.ptr(), caller.words()) : nullptr);
+  }
 
-  // Nothing has changed yet. False: it is not taken.
-  [[gnu::always_inline]] bool one_more(const Caller& caller, const Kind& kind, const Started& it,
-                                       Counts& counts) const {
-    const bool counted = kind.form >= 0 && !caller.in_lane();
-    if (caller.in_lane()) counts.named = nb::steal(PyTuple_Pack(2, it.seq.ptr(), caller.words()));
-    // The last look: to make a work may have run a finalizer, which may have done anything.
-    if (!takes(caller) || issued_.of(line()) != it.seq.ptr()) return false;
-    counts.slot = caller.in_lane() ? &laned_ : counted ? &called_ : nullptr;
-    counts.issued = next(issued_, line());
-    if (counts.slot != nullptr) counts.more = next(*counts.slot, line());
-    if (counted) counts.calls = next(calls_, held_[kTransport].ptr());
-    return counts.issued && (counts.slot == nullptr || counts.more) && (!counted || counts.calls) &&
-           (!caller.in_lane() || counts.named);
+  // The last look: to make a work may have run a finalizer, which may have done anything.
+  [[gnu::always_inline]] bool may_go_on(const Caller& caller, const Started& it, const nb::object& named) const {
+    return takes(caller) && issued == it.fields().seq && (!caller.in_lane() || named);
   }
 
   // The op has its number, and is recorded.
-  [[gnu::always_inline]] void count(const Kind& kind, Counts& counts) {
-    issued_.set(line(), counts.issued.release().ptr());
-    if (counts.slot != nullptr) counts.slot->set(line(), counts.more.release().ptr());
-    if (ring_ != nullptr && counts.named) lane_ring()->append(counts.named.ptr());
-    if (ring_ != nullptr) ring_->append(kind.record.ptr());
+  [[gnu::always_inline]] void count(const Caller& caller, const Kind& kind, const nb::object& named) {
+    ++issued;
+    if (caller.in_lane()) {
+      ++laned;
+    } else {
+      calls += kind.form >= 0;
+    }
+    if (named) lane_ring()->append(named.ptr());
+    if (recording) ring().append(kind.record.ptr());
   }
 
   // The number of a collective, or of its lane; -1: it is none.
   nb::object index_of(const Caller& caller, const Kind& kind) const {
     if (kind.form < 0) return nb::steal(PyLong_FromLong(-1));
-    return nb::borrow(caller.in_lane() ? caller.number() : calls_.of(held_[kTransport].ptr()));
+    if (caller.in_lane()) return nb::borrow(caller.number());
+    return nb::steal(PyLong_FromUnsignedLongLong(posted_count().value));
   }
 
   // As start, on another thread than the loop's. The op is noted before the engine has it, for from then on the engine
@@ -747,11 +636,11 @@ class Shortcuts {
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
     const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
+    const std::uint64_t before = posted_count().value;
     const nb::object index = index_of(caller, kind);
-    const nb::object entry = entry_of(owner, it.work, index, it);
+    const nb::object entry = entry_of(owner, it.work, index, it), named = name_of(caller, it);
     if (!ticket || !look_after || !entry) return nullptr;
-    Counts counts;
-    if (!one_more(caller, kind, it, counts) || !index.is(index_of(caller, kind))) return nullptr;
+    if (!may_go_on(caller, it, named) || posted_count().value != before) return nullptr;
     const auto forget_all = [&] {
       if (collective) forget(caller, it, index);
       remove(held_[kPending], ticket);
@@ -771,8 +660,8 @@ class Shortcuts {
       caller.busy = !place.placed();
       if (caller.busy) return forget_all(), nullptr;
     }
-    count(kind, counts);
-    if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
+    count(caller, kind, named);
+    if (collective && !caller.in_lane()) posted_count().next();
     const Posting amid(elsewhere_, caller);
     double at = 0;
     try {
@@ -802,17 +691,20 @@ class Shortcuts {
 
   // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
   PyObject* end_elsewhere(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
-    const nb::object when = nb::steal(PyFloat_FromDouble(at)), done = nb::steal(PyLong_FromLong(1));
-    PyObject* numbers = kept != nullptr ? kept : Py_None;
-    const nb::object row = nb::steal(
-        when ? PyTuple_Pack(6, it.seq.ptr(), kind.record.ptr(), when.ptr(), numbers, Py_None, Py_None) : nullptr);
-    if (!row || !done) return nullptr;
-    if (PyObject_IsTrue(state_->of(it.work.ptr())) == 0) {
-      value_->set(it.work.ptr(), Py_NewRef(result));
-      state_->set(it.work.ptr(), Py_NewRef(done.ptr()));
-      if (ring_ != nullptr) ring_->append(row.ptr());
+    const nb::object row = row_of(kind, it, kept != nullptr ? kept : Py_None, at);
+    if (!row) return nullptr;
+    if (!it.fields().is_done()) {
+      it.fields().complete(result);
+      if (recording) ring().append(row.ptr());
     }
     return Py_NewRef(it.work.ptr());
+  }
+
+  // What the recorder keeps of an op that has ended. Null: no memory.
+  static nb::object row_of(const Kind& kind, const Started& it, PyObject* kept, double at) {
+    const nb::object seq = nb::steal(PyLong_FromLongLong(it.fields().seq)), when = nb::steal(PyFloat_FromDouble(at));
+    if (!seq || !when) return {};
+    return nb::steal(PyTuple_Pack(6, seq.ptr(), kind.record.ptr(), when.ptr(), kept, Py_None, Py_None));
   }
 
   template <typename Call>
@@ -827,16 +719,12 @@ class Shortcuts {
   }
 
   PyObject* end(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
-    value_->set(it.work.ptr(), Py_NewRef(result));
-    state_->set(it.work.ptr(), PyLong_FromLong(1));
-    if (ring_ != nullptr && kept == nullptr) ring_->append(at);
-    if (ring_ != nullptr && kept != nullptr) {
-      nb::object when = nb::steal(PyFloat_FromDouble(at));
-      nb::object row =
-          when ? nb::steal(PyTuple_Pack(6, it.seq.ptr(), kind.record.ptr(), when.ptr(), kept, Py_None, Py_None))
-               : nb::object();
+    it.fields().complete(result);
+    if (recording && kept == nullptr) ring().append(at);
+    if (recording && kept != nullptr) {
+      const nb::object row = row_of(kind, it, kept, at);
       if (!row) return nullptr;
-      ring_->append(row.ptr());
+      ring().append(row.ptr());
     }
     if (watched()) {
       PyObject* given[] = {line(), it.work.ptr()};
@@ -911,10 +799,7 @@ class Shortcuts {
   const int rank_, size_;
   const unsigned long thread_;
   std::array<nb::object, kHeld> held_;
-  const PySlot issued_, laned_, called_, refusing_, posts_, failure_, calls_, behind_, posts_behind_;
-  Ring* ring_;  // null: nothing is recorded
   std::array<nb::object, kUsed> used_;
-  std::optional<PySlot> state_, value_, called_at_, words_, number_;
   std::optional<LaneSlots> lane_;
   Kind all_reduce_, all_gather_single_, all_to_all_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, put_signal_, signal_, wait_signal_;  // of windows
@@ -984,19 +869,8 @@ struct StartMethod {
   PyObject* names[kArguments];  // interned
   PyTypeObject* cls;            // whose instances, and its subclasses', have the slot; borrowed: it has the function
   PySlot shortcuts;
+  PyTypeObject* type;  // of the shortcuts: another plug-in's, or None, are not looked at
 };
-
-// `__await__` of works.
-struct AwaitMethod {
-  Method method;
-  PyTypeObject* cls;
-  PyObject* op_result;  // the value of a work that is done, and whose result is its op's
-  PySlot state, error, value;
-  std::uint32_t awaited;
-};
-
-// Of so many awaits of what is done the method itself answers one, and may let the loop have its turn.
-constexpr std::uint32_t kAwaits = 32;
 
 PyObject* call_function(Method* method, Arguments args, size_t count, PyObject* names) {
   return PyObject_Vectorcall(method->function, args, count, names);
@@ -1020,7 +894,7 @@ PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* k
   auto it = reinterpret_cast<StartMethod*>(self);
   const Py_ssize_t count = PyVectorcall_NARGS(flagged);
   PyObject* found = count > 0 && PyObject_TypeCheck(args[0], it->cls) ? it->shortcuts.of(args[0]) : nullptr;
-  if (found != nullptr && found != Py_None) {
+  if (found != nullptr && Py_IS_TYPE(found, it->type)) {
     PyObject* filled[kArguments + 1] = {};
     if (fill(*it, args + 1, count - 1, keywords, filled)) {
       const Py_ssize_t given = std::find(filled, filled + kArguments, nullptr) - filled;
@@ -1034,17 +908,6 @@ PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* k
     }
   }
   return call_function(&it->method, args, flagged, keywords);
-}
-
-PyObject* call_await(PyObject* self, Arguments args, size_t flagged, PyObject* names) {
-  auto it = reinterpret_cast<AwaitMethod*>(self);
-  if (names == nullptr && PyVectorcall_NARGS(flagged) == 1 && PyObject_TypeCheck(args[0], it->cls)) {
-    PyObject* value = it->value.of(args[0]);
-    // DONE, and not ABANDONED, which has an error.
-    const bool done = it->error.of(args[0]) == Py_None && PyObject_IsTrue(it->state.of(args[0])) == 1;
-    if (done && value != it->op_result && ++it->awaited % kAwaits != 0) return ended_of(value);
-  }
-  return call_function(&it->method, args, flagged, names);
 }
 
 void method_dealloc(PyObject* self) {
@@ -1088,8 +951,7 @@ PyTypeObject* make_method_type() {
                          slot(Py_tp_members, method_members), {0, nullptr}};
   constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                              Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  constexpr int size = static_cast<int>(std::max(sizeof(StartMethod), sizeof(AwaitMethod)));
-  PyType_Spec spec = {"aiocomms_ucx._engine.Method", size, 0, flags, slots};
+  PyType_Spec spec = {"aiocomms_ucx._engine.Method", sizeof(StartMethod), 0, flags, slots};
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
@@ -1109,7 +971,7 @@ nb::object finished(T* method) {
 }
 
 // In the place of a method of that name; of one that there is no shortcut for, the method itself.
-template <std::size_t kCount>
+template <typename Shortcut, std::size_t kCount>
 nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::handle function) {
   const auto name = nb::cast<std::string>(function.attr("__name__"));
   for (const Signature& it : signatures) {
@@ -1123,21 +985,10 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
     }
     method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
     method->shortcuts = shortcuts;
+    method->type = reinterpret_cast<PyTypeObject*>(nb::type<Shortcut>().ptr());
     return finished(method);
   }
   return nb::borrow(function);
-}
-
-nb::object await_of(nb::handle cls, nb::handle op_result) {
-  const PySlot state(cls, "_state"), error(cls, "_error"), value(cls, "_value");
-  auto method = new_method<AwaitMethod>(call_await, nb::object(cls.attr("__await__")));
-  method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
-  method->op_result = op_result.ptr();  // a constant of a module
-  method->state = state;
-  method->error = error;
-  method->value = value;
-  method->awaited = 0;
-  return finished(method);
 }
 
 template <typename T>
@@ -1160,9 +1011,8 @@ std::array<PyType_Slot, 3> collected() {
 }  // namespace
 
 void define_shortcuts(nb::module_& module) {
-  ended_type = make_ended_type();
   method_type = make_method_type();
-  if (ended_type == nullptr || method_type == nullptr) nb::raise_python_error();
+  if (method_type == nullptr) nb::raise_python_error();
   static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>(), of_window = collected<OfWindow>();
   static auto of_queues = collected<LaneQueues>();
 
@@ -1175,6 +1025,7 @@ void define_shortcuts(nb::module_& module) {
       .def(
           "__iter__", [](Ring& ring) { return nb::iter(ring.copy()); },
           nb::sig("def __iter__(self) -> collections.abc.Iterator[object]"));
+  nb::class_<Count>(module, "Count").def(nb::init<>()).def_ro("value", &Count::value).def("next", &Count::next);
   nb::class_<LaneQueues>(module, "LaneQueues", nb::type_slots(of_queues.data()))
       .def(nb::init<>())
       .def("add", &LaneQueues::add, nb::sig("def add(self, lane: int, work: object, /) -> None"))
@@ -1184,28 +1035,39 @@ void define_shortcuts(nb::module_& module) {
   nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
   nb::class_<Shortcuts>(module, "Shortcuts", nb::type_slots(of_shortcuts.data()))
       .def(nb::init<Engine&, std::uint32_t, int, int, const nb::dict&, const nb::list&, nb::object, nb::object,
-                    nb::object, std::size_t>(),
+                    std::size_t>(),
            nb::sig("def __init__(self, engine: Engine, group: int, rank: int, size: int, "
-                   "kinds: dict[str, tuple[type, int]], operators: list[tuple[object, int, int]], transport: object, "
-                   "windows: object, line: object, entries: int, /) -> None"))
-      .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
+                   "kinds: dict[str, tuple[type, int]], operators: list[tuple[object, int, int]], "
+                   "transport: object, line: object, entries: int, /) -> None"))
+      .def_static("fields", &work_fields, nb::sig("def fields() -> type"))
+      .def_ro("issued", &Shortcuts::issued)
+      .def_ro("laned", &Shortcuts::laned)
+      .def_rw("calls", &Shortcuts::calls)
+      .def_rw("refusing", &Shortcuts::refusing)
+      .def_rw("posting", &Shortcuts::posting)
+      .def_rw("held", &Shortcuts::held)
+      .def_rw("recording", &Shortcuts::recording)
+      .def("begin", &Shortcuts::begin, nb::arg("kind"), nb::arg("counted"), nb::arg("lane").none(),
+           nb::sig("def begin(self, kind: type, counted: bool, lane: str | None, /) -> int"))
+      .def("end", &Shortcuts::note_end, nb::sig("def end(self, entry: object, /) -> None"))
+      .def_prop_ro("ring", &Shortcuts::rings, nb::sig("def ring(self) -> Ring"))
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
-      .def_prop_ro("posting", &Shortcuts::posting)
-      .def("posting_in", &Shortcuts::posting_in, nb::arg("lane"))
-      .def("record", &Shortcuts::record, nb::arg("whether"))
+      .def_prop_ro("elsewhere", &Shortcuts::elsewhere)
+      .def("elsewhere_in", &Shortcuts::elsewhere_in, nb::arg("lane"))
       .def_static(
-          "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },
+          "method",
+          [](nb::handle cls, nb::handle function) { return method_of<Shortcuts>(kSignatures, cls, function); },
           nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
                   "collections.abc.Callable[..., object]"))
       .def_static(
-          "window_method", [](nb::handle cls, nb::handle function) { return method_of(kOfWindow, cls, function); },
+          "window_method",
+          [](nb::handle cls, nb::handle function) { return method_of<OfWindow>(kOfWindow, cls, function); },
           nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
                   "collections.abc.Callable[..., object]"))
-      .def_static("awaiting", &await_of,
-                  nb::sig("def awaiting(of: type, op_result: object, /) -> collections.abc.Callable[..., object]"))
-      .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::kw_only(),
-           nb::arg("windows"),
-           nb::sig("def use(self, work: type, lane_work: type, part: type, *, windows: bool) -> None"))
+      .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::arg("op_result"),
+           nb::kw_only(), nb::arg("windows"),
+           nb::sig("def use(self, work: type, lane_work: type, part: type, op_result: object, *, windows: bool) "
+                   "-> None"))
       .def("know", &Shortcuts::know, nb::sig("def know(self, lane: type, /) -> None"))
       .def("follow", &Shortcuts::follow, nb::sig("def follow(self, current: object, /) -> None"))
       .def(

@@ -78,7 +78,7 @@ struct Torch {
   PyObject* forward_ad;  // names of the module; none of its levels is entered while the current one is this:
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
   PyObject* no_level = PyLong_FromLong(-1);
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  PyObject* requires_grad;  // a descriptor of the class, asked without a look-up, too
 
   Torch() {
     nb::module_ torch = nb::module_::import_("torch");
@@ -86,6 +86,7 @@ struct Torch {
     tensor = cls.ptr();
     is_neg = nb::object(cls.attr("is_neg")).release().ptr();
     is_conj = nb::object(cls.attr("is_conj")).release().ptr();
+    requires_grad = nb::object(cls.attr("requires_grad")).release().ptr();
     forward_ad = nb::object(nb::module_::import_("torch.autograd.forward_ad").attr("__dict__")).release().ptr();
     increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
     for (int i = 0; i < kDTypes; ++i)
@@ -225,7 +226,8 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
   if (truth(PyObject_Vectorcall(torch_.is_neg, &self, 1, nullptr)) != 0) return {};
   const bool is_complex = *dtype == DType::Complex64 || *dtype == DType::Complex128;
   if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return {};
-  if (written && truth(PyObject_GetAttr(self, torch_.requires_grad)) != 0) return {};
+  const descrgetfunc get = Py_TYPE(torch_.requires_grad)->tp_descr_get;
+  if (written && truth(get(torch_.requires_grad, self, torch_.tensor)) != 0) return {};
   return View{pointer(it), count, *dtype, {it.shape, static_cast<std::size_t>(it.ndim)}};
 }
 

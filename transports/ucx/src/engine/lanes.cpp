@@ -88,6 +88,7 @@ void Lanes::forget(LaneCalls& lane) noexcept {
 void Lanes::begin(LaneCalls& lane, Schedule schedule) {
   enqueue(lane, std::move(schedule));
   if (!lane.running && !group_.lost) schedules_.attempt(group_, [&] { go_on(lane); });
+  schedules_.settle(group_);
 }
 
 void Lanes::enqueue(LaneCalls& lane, Schedule schedule) {

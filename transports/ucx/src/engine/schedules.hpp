@@ -24,6 +24,7 @@ class Schedules {
   void enqueue(Group& group, Schedule schedule) { group.schedules.push_back(std::move(schedule)); }
   void start_next(Group& group) noexcept {
     attempt(group, [&] { begin_next(group); });
+    settle(group);
   }
   // Look at the shared memory for what the running ones wait for. Returns whether one went on.
   bool poll() noexcept {
@@ -41,6 +42,10 @@ class Schedules {
   // Something of the communicator is under way.
   void activate(Group& group) {
     if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+  }
+  // What has begun between two looks may have ended at once. Nothing is left then that a thread would have to see to.
+  void settle(const Group& group) {
+    if (!group.running && group.lane_calls == 0) std::erase(active_, &group);
   }
   // The other ranks of this host may sleep until this one publishes something.
   void wake_peers(Group& group);

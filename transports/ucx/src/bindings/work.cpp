@@ -1,0 +1,206 @@
+#include "bindings/work.hpp"
+
+#include <structmember.h>
+
+#include <cstdint>
+
+namespace nb = nanobind;
+
+namespace aiocomms {
+
+PyObject* WorkObject::pending = nullptr;
+PyObject* WorkObject::done = nullptr;
+PyObject* WorkObject::op_result = nullptr;
+
+namespace {
+
+constexpr std::uint32_t kAwaits = 32;
+
+PyTypeObject* work_type = nullptr;
+PyTypeObject* ended_type = nullptr;
+PyObject* await_name = nullptr;
+std::uint32_t awaits = 0;
+
+WorkObject* work_of(PyObject* self) { return reinterpret_cast<WorkObject*>(self); }
+
+template <typename Function>
+PyType_Slot slot(int number, Function* function) {
+  return {number, reinterpret_cast<void*>(function)};
+}
+
+// ------------------------------------------------------------------------------------ awaiting what is done already
+
+// What `__await__` of a work that is done returns: an iterator that has nothing to wait for.
+struct Ended {
+  PyObject_HEAD PyObject* value;  // null: it was taken
+};
+
+PyObject* ended_of(PyObject* value) {
+  auto ended = PyObject_New(Ended, ended_type);
+  if (ended != nullptr) ended->value = Py_NewRef(value);
+  return reinterpret_cast<PyObject*>(ended);
+}
+
+void ended_dealloc(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Ended*>(self)->value);
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+PySendResult ended_am_send(PyObject* self, PyObject*, PyObject** result) {
+  PyObject* value = std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr);
+  *result = value != nullptr ? value : Py_NewRef(Py_None);
+  return PYGEN_RETURN;
+}
+
+// The value is a tensor or None: never a tuple, which PyErr_SetObject takes for the arguments of the exception.
+PyObject* ended_next(PyObject* self) {
+  const nb::object value = nb::steal(std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr));
+  PyErr_SetObject(PyExc_StopIteration, value ? value.ptr() : Py_None);
+  return nullptr;
+}
+
+PyObject* ended_send(PyObject* self, PyObject*) { return ended_next(self); }
+
+PyMethodDef ended_methods[] = {{"send", ended_send, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject* make_ended_type() {
+  PyType_Slot slots[] = {slot(Py_tp_dealloc, ended_dealloc),  slot(Py_am_send, ended_am_send),
+                         slot(Py_tp_iter, PyObject_SelfIter), slot(Py_tp_iternext, ended_next),
+                         slot(Py_tp_methods, ended_methods),  {0, nullptr}};
+  PyType_Spec spec = {"aiocomms_ucx._engine.Ended", sizeof(Ended), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+// ----------------------------------------------------------------------------------------------------------- works
+
+template <typename Each>
+void each_field(WorkObject& work, const Each& each) {
+  for (PyObject*& it : work.arguments) each(it);
+  for (PyObject** it : {&work.op, &work.owner, &work.state, &work.value, &work.hints, &work.called, &work.error,
+                        &work.waiters, &work.callbacks, &work.unseen, &work.steps, &work.fault, &work.queue,
+                        &work.memory, &work.context, &work.lane, &work.number}) {
+    each(*it);
+  }
+}
+
+int work_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  int stopped = 0;
+  each_field(*work_of(self), [&](PyObject*& field) {
+    if (field != nullptr && stopped == 0) stopped = visit(field, arg);
+  });
+  return stopped;
+}
+
+int work_clear(PyObject* self) {
+  each_field(*work_of(self), [](PyObject*& field) { Py_CLEAR(field); });
+  return 0;
+}
+
+void work_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (work_of(self)->weak != nullptr) PyObject_ClearWeakRefs(self);
+  work_clear(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* work_op(PyObject* self, void*) {
+  WorkObject* work = work_of(self);
+  if (work->op == nullptr) {
+    Py_ssize_t count = 0;
+    while (count < WorkObject::kArguments && work->arguments[static_cast<std::size_t>(count)] != nullptr) ++count;
+    PyObject* made = PyObject_Vectorcall(work->kind, work->arguments.data(), static_cast<std::size_t>(count), nullptr);
+    if (made == nullptr) return nullptr;
+    if (work->op == nullptr) {
+      work->op = made;
+    } else {
+      Py_DECREF(made);  // it was asked for meanwhile
+    }
+  }
+  return Py_NewRef(work->op);
+}
+
+PyObject* work_await(PyObject* self) {
+  WorkObject* work = work_of(self);
+  const bool ended = work->state == WorkObject::done && work->error == Py_None;
+  if (ended && work->value != WorkObject::op_result && ++awaits % kAwaits != 0) return ended_of(work->value);
+  return PyObject_CallMethodNoArgs(self, await_name);
+}
+
+constexpr PyMemberDef field(const char* name, std::size_t offset, int type = T_OBJECT_EX, int flags = 0) {
+  return {name, type, static_cast<Py_ssize_t>(offset), flags, nullptr};
+}
+
+PyMemberDef work_members[] = {field("_owner", offsetof(WorkObject, owner)),
+                              field("_state", offsetof(WorkObject, state)),
+                              field("_value", offsetof(WorkObject, value)),
+                              field("hints", offsetof(WorkObject, hints)),
+                              field("called", offsetof(WorkObject, called)),
+                              field("_error", offsetof(WorkObject, error)),
+                              field("_waiters", offsetof(WorkObject, waiters)),
+                              field("_callbacks", offsetof(WorkObject, callbacks)),
+                              field("_unseen", offsetof(WorkObject, unseen)),
+                              field("_steps", offsetof(WorkObject, steps)),
+                              field("fault", offsetof(WorkObject, fault)),
+                              field("queue", offsetof(WorkObject, queue)),
+                              field("memory", offsetof(WorkObject, memory)),
+                              field("context", offsetof(WorkObject, context)),
+                              field("lane", offsetof(WorkObject, lane)),
+                              field("number", offsetof(WorkObject, number)),
+                              field("seq", offsetof(WorkObject, seq), T_LONGLONG),
+                              field("_place", offsetof(WorkObject, place), T_ULONGLONG),
+                              field("__weaklistoffset__", offsetof(WorkObject, weak), T_PYSSIZET, READONLY),
+                              {nullptr, 0, 0, 0, nullptr}};
+
+PyGetSetDef work_getters[] = {{"op", work_op, nullptr, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyTypeObject* make_work_type() {
+  PyType_Slot slots[] = {slot(Py_tp_dealloc, work_dealloc),
+                         slot(Py_tp_traverse, work_traverse),
+                         slot(Py_tp_clear, work_clear),
+                         slot(Py_am_await, work_await),
+                         slot(Py_tp_members, work_members),
+                         slot(Py_tp_getset, work_getters),
+                         {0, nullptr}};
+  PyType_Spec spec = {"aiocomms_ucx._engine.WorkFields", sizeof(WorkObject), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                      slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+}  // namespace
+
+WorkObject* new_work(PyTypeObject* cls, PyObject* owner, long long seq) {
+  PyObject* self = cls->tp_alloc(cls, 0);
+  if (self == nullptr) return nullptr;
+  WorkObject* work = work_of(self);
+  work->owner = Py_NewRef(owner);
+  work->state = Py_NewRef(WorkObject::pending);
+  work->value = Py_NewRef(WorkObject::op_result);
+  for (PyObject** it : {&work->hints, &work->called, &work->error, &work->waiters, &work->callbacks, &work->unseen,
+                        &work->steps, &work->fault, &work->queue, &work->memory, &work->context}) {
+    *it = Py_NewRef(Py_None);
+  }
+  work->seq = seq;
+  return work;
+}
+
+nb::object work_fields() {
+  if (work_type == nullptr) {
+    WorkObject::pending = PyLong_FromLong(0);
+    WorkObject::done = PyLong_FromLong(1);
+    await_name = PyUnicode_InternFromString("_await");
+    ended_type = make_ended_type();
+    work_type = make_work_type();
+  }
+  if (ended_type == nullptr || work_type == nullptr) nb::raise_python_error();
+  return nb::borrow(reinterpret_cast<PyObject*>(work_type));
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,48 @@
+// What a work is made of that native code has started: the fields of a class of Python's, which has all the methods.
+// The record of the op is made when somebody asks for it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <cstddef>
+#include <utility>
+
+namespace aiocomms {
+
+// All references are owned, but to the type of the record, which is a module's. Null: a field that was deleted.
+struct WorkObject {
+  static constexpr int kArguments = 4;
+
+  PyObject ob_base;
+  PyObject* weak;
+  PyObject* kind;                               // the type of the record
+  std::array<PyObject*, kArguments> arguments;  // of the record; null: there are no more of them
+  PyObject* op;                                 // the record; null: it was not made yet
+  PyObject *owner, *state, *value;
+  PyObject *hints, *called, *error, *waiters, *callbacks, *unseen, *steps, *fault, *queue, *memory, *context;
+  PyObject *lane, *number;
+  long long seq;
+  unsigned long long place;
+
+  PyObject* object() { return &ob_base; }
+  bool is_done() const { return state != pending; }
+  void set(PyObject*& field, PyObject* to) { Py_XDECREF(std::exchange(field, Py_NewRef(to))); }
+  // It has ended, and well.
+  void complete(PyObject* with) {
+    set(value, with);
+    set(state, done);
+  }
+
+  static PyObject *pending, *done;  // the states
+  static PyObject* op_result;       // the value of a work whose result is its op's
+};
+
+// The type that has these fields, whose instances native code alone makes. Awaiting one that has ended well takes no
+// generator of Python's; of some awaits one asks the class's own method, which may let the loop have its turn.
+nanobind::object work_fields();
+
+// A pending work of a class that inherits the type. Null: no memory.
+WorkObject* new_work(PyTypeObject* cls, PyObject* owner, long long seq);
+
+}  // namespace aiocomms
