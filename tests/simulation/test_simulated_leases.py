@@ -96,7 +96,7 @@ class Owner:
     async def check_pool(self, addresses: Iterable[bytes]) -> None:
         """Check that each block is free once, but for those that are held by whoever has died."""
         pool, held_by = self.pool, self.here._counter.ledger.held_by
-        for _ in range(10):  # Until then nobody stands still, or is cut off, any more.
+        for _ in range(25):  # Until then nobody stands still, or is cut off, any more.
             there = {read_address(address).endpoint: await self.meets_again(address) for address in addresses}
             if not any(map(held_by, there)):
                 break
