@@ -36,7 +36,7 @@ def _named(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{name}" for name in names)
 
 
-_TESTED_PARTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "speeds", "windows")
+_TESTED_PARTS = ("parts", "board", "filling", "pacer", "inbox", "offers", "pool", "speeds", "windows")
 _MESSAGES = ("message_reduce", "message_moving", "reduce")
 _HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "pool", "segment", "shared_collectives")
 _ENGINE = sorted(

@@ -32,6 +32,7 @@ void test_inbox();
 void test_offers();
 void test_pool();
 void test_windows();
+void test_filling();
 void test_speeds();
 
 // UCX as a list of what it was asked. Calls with a Pending stay under way until the test ends them.

@@ -130,7 +130,7 @@ void a_copy_keeps_to_its_strides() {
 
 int main() {
   using namespace aiocomms;
-  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows, test_speeds,
+  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows, test_filling, test_speeds,
                     farewells_wait_for_messages, notes_wait_to_be_taken, what_is_lost_ends, a_copy_gives_way,
                     a_copy_keeps_to_its_strides}) {
     test();

@@ -51,7 +51,7 @@ class AllGather final : public Stages {
     if (round >= blocks_[place()].size()) return;
     const int rank = blocks_[place()][round];
     const Span span = piece(unit, rank);
-    copy_bytes(own_slot(number), at(outs_[rank], span.offset), span.length);
+    copy_in(number, 0, at(outs_[rank], span.offset), span.length);
   }
 
   bool takes(size_t unit, size_t round, size_t from) const override {
@@ -61,7 +61,7 @@ class AllGather final : public Stages {
   void take(size_t unit, size_t round, size_t from, std::uint64_t number) override {
     const int rank = blocks_[from][round];
     const Span span = piece(unit, rank);
-    copy_bytes(at(outs_[rank], span.offset), slot(from, number), span.length);
+    copy_out(from, number, 0, at(outs_[rank], span.offset), span.length);
   }
 
  private:
@@ -107,7 +107,7 @@ class Gather final : public Rooted {
       : Rooted(reach, root, bytes), in_(in), outs_(std::move(outs)) {}
 
   size_t contributions(size_t) const override { return alone() ? 0 : 1; }
-  void contribute(size_t, size_t, std::uint64_t number) override { copy_bytes(own_slot(number), in_, bytes_); }
+  void contribute(size_t, size_t, std::uint64_t number) override { copy_in(number, 0, in_, bytes_); }
   void reduce(size_t, size_t, std::uint64_t number) override {
     for (size_t from = 0; speaks() && from < local_ranks(); ++from) {
       const int rank = rank_at(here(), from);
@@ -163,13 +163,13 @@ class Scatter final : public Rooted {
   void give(size_t, size_t, std::uint64_t number) override {
     for (size_t to = 0; speaks() && to < local_ranks(); ++to) {
       const void* const block = is_root() ? ins_[rank_at(here(), to)] : at(blocks_.get(), to * bytes_);
-      copy_bytes(at(own_slot(number), to * bytes_), block, bytes_);
+      copy_in(number, to * bytes_, block, bytes_);
     }
     if (speaks() && !is_root()) copy_bytes(out_, at(blocks_.get(), place() * bytes_), bytes_);
   }
   bool takes(size_t, size_t, size_t from) const override { return from == speaker_ && !speaks(); }
   void take(size_t, size_t, size_t from, std::uint64_t number) override {
-    copy_bytes(out_, at(slot(from, number), place() * bytes_), bytes_);
+    copy_out(from, number, place() * bytes_, out_, bytes_);
   }
 
  private:
@@ -201,7 +201,7 @@ class AllToAll final : public Stages {
   size_t contributions(size_t) const override { return alone() ? 0 : reach.hosts.count(); }
   void contribute(size_t, size_t round, std::uint64_t number) override {
     for (size_t to = 0; to < reach.hosts.size(round); ++to) {
-      copy_bytes(at(own_slot(number), to * bytes_), ins_[rank_at(round, to)], bytes_);
+      copy_in(number, to * bytes_, ins_[rank_at(round, to)], bytes_);
     }
   }
   void reduce(size_t, size_t round, std::uint64_t number) override {

@@ -71,7 +71,7 @@ class AllReduce final : public Reducing {
     for (size_t share = 0; share < shares_; ++share) {
       if (share >= first_share_ && share < first_share_ + own_) continue;
       const Span span = piece(unit, share).within(round, step_);
-      copy_bytes(at(own_slot(number), share * step_ * size_), at(data_, span.offset * size_), span.length * size_);
+      copy_in(number, share * step_ * size_, at(data_, span.offset * size_), span.length * size_);
     }
   }
 
@@ -130,7 +130,7 @@ class AllReduce final : public Reducing {
     const size_t own = round / slots_of(unit);
     if (own >= own_) return;
     const Span whole = piece(unit, first_share_ + own), span = whole.within(round % slots_of(unit), of_slot());
-    copy_bytes(own_slot(number), result(unit, own, span.offset - whole.offset), span.length * size_);
+    copy_in(number, 0, result(unit, own, span.offset - whole.offset), span.length * size_);
   }
 
   bool takes(size_t unit, size_t round, size_t from) const override {
@@ -139,7 +139,7 @@ class AllReduce final : public Reducing {
 
   void take(size_t unit, size_t round, size_t from, std::uint64_t number) override {
     const Span span = given(unit, round, from);
-    copy_bytes(at(data_, span.offset * size_), slot(from, number), span.length * size_);
+    copy_out(from, number, 0, at(data_, span.offset * size_), span.length * size_);
   }
 
  private:
@@ -220,8 +220,7 @@ class ReduceScatter final : public Reducing {
       if (reach.hosts.like(at_host, host, here()) == place()) continue;
       const int rank = rank_at(host, at_host);
       const Span span = piece(unit, rank).within(round % rounds_of_host(unit), step_);
-      copy_bytes(at(own_slot(number), at_host * step_ * size_), at(ins_[rank], span.offset * size_),
-                 span.length * size_);
+      copy_in(number, at_host * step_ * size_, at(ins_[rank], span.offset * size_), span.length * size_);
     }
   }
 

@@ -76,7 +76,12 @@ class Stages {
   int rank_at(std::size_t host, std::size_t at) const { return reach.hosts.ranks[host][at]; }
   std::size_t local_ranks() const { return reach.hosts.size(here()); }
   bool alone() const { return local_ranks() == 1; }
-  std::byte* own_slot(std::uint64_t number) const { return reach.shared->segment.own_slot(number); }
+  void copy_in(std::uint64_t number, std::size_t offset, const void* from, std::size_t bytes) const {
+    reach.shared->segment.copy_in(number, offset, from, bytes);
+  }
+  void copy_out(std::size_t at, std::uint64_t number, std::size_t offset, void* to, std::size_t bytes) const {
+    reach.shared->segment.copy_out(static_cast<int>(at), number, offset, to, bytes);
+  }
   std::byte* slot(std::size_t at, std::uint64_t number) const {
     return reach.shared->segment.slot(static_cast<int>(at), number);
   }

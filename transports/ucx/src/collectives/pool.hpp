@@ -17,6 +17,8 @@
 #include <functional>
 #include <vector>
 
+#include "collectives/filling.hpp"
+
 namespace aiocomms {
 
 class Segment;
@@ -71,6 +73,16 @@ class Pool {
   void fill(std::uint64_t message, std::uint64_t slots) {
     mine().filled.store(message << kSlotBits | slots, std::memory_order_seq_cst);
   }
+  // Copy into a slot, as the sender, and out of it, as the receiver.
+  void copy_in(int receiver, std::uint64_t slot, const std::byte* from) {
+    const Filled how = filling_.next([&](bool streamed) { return counters_[receiver].reads.of(streamed); });
+    mine().how[slot % kForMessage] = how;
+    filling_.fill(how, message_slot(place_, slot), from, kSlot);
+  }
+  void copy_out(int sender, std::uint64_t slot, std::byte* to) {
+    const Timing timing(mine().reads, counters_[sender].how[slot % kForMessage], kSlot);
+    std::memcpy(to, message_slot(sender, slot), kSlot);
+  }
   // Bytes that a rank has read, or is reading, and slots that it has emptied; slots that it has filled of a message.
   std::uint64_t bytes_read(int place) { return counters_[place].read.load(std::memory_order_seq_cst); }
   std::uint64_t emptied(int place) { return counters_[place].emptied.load(std::memory_order_seq_cst); }
@@ -86,6 +98,8 @@ class Pool {
     alignas(64) std::atomic<std::uint64_t> read;  // as a receiver
     alignas(64) std::atomic<std::uint64_t> emptied;
     alignas(64) std::atomic<std::uint64_t> filled;  // as a sender
+    Filled how[kForMessage];                        // of its slots
+    alignas(64) Costs reads;                        // as a receiver
   };
   // A segment that uses slots of its own: how far it had come, and when that was first seen.
   struct Overflow {
@@ -111,6 +125,7 @@ class Pool {
   std::vector<std::uint32_t> free_;
   std::vector<Segment*> holders_;  // segments that have slots, from when they took the first
   std::vector<Overflow> overflowing_;
+  Filling filling_;
 };
 
 }  // namespace aiocomms

@@ -62,6 +62,7 @@ Segment::Segment(SharedMemory memory, std::size_t offset)
     throw std::invalid_argument("rank " + std::to_string(rank_) + " of " + std::to_string(ranks_));
   }
   held_.fill(Pool::kNone);
+  filled_.fill(0);
   memory_ = map_shared(memory.fd, offset, bytes_);
   try {
     if (pool_) pool_->admit();
@@ -122,6 +123,19 @@ bool Segment::has_come(const Awaited& awaited) {
     if (!published(rank, awaited.round)) return false;
   }
   return true;
+}
+
+void Segment::copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes) noexcept {
+  Filled& is = how(rank_, round);
+  if (std::exchange(filled_[round % kDepth], round + 1) != round + 1) {
+    own_slot(round);
+    is = bytes < kMeasurable ? Filled{} : filling_.next([&](bool streamed) {
+      std::uint64_t most = 0;
+      for (int rank = 0; rank < ranks_; ++rank) most = std::max(most, owners_[rank].reads.of(streamed));
+      return most;
+    });
+  }
+  filling_.fill(is, slot(rank_, round) + offset, static_cast<const std::byte*>(from), bytes);
 }
 
 bool Segment::give_back() noexcept {

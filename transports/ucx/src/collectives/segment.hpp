@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "collectives/filling.hpp"
 #include "collectives/pool.hpp"
 #include "net/fence.hpp"
 
@@ -39,7 +40,10 @@ class Segment {
     std::uint64_t fingerprint;         // of the collective
     union {
       std::byte data[kInline];
-      std::uint32_t slot;  // the number of the slot that has the data
+      struct {
+        std::uint32_t number;
+        Filled how;
+      } slot;  // that has the data
     };
   };
 
@@ -71,13 +75,24 @@ class Segment {
     std::uint32_t& number = held_[round % kDepth];
     if (number == Pool::kNone) number = pool_ ? pool_->take(*this) : Pool::kOwn;
     last_slot_ = round;
-    line(rank_, round).slot = number;
+    line(rank_, round).slot.number = number;
     return slot(rank_, round);
   }
   // The same once it has that, or another rank's, of a round that it has published.
   std::byte* slot(int rank, std::uint64_t round) {
-    const std::uint32_t number = line(rank, round).slot;
+    const std::uint32_t number = line(rank, round).slot.number;
     return pool_ && number < Pool::kSlots ? pool_->slot(places_[rank], number) : own(rank, round);
+  }
+  // Copy into this rank's slot of a round that is writable, or out of one that is published. `from` and `to` may be
+  // anything where there are no bytes.
+  void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes) noexcept;
+  void copy_out(int rank, std::uint64_t round, std::size_t offset, void* to, std::size_t bytes) {
+    const Timing timing(owners_[rank_].reads, how(rank, round), bytes);
+    if (bytes) std::memcpy(to, slot(rank, round) + offset, bytes);
+  }
+  // The same of whoever reads the slot itself: to be kept while it does.
+  Timing timing(int rank, std::uint64_t round, std::size_t bytes) {
+    return {owners_[rank_].reads, how(rank, round), bytes};
   }
   // The last round in which this rank had a slot.
   std::uint64_t last_slot() const { return last_slot_; }
@@ -191,6 +206,7 @@ class Segment {
     Rest rest;
     Line core;  // 1 + its number; 0: none
     Line gone;
+    alignas(64) Costs reads;  // of slots that this rank has read
   };
 
   static constexpr int kRoundBits = 45, kRankBits = 16;
@@ -206,6 +222,7 @@ class Segment {
   }
 
   std::byte* own(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }
+  Filled& how(int rank, std::uint64_t round) { return line(rank, round).slot.how; }
   bool rests() noexcept { return writable(last_slot_ + kDepth); }
   std::uint32_t* futex_of(int rank);
   void unblock(int rank);
@@ -218,6 +235,8 @@ class Segment {
   std::uint64_t all_done_ = 0;              // the rounds that every rank is known to be done with
   std::uint64_t last_slot_ = 0;             // the last round in which this rank had a slot
   std::array<std::uint32_t, kDepth> held_;  // the numbers of its slots
+  Filling filling_;
+  std::array<std::uint64_t, kDepth> filled_;  // 1 + the rounds for whose slots it has chosen
   void* memory_;
   Owner* owners_;
   std::byte* slots_;

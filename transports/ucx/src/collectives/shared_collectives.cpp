@@ -53,10 +53,10 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
       const Span part(turn, step, count);
       const std::uint64_t round = first + turn;
       co_await shared.writable(round);
-      if (root != shared.rank()) {  // nobody reads what the root has
-        std::byte* const there = small ? segment.line(shared.rank(), round).data : segment.own_slot(round);
-        copy_bytes(there, at(data, part.offset * size), part.length * size);
-      }
+      const bool gives = root != shared.rank();  // nobody reads what the root has
+      const void* const from = at(data, part.offset * size);
+      if (gives && small) copy_bytes(segment.line(shared.rank(), round).data, from, part.length * size);
+      if (gives && !small) segment.copy_in(round, 0, from, part.length * size);
       shared.publish(round);
     }
     if (turn > 0) {
@@ -67,6 +67,8 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
         shared.inputs[rank] = small ? segment.line(rank, round).data : segment.slot(rank, round);
       }
       shared.inputs[shared.rank()] = at(data, part.offset * size);
+      const int next = (shared.rank() + 1) % shared.ranks();
+      const Timing timing = segment.timing(next, round, takes && !small ? part.length * size : 0);
       if (takes) reduce(reduction, at(out, part.offset * size), shared.inputs.data(), shared.ranks(), part.length);
       shared.finish(round);
     }
@@ -88,7 +90,10 @@ class Chunk {
   void contribute(const void* data) const {
     shared_.segment.own_slot(round_);  // also where it holds nothing but what this rank will have reduced
     for (int rank = 0; rank < shared_.ranks(); ++rank) {
-      if (rank != shared_.rank()) move(shared_.rank(), rank, nullptr, data);
+      const Span share = share_of(rank);
+      if (rank == shared_.rank()) continue;
+      shared_.segment.copy_in(round_, share.offset * size_, at(data, (elements_.offset + share.offset) * size_),
+                              share.length * size_);
     }
   }
 
@@ -106,27 +111,19 @@ class Chunk {
       }
       std::byte* first = out ? at(out, base + offset) : result + offset;
       reduce(reduction_, first, shared_.inputs.data(), shared_.ranks(), part.length);
-      if (out) std::memcpy(result + offset, first, part.length * size_);
+      if (out) shared_.segment.copy_in(round_, offset, first, part.length * size_);
     }
   }
 
   // Take the share that `rank` has reduced.
-  void collect(int rank, void* out) const { move(rank, rank, out, nullptr); }
+  void collect(int rank, void* out) const {
+    const Span share = share_of(rank);
+    shared_.segment.copy_out(rank, round_, share.offset * size_, at(out, (elements_.offset + share.offset) * size_),
+                             share.length * size_);
+  }
 
  private:
   Span share_of(int rank) const { return Span(static_cast<std::size_t>(rank), share_, elements_.length); }
-
-  // Copy a rank's share between the slot of `owner` and one of `out`, which is filled, or `in`, which is read.
-  void move(int owner, int rank, void* out, const void* in) const {
-    const Span share = share_of(rank);
-    std::byte* there = shared_.segment.slot(owner, round_) + share.offset * size_;
-    const std::size_t offset = (elements_.offset + share.offset) * size_;
-    if (out) {
-      copy_bytes(at(out, offset), there, share.length * size_);
-    } else {
-      copy_bytes(there, at(in, offset), share.length * size_);
-    }
-  }
 
   Shared& shared_;
   const Reduction& reduction_;
@@ -245,10 +242,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
     const Span mine(turn, step, bytes[me]);
     if (turn < rounds && (turn == 0 || mine.length)) {
       co_await shared.writable(first + turn);
-      if (mine.length) {
-        copy_bytes(small ? segment.line(me, first + turn).data : segment.own_slot(first + turn), at(in, mine.offset),
-                   mine.length);
-      }
+      if (mine.length && small) copy_bytes(segment.line(me, first + turn).data, at(in, mine.offset), mine.length);
+      if (mine.length && !small) segment.copy_in(first + turn, 0, at(in, mine.offset), mine.length);
       shared.publish(first + turn);
       if (takes) copy_bytes(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
@@ -258,8 +253,11 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
       co_await shared.one(rank, round);
-      copy_bytes(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
-                 theirs.length);
+      if (small) {
+        copy_bytes(at(outs[rank], theirs.offset), segment.line(rank, round).data, theirs.length);
+      } else {
+        segment.copy_out(rank, round, 0, at(outs[rank], theirs.offset), theirs.length);
+      }
     }
     if (turn >= meeting) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -303,7 +301,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
         if (rank != me && part.length) {
-          copy_bytes(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+          segment.copy_in(first + turn, rank * piece, at(ins[rank], part.offset), part.length);
         }
       }
       shared.publish(first + turn);
@@ -316,7 +314,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       const Span part(turn - 1, step, out_bytes[rank]);
       if (rank == me || part.length == 0) continue;
       co_await shared.one(rank, first + turn - 1);
-      copy_bytes(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
+      segment.copy_out(rank, first + turn - 1, me * piece, at(outs[rank], part.offset), part.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -373,8 +371,7 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       for (int rank = 0; rank < ranks; ++rank) {
         const Span part(turn, step, counts[rank]);
         if (rank != me && part.length) {
-          copy_bytes(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset * size),
-                     part.length * size);
+          segment.copy_in(first + turn, rank * piece, at(ins[rank], part.offset * size), part.length * size);
         }
       }
       shared.publish(first + turn);
@@ -386,6 +383,7 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       for (int rank = 0; rank < ranks; ++rank) {
         shared.inputs[rank] = rank == me ? at(ins[me], part.offset * size) : segment.slot(rank, round) + me * piece;
       }
+      const Timing timing = segment.timing((me + 1) % ranks, round, part.length * size);
       reduce(reduction, at(out, part.offset * size), shared.inputs.data(), ranks, part.length);
       shared.finish(round);
     }

@@ -1,7 +1,6 @@
 #include "engine/offers.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace aiocomms {
@@ -80,7 +79,7 @@ bool Offers::copy_piece(Pull& pull) noexcept {
   const int sender = place(group, pull.header.source);
   if (copy.bytes >= Pool::kSlot && pool.filled(sender, pull.number) > pull.emptied) {
     copy.bytes -= Pool::kSlot;
-    std::memcpy(copy.to + copy.bytes, pool.message_slot(sender, pull.emptied), Pool::kSlot);
+    pool.copy_out(sender, pull.emptied, copy.to + copy.bytes);
     pool.empty(++pull.emptied);
     return true;
   }
@@ -98,7 +97,7 @@ bool Offers::assist() noexcept {
   const std::size_t read = std::min(message.bytes, pool.bytes_read(receiver));
   if (message.bytes - read < Pool::kSlot || message.filled >= pool.emptied(receiver) + Pool::kForMessage) return false;
   message.bytes -= Pool::kSlot;
-  std::memcpy(pool.message_slot(pool.place(), message.filled), message.data + message.bytes, Pool::kSlot);
+  pool.copy_in(receiver, message.filled, message.data + message.bytes);
   pool.fill(number, ++message.filled);
   return true;
 }
