@@ -143,8 +143,11 @@ void a_publisher_wakes_who_blocks() {
     CHECK(!slept);  // not before: the publisher counts checks, too
   }
   here.note_core(3);
+  CHECK(there.shares_core(3));
   CHECK(!here.begin_block({}));
-  CHECK(there.shares_core(3));  // it waits for its core
+  CHECK(!there.shares_core(3));  // it does not want its core until it is woken
+  here.end_block();
+  CHECK(there.shares_core(3));
   close(fd);
 }
 

@@ -123,8 +123,13 @@ void pacer_in_a_crowd() {
   pacer.configure(true);
   Pacer::Spin spin = pacer.begin_post(kStart, true);
   CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kYield);
-  CHECK(pacer.may_block(spin, false) == Pacer::kSpin);
-  CHECK(pacer.may_block(spin, true) == Pacer::kCrowdedSpin);
+  CHECK(pacer.may_block(spin, false, true) == 0);  // it yields first
+  spin.now += Pacer::kYields - 1;
+  CHECK(pacer.may_block(spin, true, true) == 0);
+  spin.now += 1;
+  CHECK(pacer.may_block(spin, true, true) == Pacer::kCrowdedSpin - Pacer::kYields);
+  CHECK(pacer.may_block(spin, false, true) == 0);  // for no longer than another engine's work may wait
+  pacer.note_yield();
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
   spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin, true);
   CHECK(pacer.end_visit(false, false, true, kStart) == Pacer::Visit::kYields);
@@ -224,18 +229,52 @@ void pacer_polls_for_as_long_as_it_has_saved() {
   }
 }
 
+// On a kernel where they never have any.
+void yields_have_no_effect(Pacer& pacer) {
+  Pacer::Spin spin = pacer.begin_post(kStart, true);
+  spin.idle_since = kStart;
+  spin.now = kStart + Pacer::kYields;
+  for (int block = 0; block < 20; ++block) pacer.may_block(spin, true, true);
+}
+
 void pacer_blocks_no_longer_than_it_spins() {
   Pacer pacer;
   pacer.configure(true);
   Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin, true) == 0);  // it may be on another core by now
+  yields_have_no_effect(pacer);
+  CHECK(pacer.may_block(spin, true, true) == 0);  // it may be on another core by now
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin, true) == Pacer::kSpin - Pacer::kGrace);
+  CHECK(pacer.may_block(spin, true, true) == Pacer::kSpin - Pacer::kGrace);
+  CHECK(pacer.may_block(spin, true, false) == 0);  // nobody has this core, as far as is known
   CHECK(pacer.after_look(spin, false, kStart + 40'010, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin, true) == Pacer::kSpin - 40'000);
+  CHECK(pacer.may_block(spin, true, true) == Pacer::kSpin - 40'000);
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kSpin, kWanted) == Next::kStop);
-  CHECK(pacer.may_block(spin, true) == 0);
+  CHECK(pacer.may_block(spin, true, true) == 0);
+}
+
+void pacer_learns_whether_yields_have_an_effect() {
+  Pacer pacer;
+  pacer.configure(true);
+  Pacer::Spin spin = pacer.begin_post(kStart, true);
+  spin.idle_since = kStart;
+  std::uint64_t waited = Pacer::kYields;
+  for (std::uint32_t block = 1; block < Pacer::kProbedBlocks; ++block, waited /= 2) {
+    if (waited > 0) {
+      spin.now = kStart + waited - 1;
+      CHECK(pacer.may_block(spin, true, true) == 0);
+    }
+    spin.now = kStart + waited;
+    CHECK(pacer.may_block(spin, true, true) == Pacer::kCrowdedSpin - waited);
+  }
+  CHECK(pacer.may_block(spin, true, true) > 0);
+  CHECK(pacer.may_block(spin, true, true) == 0);  // it tries once more
+  spin.now = kStart + Pacer::kYields;
+  CHECK(pacer.may_block(spin, true, true) > 0);
+  spin.now = kStart + Pacer::kYields / 2;
+  CHECK(pacer.may_block(spin, true, true) > 0);
+  pacer.note_yield();  // the core went to somebody
+  CHECK(pacer.may_block(spin, true, true) == 0);
 }
 
 void pacer_ticks_lingers_dozes_and_sleeps() {
@@ -319,6 +358,7 @@ void test_pacer() {
   pacer_parks_the_loop();
   pacer_polls_for_as_long_as_it_has_saved();
   pacer_blocks_no_longer_than_it_spins();
+  pacer_learns_whether_yields_have_an_effect();
   pacer_ticks_lingers_dozes_and_sleeps();
   pacer_on_two_threads();
 }

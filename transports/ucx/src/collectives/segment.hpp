@@ -171,7 +171,11 @@ class Segment {
   }
   bool shares_core(std::uint64_t core) const {
     for (int rank = 0; rank < ranks_; ++rank) {
-      if (rank != rank_ && owners_[rank].core.round.load(std::memory_order_relaxed) == core + 1) return true;
+      const Owner& other = owners_[rank];
+      if (rank != rank_ && other.core.round.load(std::memory_order_relaxed) == core + 1 &&
+          other.rest.is.load(std::memory_order_relaxed) != kBlocked) {
+        return true;
+      }
     }
     return false;
   }

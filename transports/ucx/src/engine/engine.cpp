@@ -183,16 +183,18 @@ bool Engine::shares_core(const Operation& op) const noexcept {
   return op.group.shared->segment.shares_core(here);
 }
 
-// A yield gives the core to threads of the same scheduling group alone: of this session, or of this container. Where
-// that has given it to nobody, and another rank was last seen on this core, this thread blocks until what it waits for
-// is published.
+// A yield gives the core to threads of the same scheduling group: of this session, or of this container; on some
+// kernels to others, too, at one of the next tries. Where it has given it to nobody for a while, and another rank was
+// last seen on this core, this thread blocks until what it waits for is published.
 void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
   sched_yield();
   const long before = std::exchange(switches_, switches());
-  if (switches_ != before || !op.group.shared) return;
-  if (!shares_core(op) && !spin.crowded) return;
+  if (switches_ != before) return pacer_.note_yield();
+  if (!op.group.shared) return;
+  const bool wanted = shares_core(op);
+  if (!wanted && !spin.crowded) return;
   const bool sole = is_sole(op);
-  const std::uint64_t most = pacer_.may_block(spin, sole);
+  const std::uint64_t most = pacer_.may_block(spin, sole, wanted);
   if (most == 0) return;
   Segment& segment = op.group.shared->segment;
   if (segment.begin_block(sole ? op.group.shared->awaited() : Segment::Awaited{})) wake_thread();

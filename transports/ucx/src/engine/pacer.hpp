@@ -26,6 +26,11 @@ class Pacer {
   // A peer that has a core of its own answers within this; where it was last seen may be out of date, and a wake across
   // cores takes 35 µs.
   static constexpr std::uint64_t kGrace = 5'000;
+  // A post yields for so long before it blocks: on Linux 6.18 a thread of another scheduling group gets the core at one
+  // of the first few tries, 5 µs later at most; on others never, and then this is halved each time. Every so many
+  // blocks it is tried in full again.
+  static constexpr std::uint64_t kYields = 100'000;
+  static constexpr std::uint32_t kProbedBlocks = 64;
   // However seldom spinning has paid lately, a post spins in full again once in so many times the spin: what is spent
   // in vain stays below 1 % of a core.
   static constexpr std::uint64_t kProbes = 100;
@@ -134,10 +139,15 @@ class Pacer {
     return spin.crowded || wanted() ? Next::kYield : Next::kRelax;
   }
 
-  // For how long a post may block that has offered its core in vain. sole: it waits for nothing but what wakes it, and
-  // nobody needs this rank meanwhile.
-  std::uint64_t may_block(const Spin& spin, bool sole) const {
-    if (!spin.crowded && spin.now - spin.idle_since < kGrace) return 0;
+  // A yield has given the core to somebody.
+  void note_yield() { yields_ = kYields; }
+  // For how long a post may block that has offered its core without effect; 0: not yet. sole: it waits for nothing but
+  // what wakes it, and nobody needs this rank meanwhile. wanted: a rank that may be waited for has this core; where
+  // none has, as far as is known, this post may as well keep it.
+  std::uint64_t may_block(const Spin& spin, bool sole, bool wanted) {
+    const std::uint64_t idle = spin.now - spin.idle_since;
+    if (idle < (wanted ? std::max(yields_, spin.crowded ? 0 : kGrace) : kYields)) return 0;
+    yields_ = ++blocks_ % kProbedBlocks == 0 ? kYields : yields_ / 2;
     const std::uint64_t budget = sole ? spin.budget : std::min(spin.budget, kSpin);
     const std::uint64_t ends = std::min(spin.idle_since + budget, spin.ends);
     return ends - std::min(ends, spin.now);
@@ -266,6 +276,8 @@ class Pacer {
   };
   const Patience& patience() const { return patience_[crowded_]; }
 
+  std::uint64_t yields_ = kYields;  // for how long a post yields before it blocks
+  std::uint32_t blocks_ = 0;
   std::array<Patience, 2> patience_{};        // of posts in communicators that are not crowded, and in those that are
   bool crowded_ = false;                      // the last post's
   std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
