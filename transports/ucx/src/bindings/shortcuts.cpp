@@ -478,7 +478,7 @@ class Shortcuts {
   // False: no memory.
   bool note_call(const Started& it) const {
     const nb::object now = nb::steal(PyFloat_FromDouble(static_cast<double>(now_ns()) * 1e-9));
-    if (now) it.fields().set(it.fields().called, now.ptr());
+    if (now) it.fields().set(WorkObject::kCalled, now.ptr());
     return static_cast<bool>(now);
   }
 
@@ -510,14 +510,14 @@ class Shortcuts {
     WorkObject* made = new_work(reinterpret_cast<PyTypeObject*>(cls.ptr()), line(), issued);
     if (made == nullptr) return {};
     if (caller.elsewhere()) {
-      made->op = Py_NewRef(caller.record);
+      made->at(WorkObject::kOp) = Py_NewRef(caller.record);
     } else {
       made->kind = kind.record.ptr();
       std::transform(args.begin(), args.end(), made->arguments.begin(), [](PyObject* it) { return Py_NewRef(it); });
     }
     if (caller.in_lane()) {
-      made->lane = Py_NewRef(caller.words());
-      made->number = Py_NewRef(caller.number());
+      made->at(WorkObject::kLane) = Py_NewRef(caller.words());
+      made->at(WorkObject::kNumber) = Py_NewRef(caller.number());
     }
     return {nb::steal(made->object()), {}};
   }

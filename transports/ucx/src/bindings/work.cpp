@@ -2,6 +2,7 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace nb = nanobind;
@@ -79,11 +80,7 @@ PyTypeObject* make_ended_type() {
 template <typename Each>
 void each_field(WorkObject& work, const Each& each) {
   for (PyObject*& it : work.arguments) each(it);
-  for (PyObject** it : {&work.op, &work.owner, &work.state, &work.value, &work.hints, &work.called, &work.error,
-                        &work.waiters, &work.callbacks, &work.unseen, &work.steps, &work.fault, &work.queue,
-                        &work.memory, &work.context, &work.lane, &work.number}) {
-    each(*it);
-  }
+  for (PyObject*& it : work.fields) each(it);
 }
 
 int work_traverse(PyObject* self, visitproc visit, void* arg) {
@@ -111,51 +108,52 @@ void work_dealloc(PyObject* self) {
 
 PyObject* work_op(PyObject* self, void*) {
   WorkObject* work = work_of(self);
-  if (work->op == nullptr) {
-    Py_ssize_t count = 0;
-    while (count < WorkObject::kArguments && work->arguments[static_cast<std::size_t>(count)] != nullptr) ++count;
+  PyObject*& op = work->at(WorkObject::kOp);
+  if (op == nullptr) {
+    const auto count = std::find(work->arguments.begin(), work->arguments.end(), nullptr) - work->arguments.begin();
     PyObject* made = PyObject_Vectorcall(work->kind, work->arguments.data(), static_cast<std::size_t>(count), nullptr);
     if (made == nullptr) return nullptr;
-    if (work->op == nullptr) {
-      work->op = made;
+    if (op == nullptr) {
+      op = made;
     } else {
       Py_DECREF(made);  // it was asked for meanwhile
     }
   }
-  return Py_NewRef(work->op);
+  return Py_NewRef(op);
 }
+
+bool is_none(PyObject* field) { return field == nullptr || field == Py_None; }
 
 PyObject* work_await(PyObject* self) {
   WorkObject* work = work_of(self);
-  const bool ended = work->state == WorkObject::done && work->error == Py_None;
-  if (ended && work->value != WorkObject::op_result && ++awaits % kAwaits != 0) return ended_of(work->value);
+  PyObject* value = work->at(WorkObject::kValue);
+  const bool ended = work->at(WorkObject::kState) == WorkObject::done && is_none(work->at(WorkObject::kError));
+  if (ended && value != WorkObject::op_result && ++awaits % kAwaits != 0) return ended_of(value);
   return PyObject_CallMethodNoArgs(self, await_name);
 }
 
-constexpr PyMemberDef field(const char* name, std::size_t offset, int type = T_OBJECT_EX, int flags = 0) {
+// Of the fields behind kOp, in their order.
+constexpr std::array<const char*, WorkObject::kFields - 1> kNames = {
+    "_owner",     "_state",  "_value", "lane",  "number", "called", "_error", "_waiters",
+    "_callbacks", "_unseen", "_steps", "fault", "hints",  "queue",  "memory", "context"};
+
+constexpr PyMemberDef member(const char* name, std::size_t offset, int type, int flags = 0) {
   return {name, type, static_cast<Py_ssize_t>(offset), flags, nullptr};
 }
 
-PyMemberDef work_members[] = {field("_owner", offsetof(WorkObject, owner)),
-                              field("_state", offsetof(WorkObject, state)),
-                              field("_value", offsetof(WorkObject, value)),
-                              field("hints", offsetof(WorkObject, hints)),
-                              field("called", offsetof(WorkObject, called)),
-                              field("_error", offsetof(WorkObject, error)),
-                              field("_waiters", offsetof(WorkObject, waiters)),
-                              field("_callbacks", offsetof(WorkObject, callbacks)),
-                              field("_unseen", offsetof(WorkObject, unseen)),
-                              field("_steps", offsetof(WorkObject, steps)),
-                              field("fault", offsetof(WorkObject, fault)),
-                              field("queue", offsetof(WorkObject, queue)),
-                              field("memory", offsetof(WorkObject, memory)),
-                              field("context", offsetof(WorkObject, context)),
-                              field("lane", offsetof(WorkObject, lane)),
-                              field("number", offsetof(WorkObject, number)),
-                              field("seq", offsetof(WorkObject, seq), T_LONGLONG),
-                              field("_place", offsetof(WorkObject, place), T_ULONGLONG),
-                              field("__weaklistoffset__", offsetof(WorkObject, weak), T_PYSSIZET, READONLY),
-                              {nullptr, 0, 0, 0, nullptr}};
+constexpr std::array<PyMemberDef, kNames.size() + 4> make_members() {
+  std::array<PyMemberDef, kNames.size() + 4> members{};
+  for (std::size_t i = 0; i < kNames.size(); ++i) {
+    const std::size_t offset = offsetof(WorkObject, fields) + (i + 1) * sizeof(PyObject*);
+    members[i] = member(kNames[i], offset, i + 1 < WorkObject::kCalled ? T_OBJECT_EX : T_OBJECT);
+  }
+  members[kNames.size()] = member("seq", offsetof(WorkObject, seq), T_LONGLONG);
+  members[kNames.size() + 1] = member("_place", offsetof(WorkObject, place), T_ULONGLONG);
+  members[kNames.size() + 2] = member("__weaklistoffset__", offsetof(WorkObject, weak), T_PYSSIZET, READONLY);
+  return members;
+}
+
+std::array<PyMemberDef, kNames.size() + 4> work_members = make_members();
 
 PyGetSetDef work_getters[] = {{"op", work_op, nullptr, nullptr, nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -165,7 +163,7 @@ PyTypeObject* make_work_type() {
                          slot(Py_tp_traverse, work_traverse),
                          slot(Py_tp_clear, work_clear),
                          slot(Py_am_await, work_await),
-                         slot(Py_tp_members, work_members),
+                         slot(Py_tp_members, work_members.data()),
                          slot(Py_tp_getset, work_getters),
                          {0, nullptr}};
   PyType_Spec spec = {"aiocomms_ucx._engine.WorkFields", sizeof(WorkObject), 0,
@@ -180,13 +178,9 @@ WorkObject* new_work(PyTypeObject* cls, PyObject* owner, long long seq) {
   PyObject* self = cls->tp_alloc(cls, 0);
   if (self == nullptr) return nullptr;
   WorkObject* work = work_of(self);
-  work->owner = Py_NewRef(owner);
-  work->state = Py_NewRef(WorkObject::pending);
-  work->value = Py_NewRef(WorkObject::op_result);
-  for (PyObject** it : {&work->hints, &work->called, &work->error, &work->waiters, &work->callbacks, &work->unseen,
-                        &work->steps, &work->fault, &work->queue, &work->memory, &work->context}) {
-    *it = Py_NewRef(Py_None);
-  }
+  work->at(WorkObject::kOwner) = Py_NewRef(owner);
+  work->at(WorkObject::kState) = Py_NewRef(WorkObject::pending);
+  work->at(WorkObject::kValue) = Py_NewRef(WorkObject::op_result);
   work->seq = seq;
   return work;
 }

@@ -10,28 +10,28 @@
 
 namespace aiocomms {
 
-// All references are owned, but to the type of the record, which is a module's. Null: a field that was deleted.
+// All references are owned, but to the type of the record, which is a module's.
 struct WorkObject {
   static constexpr int kArguments = 4;
+  // The fields that native code uses; Python alone uses those behind them. From kCalled on null stands for None.
+  enum Field { kOp, kOwner, kState, kValue, kLane, kNumber, kCalled, kError, kFields = 17 };
 
   PyObject ob_base;
   PyObject* weak;
   PyObject* kind;                               // the type of the record
   std::array<PyObject*, kArguments> arguments;  // of the record; null: there are no more of them
-  PyObject* op;                                 // the record; null: it was not made yet
-  PyObject *owner, *state, *value;
-  PyObject *hints, *called, *error, *waiters, *callbacks, *unseen, *steps, *fault, *queue, *memory, *context;
-  PyObject *lane, *number;
+  std::array<PyObject*, kFields> fields;        // null of kOp: the record was not made yet
   long long seq;
   unsigned long long place;
 
   PyObject* object() { return &ob_base; }
-  bool is_done() const { return state != pending; }
-  void set(PyObject*& field, PyObject* to) { Py_XDECREF(std::exchange(field, Py_NewRef(to))); }
+  PyObject*& at(Field field) { return fields[field]; }
+  bool is_done() const { return fields[kState] != pending; }
+  void set(Field field, PyObject* to) { Py_XDECREF(std::exchange(at(field), Py_NewRef(to))); }
   // It has ended, and well.
   void complete(PyObject* with) {
-    set(value, with);
-    set(state, done);
+    set(kValue, with);
+    set(kState, done);
   }
 
   static PyObject *pending, *done;  // the states
