@@ -855,15 +855,11 @@ constexpr Signature kOfWindow[] = {{"get", start_on_window<&OfWindow::get>, {"te
 
 PyTypeObject* method_type = nullptr;
 
-// Stands in a class for a method of Python's, which it calls for what it does not take.
+// Stands in a class for a method of Python's, of communicators, lanes or windows. It calls that for what it does not
+// take.
 struct Method {
   PyObject_HEAD vectorcallfunc call;
   PyObject* function;
-};
-
-// A method of a communicator, of a lane, or of a window.
-struct StartMethod {
-  Method method;
   Start start;
   Py_ssize_t arguments;
   PyObject* names[kArguments];  // interned
@@ -872,12 +868,8 @@ struct StartMethod {
   PyTypeObject* type;  // of the shortcuts: another plug-in's, or None, are not looked at
 };
 
-PyObject* call_function(Method* method, Arguments args, size_t count, PyObject* names) {
-  return PyObject_Vectorcall(method->function, args, count, names);
-}
-
 // The arguments in their order, at least so many as there are names; false: there are others, or too many.
-bool fill(const StartMethod& it, Arguments args, Py_ssize_t count, PyObject* keywords, PyObject** filled) {
+bool fill(const Method& it, Arguments args, Py_ssize_t count, PyObject* keywords, PyObject** filled) {
   if (count > it.arguments) return false;
   std::copy(args, args + count, filled);
   const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
@@ -891,7 +883,7 @@ bool fill(const StartMethod& it, Arguments args, Py_ssize_t count, PyObject* key
 }
 
 PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* keywords) {
-  auto it = reinterpret_cast<StartMethod*>(self);
+  auto it = reinterpret_cast<Method*>(self);
   const Py_ssize_t count = PyVectorcall_NARGS(flagged);
   PyObject* found = count > 0 && PyObject_TypeCheck(args[0], it->cls) ? it->shortcuts.of(args[0]) : nullptr;
   if (found != nullptr && Py_IS_TYPE(found, it->type)) {
@@ -907,7 +899,7 @@ PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* k
       if (work != nullptr || PyErr_Occurred()) return work;
     }
   }
-  return call_function(&it->method, args, flagged, keywords);
+  return PyObject_Vectorcall(it->function, args, flagged, keywords);
 }
 
 void method_dealloc(PyObject* self) {
@@ -951,23 +943,8 @@ PyTypeObject* make_method_type() {
                          slot(Py_tp_members, method_members), {0, nullptr}};
   constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                              Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  PyType_Spec spec = {"aiocomms_ucx._engine.Method", sizeof(StartMethod), 0, flags, slots};
+  PyType_Spec spec = {"aiocomms_ucx._engine.Method", sizeof(Method), 0, flags, slots};
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-}
-
-template <typename T>
-T* new_method(vectorcallfunc call, nb::handle function) {
-  auto method = reinterpret_cast<Method*>(PyObject_GC_New(T, method_type));
-  if (method == nullptr) nb::raise_python_error();
-  method->call = call;
-  method->function = function.inc_ref().ptr();
-  return reinterpret_cast<T*>(method);
-}
-
-template <typename T>
-nb::object finished(T* method) {
-  PyObject_GC_Track(reinterpret_cast<PyObject*>(method));
-  return nb::steal(reinterpret_cast<PyObject*>(method));
 }
 
 // In the place of a method of that name; of one that there is no shortcut for, the method itself.
@@ -977,7 +954,10 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
   for (const Signature& it : signatures) {
     if (name != it.name) continue;
     const PySlot shortcuts(cls, "_shortcuts");
-    auto method = new_method<StartMethod>(call_start, function);
+    auto method = PyObject_GC_New(Method, method_type);
+    if (method == nullptr) nb::raise_python_error();
+    method->call = call_start;
+    method->function = function.inc_ref().ptr();
     method->start = it.start;
     method->arguments = 0;
     for (const char* argument : it.arguments) {
@@ -986,7 +966,8 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
     method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
     method->shortcuts = shortcuts;
     method->type = reinterpret_cast<PyTypeObject*>(nb::type<Shortcut>().ptr());
-    return finished(method);
+    PyObject_GC_Track(method);
+    return nb::steal(reinterpret_cast<PyObject*>(method));
   }
   return nb::borrow(function);
 }
