@@ -24,20 +24,6 @@ class Ring {
   void append(PyObject* object) { put({Py_NewRef(object), 0}); }
   void append(double time) { put({nullptr, time}); }
 
-  // Take an object back, the newest of its kind, behind which others may have come. What it has driven out stays away.
-  void drop(PyObject* object) {
-    const std::size_t end = entries_.size();
-    std::size_t after = 1;  // how far back it is
-    while (after <= size_ && entries_[(next_ + end - after) % end].object != object) ++after;
-    if (after > size_) return;  // it was driven out itself
-    for (; after > 1; --after) {
-      std::swap(entries_[(next_ + end - after) % end], entries_[(next_ + end - after + 1) % end]);
-    }
-    next_ = (next_ + end - 1) % end;
-    --size_;
-    release(next_);
-  }
-
   void clear() {
     for (std::size_t i = 0; i < entries_.size(); ++i) release(i);
     size_ = 0;

@@ -575,7 +575,6 @@ class Shortcuts {
     const nb::object named = name_of(caller, it);
     if (!may_go_on(caller, it, named)) return nullptr;
     const Amid amid(here_);
-    count(caller, kind, named);
     double at = 0;
     try {
       const auto meanwhile = [&] { it.note_written(); };
@@ -583,15 +582,11 @@ class Shortcuts {
       if (bytes > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed
-      if (recording) ring().drop(kind.record.ptr());
-      if (named) lane_ring()->drop(named.ptr());
-      (caller.in_lane() ? laned : calls) -= caller.in_lane() || kind.form >= 0;
-      --issued;
       return nullptr;
     }
     it.note_written();
     const nb::object index = at == 0 ? index_of(caller, kind) : nb::object();
-    if (kind.form >= 0 && !caller.in_lane()) posted_count().next();
+    count(caller, kind, named);
     return at != 0 ? end(kind, it, result, kept, at) : posted(caller, it, index, kind.form >= 0);
   }
 
@@ -607,16 +602,17 @@ class Shortcuts {
     return takes(caller) && issued == it.fields().seq && (!caller.in_lane() || named);
   }
 
-  // The op has its number, and is recorded.
+  // The op has its number, and is recorded. What the rings drive out goes last, for that may run code of Python's.
   [[gnu::always_inline]] void count(const Caller& caller, const Kind& kind, const nb::object& named) {
     ++issued;
     if (caller.in_lane()) {
       ++laned;
-    } else {
-      calls += kind.form >= 0;
+    } else if (kind.form >= 0) {
+      ++calls;
+      posted_count().next();
     }
-    if (named) lane_ring()->append(named.ptr());
     if (recording) ring().append(kind.record.ptr());
+    if (named) lane_ring()->append(named.ptr());
   }
 
   // The number of a collective, or of its lane; -1: it is none.
@@ -661,7 +657,6 @@ class Shortcuts {
       if (caller.busy) return forget_all(), nullptr;
     }
     count(caller, kind, named);
-    if (collective && !caller.in_lane()) posted_count().next();
     const Posting amid(elsewhere_, caller);
     double at = 0;
     try {
