@@ -24,7 +24,9 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -106,6 +108,22 @@ struct Kind {
   int form = -1;  // -1: it is no collective
 };
 
+class Shortcuts;
+
+// shortcuts: the object's whose method it is. cls: the class that has the method.
+using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
+
+// An op that has a shortcut.
+struct Signature {
+  const char* name;  // of its method, and of its record
+  Kind Shortcuts::* kind;
+  PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t);  // null: it is of a window
+  Start start;
+  // The arguments of the method, in their order; of a message its channel, too, which only the record has. Arguments
+  // that are not given have a default that is plain.
+  std::array<const char*, kArguments + 1> fields;
+};
+
 class Shortcuts {
  public:
   Shortcuts(Engine& engine, std::uint32_t group, int rank, int size, const nb::dict& kinds, const nb::list& operators,
@@ -129,40 +147,23 @@ class Shortcuts {
               line.attr("given_up"),
               nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership),
               transport.attr("call_count")} {
-    for (auto [name, kind] : {std::pair{"all_reduce", &all_reduce_},
-                              {"all_gather_single", &all_gather_single_},
-                              {"all_to_all_single", &all_to_all_single_},
-                              {"barrier", &barrier_},
-                              {"broadcast", &broadcast_},
-                              {"get", &get_},
-                              {"put", &put_},
-                              {"put_signal", &put_signal_},
-                              {"recv", &recv_},
-                              {"reduce_scatter_single", &reduce_scatter_single_},
-                              {"send", &send_},
-                              {"signal", &signal_},
-                              {"wait_signal", &wait_signal_}}) {
-      const nb::object found = kinds[name];
-      *kind = {nb::object(found[0]), nb::cast<int>(found[1])};
-    }
-    using Names = std::vector<const char*>;
-    using Form = std::tuple<const Kind*, Call, Names>;
-    for (const auto& [kind, call, names] :
-         {Form{&all_reduce_, &Shortcuts::all_reduce, {"tensor", "op"}},
-          Form{&all_gather_single_, &Shortcuts::all_gather_single, {"output", "input"}},
-          Form{&all_to_all_single_, &Shortcuts::all_to_all_single, {"output", "input"}},
-          Form{&barrier_, &Shortcuts::barrier, {}}, Form{&broadcast_, &Shortcuts::broadcast, {"tensor", "root"}},
-          Form{&recv_, &Shortcuts::recv, {"tensor", "src", "tag", "channel"}},
-          Form{&reduce_scatter_single_, &Shortcuts::reduce_scatter_single, {"output", "input", "op"}},
-          Form{&send_, &Shortcuts::send, {"tensor", "dst", "tag", "channel"}}}) {
-      Record record{kind, call, {}};
-      for (const char* name : names) record.fields.emplace_back(kind->record, name);
+    for (const Signature& it : signatures()) {
+      const nb::object found = kinds[it.name];
+      Kind& kind = this->*it.kind;
+      kind = {nb::object(found[0]), nb::cast<int>(found[1])};
+      if (it.call == nullptr) continue;
+      Record record{&kind, it.call, {}};
+      for (const char* name : it.fields) {
+        if (name != nullptr) record.fields.emplace_back(kind.record, name);
+      }
       records_.push_back(std::move(record));
     }
     for (nb::handle it : operators) {
       operators_.push_back({nb::object(it[0]), nb::cast<int>(it[1]), nb::cast<std::uint32_t>(it[2])});
     }
   }
+
+  static std::span<const Signature> signatures();
 
   nb::object rings() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
@@ -429,12 +430,10 @@ class Shortcuts {
     }
   };
 
-  using Call = PyObject* (Shortcuts::*)(const Caller&, Arguments, Py_ssize_t);
-
   // How an op is called whose record is there.
   struct Record {
     const Kind* kind;
-    Call call;
+    PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t);
     std::vector<PySlot> fields;
   };
 
@@ -809,9 +808,6 @@ class Shortcuts {
 
 using OfWindow = WindowShortcuts<Shortcuts>;
 
-// shortcuts: the object's whose method it is. cls: the class that has the method.
-using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
-
 template <PyObject* (Shortcuts::*method)(const Caller&, Arguments, Py_ssize_t)>
 PyObject* start_on_line(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
   Shortcuts& it = *nb::inst_ptr<Shortcuts>(shortcuts);
@@ -826,27 +822,35 @@ PyObject* start_on_window(PyObject* shortcuts, PyObject*, PyTypeObject*, Argumen
   return it.takes() ? (it.*method)(args, count) : nullptr;
 }
 
-// The names of the arguments are those of the methods, in their order; the others have a default that is plain.
-struct Signature {
-  const char* name;
-  Start start;
-  std::array<const char*, kArguments> arguments;
-};
-constexpr Signature kSignatures[] = {
-    {"all_reduce", start_on_line<&Shortcuts::all_reduce>, {"tensor", "op"}},
-    {"all_gather_single", start_on_line<&Shortcuts::all_gather_single>, {"output", "input"}},
-    {"all_to_all_single", start_on_line<&Shortcuts::all_to_all_single>, {"output", "input"}},
-    {"barrier", start_on_line<&Shortcuts::barrier>, {}},
-    {"broadcast", start_on_line<&Shortcuts::broadcast>, {"tensor", "root"}},
-    {"recv", start_on_line<&Shortcuts::recv>, {"tensor", "src", "tag"}},
-    {"reduce_scatter_single", start_on_line<&Shortcuts::reduce_scatter_single>, {"output", "input", "op"}},
-    {"send", start_on_line<&Shortcuts::send>, {"tensor", "dst", "tag"}}};
+template <PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t), typename... Fields>
+constexpr Signature on_line(const char* name, Kind Shortcuts::* kind, Fields... fields) {
+  return {name, kind, call, start_on_line<call>, {fields...}};
+}
 
-constexpr Signature kOfWindow[] = {{"get", start_on_window<&OfWindow::get>, {"tensor", "src", "offset"}},
-                                   {"put", start_on_window<&OfWindow::put>, {"tensor", "dst", "offset"}},
-                                   {"put_signal", start_on_window<&OfWindow::put_signal>, {"tensor", "dst", "offset"}},
-                                   {"signal", start_on_window<&OfWindow::signal>, {"dst"}},
-                                   {"wait_signal", start_on_window<&OfWindow::wait_signal>, {"src"}}};
+template <PyObject* (OfWindow::*call)(Arguments, Py_ssize_t), typename... Fields>
+constexpr Signature on_window(const char* name, Kind Shortcuts::* kind, Fields... fields) {
+  return {name, kind, nullptr, start_on_window<call>, {fields...}};
+}
+
+std::span<const Signature> Shortcuts::signatures() {
+  using It = Shortcuts;
+  static constexpr Signature all[] = {
+      on_line<&It::all_reduce>("all_reduce", &It::all_reduce_, "tensor", "op"),
+      on_line<&It::all_gather_single>("all_gather_single", &It::all_gather_single_, "output", "input"),
+      on_line<&It::all_to_all_single>("all_to_all_single", &It::all_to_all_single_, "output", "input"),
+      on_line<&It::barrier>("barrier", &It::barrier_),
+      on_line<&It::broadcast>("broadcast", &It::broadcast_, "tensor", "root"),
+      on_line<&It::recv>("recv", &It::recv_, "tensor", "src", "tag", "channel"),
+      on_line<&It::reduce_scatter_single>("reduce_scatter_single", &It::reduce_scatter_single_, "output", "input",
+                                          "op"),
+      on_line<&It::send>("send", &It::send_, "tensor", "dst", "tag", "channel"),
+      on_window<&OfWindow::get>("get", &It::get_, "tensor", "src", "offset"),
+      on_window<&OfWindow::put>("put", &It::put_, "tensor", "dst", "offset"),
+      on_window<&OfWindow::put_signal>("put_signal", &It::put_signal_, "tensor", "dst", "offset"),
+      on_window<&OfWindow::signal>("signal", &It::signal_, "dst"),
+      on_window<&OfWindow::wait_signal>("wait_signal", &It::wait_signal_, "src")};
+  return all;
+}
 
 PyTypeObject* method_type = nullptr;
 
@@ -943,11 +947,11 @@ PyTypeObject* make_method_type() {
 }
 
 // In the place of a method of that name; of one that there is no shortcut for, the method itself.
-template <typename Shortcut, std::size_t kCount>
-nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::handle function) {
+template <typename Shortcut>
+nb::object method_of(nb::handle cls, nb::handle function) {
   const auto name = nb::cast<std::string>(function.attr("__name__"));
-  for (const Signature& it : signatures) {
-    if (name != it.name) continue;
+  for (const Signature& it : Shortcuts::signatures()) {
+    if (name != it.name || (it.call == nullptr) != std::is_same_v<Shortcut, OfWindow>) continue;
     const PySlot shortcuts(cls, "_shortcuts");
     auto method = PyObject_GC_New(Method, method_type);
     if (method == nullptr) nb::raise_python_error();
@@ -955,8 +959,8 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
     method->function = function.inc_ref().ptr();
     method->start = it.start;
     method->arguments = 0;
-    for (const char* argument : it.arguments) {
-      if (argument != nullptr) method->names[method->arguments++] = PyUnicode_InternFromString(argument);
+    for (; method->arguments < kArguments && it.fields[method->arguments] != nullptr; ++method->arguments) {
+      method->names[method->arguments] = PyUnicode_InternFromString(it.fields[method->arguments]);
     }
     method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
     method->shortcuts = shortcuts;
@@ -1031,13 +1035,11 @@ void define_shortcuts(nb::module_& module) {
       .def_prop_ro("elsewhere", &Shortcuts::elsewhere)
       .def("elsewhere_in", &Shortcuts::elsewhere_in, nb::arg("lane"))
       .def_static(
-          "method",
-          [](nb::handle cls, nb::handle function) { return method_of<Shortcuts>(kSignatures, cls, function); },
+          "method", [](nb::handle cls, nb::handle function) { return method_of<Shortcuts>(cls, function); },
           nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
                   "collections.abc.Callable[..., object]"))
       .def_static(
-          "window_method",
-          [](nb::handle cls, nb::handle function) { return method_of<OfWindow>(kOfWindow, cls, function); },
+          "window_method", [](nb::handle cls, nb::handle function) { return method_of<OfWindow>(cls, function); },
           nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
                   "collections.abc.Callable[..., object]"))
       .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::arg("op_result"),
