@@ -1,17 +1,21 @@
-// How a plain op is started without a frame of Python's. The Python code stays the reference, and the one place where
-// anything is decided: a shortcut looks whether a call is plain (arguments by position, plain tensors, no pre-hooks,
-// the communicator's own thread and nothing that refuses ops) and then does what Communicator._issue and
-// UcxTransport.post do for such a call, step by step; or Lane._issue and LaneCollectives.post, where it is of a lane.
-// Of any other call it says "not taken", and nothing has happened: the method of the same name runs, and makes every
-// error. What the engine does not end within the call goes on there, too.
+// The native ledger of a communicator. It counts the ops, records them in rings, and starts those that are plain.
 //
-// Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
-// last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
-// lock is let go of, which the engine asks for where it has to wait (engine/held.hpp).
+// Communicators, lanes and windows have native methods, which start a plain op without a frame of Python's. An op is
+// plain if its call has plain tensors and numbers, no hook comes before it, and nothing refuses ops. The native code
+// does then, step by step, what Communicator._issue and UcxTransport.post do for such a call. Of a lane these are
+// Lane._issue and LaneCollectives.post.
 //
-// Other threads than the loop's start ops so, too (Shortcuts::post): the number, the record and a collective's place in
-// the engine are one step, within which they have the interpreter's lock, and which does not begin while the loop is
-// amid its own. So numbers, records and places are in one order, and the loop finds none of it half done.
+// The Python code stays the reference, and it alone decides anything. Of a call that is not plain nothing happens here:
+// the method of the same name runs, and makes every error. Python also goes on with an op that does not end within its
+// call.
+//
+// Nothing changes before the engine has an op, and an op is counted and recorded right after that. No code of Python's
+// runs between the last look at the call and that moment. Other threads may run, for the engine lets go of the
+// interpreter's lock where it waits (engine/held.hpp). They start no op meanwhile, so the number is still free.
+//
+// Other threads than the loop's start ops, too (Shortcuts::post), but not while the loop is amid a post. Such a thread
+// keeps the interpreter's lock while an op gets its number, its record and, of a collective, its place in the engine.
+// So numbers, records and places are in one order, and the loop finds none of it half done.
 #include "bindings/shortcuts.hpp"
 
 #include <nanobind/stl/string.h>
@@ -110,17 +114,18 @@ struct Kind {
 
 class Shortcuts;
 
+using LineCall = PyObject* (Shortcuts::*)(const Caller&, Arguments, Py_ssize_t);
 // shortcuts: the object's whose method it is. cls: the class that has the method.
 using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
 
-// An op that has a shortcut.
+// How an op is called that native code starts.
 struct Signature {
   const char* name;  // of its method, and of its record
   Kind Shortcuts::* kind;
-  PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t);  // null: it is of a window
+  LineCall call;  // null: it is of a window
   Start start;
-  // The arguments of the method, in their order; of a message its channel, too, which only the record has. Arguments
-  // that are not given have a default that is plain.
+  // The arguments of the method come first, in their order. Only the record of a message has a channel, too. An
+  // argument that is not given has a default that is plain.
   std::array<const char*, kArguments + 1> fields;
 };
 
@@ -181,14 +186,14 @@ class Shortcuts {
     return it != nullptr;
   }
 
-  // The numbers of ops, of lanes' ops, and of collectives that are of no lane.
+  // These are the numbers of ops, of lanes' ops, and of collectives that are of no lane.
   long long issued = 0, laned = 0, calls = 0;
   bool refusing = false;  // ops are refused
   bool posting = false;   // the loop is between an op's number and its record: no other thread counts then
   bool held = false;      // collectives wait for something before they go to the engine
   bool recording = true;  // the ring gets what is called, and when it ended
 
-  // An op that Python starts: it has its number, and is recorded. lane: its key in words; none: it is of no lane.
+  // Gives an op that Python starts its number, and records it. lane: its key in words; none: it is of no lane.
   long long begin(nb::handle kind, bool counted, nb::handle lane) {
     posting = true;
     const long long seq = issued;
@@ -433,7 +438,7 @@ class Shortcuts {
   // How an op is called whose record is there.
   struct Record {
     const Kind* kind;
-    PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t);
+    LineCall call;
     std::vector<PySlot> fields;
   };
 
@@ -596,12 +601,12 @@ class Shortcuts {
     return nb::steal(seq ? PyTuple_Pack(2, seq.ptr(), caller.words()) : nullptr);
   }
 
-  // The last look: to make a work may have run a finalizer, which may have done anything.
+  // This is the last look: to make a work may have run a finalizer, which may have done anything.
   [[gnu::always_inline]] bool may_go_on(const Caller& caller, const Started& it, const nb::object& named) const {
     return takes(caller) && issued == it.fields().seq && (!caller.in_lane() || named);
   }
 
-  // The op has its number, and is recorded. What the rings drive out goes last, for that may run code of Python's.
+  // Gives an op its number, and records it. What the rings drive out goes last, for that may run code of Python's.
   [[gnu::always_inline]] void count(const Caller& caller, const Kind& kind, const nb::object& named) {
     ++issued;
     if (caller.in_lane()) {
@@ -621,9 +626,10 @@ class Shortcuts {
     return nb::steal(PyLong_FromUnsignedLongLong(posted_count().value));
   }
 
-  // As start, on another thread than the loop's. The op is noted before the engine has it, for from then on the engine
-  // uses its memory, and of what becomes of a collective the loop may hear; nothing is reported of its ticket before
-  // leave(). A number may come between another op's type and time: what is recorded has its own.
+  // As start, on another thread than the loop's. The op is noted before the engine has it. From then on the engine uses
+  // its memory, and the loop may hear of what becomes of a collective, though not of its ticket before leave(). The op
+  // is counted before it goes on, for the loop may start others then. The end that is recorded has the op's number, for
+  // it may come behind other types.
   template <typename Call>
   [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Kind& kind, const Started& it,
                                               PyObject* result, PyObject* kept, const Call& call) {
@@ -808,7 +814,7 @@ class Shortcuts {
 
 using OfWindow = WindowShortcuts<Shortcuts>;
 
-template <PyObject* (Shortcuts::*method)(const Caller&, Arguments, Py_ssize_t)>
+template <LineCall method>
 PyObject* start_on_line(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
   Shortcuts& it = *nb::inst_ptr<Shortcuts>(shortcuts);
   if (!it.takes()) return nullptr;
@@ -822,7 +828,7 @@ PyObject* start_on_window(PyObject* shortcuts, PyObject*, PyTypeObject*, Argumen
   return it.takes() ? (it.*method)(args, count) : nullptr;
 }
 
-template <PyObject* (Shortcuts::*call)(const Caller&, Arguments, Py_ssize_t), typename... Fields>
+template <LineCall call, typename... Fields>
 constexpr Signature on_line(const char* name, Kind Shortcuts::* kind, Fields... fields) {
   return {name, kind, call, start_on_line<call>, {fields...}};
 }
@@ -854,8 +860,8 @@ std::span<const Signature> Shortcuts::signatures() {
 
 PyTypeObject* method_type = nullptr;
 
-// Stands in a class for a method of Python's, of communicators, lanes or windows. It calls that for what it does not
-// take.
+// Stands for a method of Python's in the class of communicators, lanes or windows. It calls that one for what it does
+// not take.
 struct Method {
   PyObject_HEAD vectorcallfunc call;
   PyObject* function;

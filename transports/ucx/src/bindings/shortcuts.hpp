@@ -1,4 +1,4 @@
-// The shortcuts: plain ops of a communicator, started in one call from the program to the engine.
+// The native ledger of a communicator, which starts plain ops in one call from the program to the engine.
 #pragma once
 
 #include <nanobind/nanobind.h>

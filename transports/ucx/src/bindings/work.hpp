@@ -1,5 +1,5 @@
-// What a work is made of that native code has started: the fields of a class of Python's, which has all the methods.
-// The record of the op is made when somebody asks for it.
+// The fields of a work that native code has started. A class of Python's inherits them, and has all the methods. The
+// record of the op is made when somebody asks for it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -38,8 +38,8 @@ struct WorkObject {
   static PyObject* op_result;       // the value of a work whose result is its op's
 };
 
-// The type that has these fields, whose instances native code alone makes. Awaiting one that has ended well takes no
-// generator of Python's; of some awaits one asks the class's own method, which may let the loop have its turn.
+// The type that has these fields; native code alone makes its instances. An await of one that has ended well takes no
+// generator of Python's. One await in some asks the class's own method, which may let the loop have its turn.
 nanobind::object work_fields();
 
 // A pending work of a class that inherits the type. Null: no memory.
