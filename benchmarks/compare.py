@@ -29,7 +29,7 @@ from benchmarks.targets import NAMES, ROWS, Row, Versus
 
 CORES = 2
 """The number of cores that are used, however many there are."""
-FULL, QUICK = 0.5, 0.1
+FULL, QUICK = 0.4, 0.1
 """Seconds for which each contender of a row is measured."""
 MOST = 20_000
 """Iterations of a row."""

@@ -1,4 +1,4 @@
-"""Measurements that compare no two libraries: many receives, a busy peer, the recorder, idling, a peer's death."""
+"""Measurements that compare no two libraries: receives, a busy peer, the recorder, cores, idling, a peer's death."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Result = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Figures and verdicts, as a row of the report has them."""
 
 
-def verdict(what: str, value: float, unit: str, must: float, aim: float | None = None) -> dict[str, Any]:
+def verdict(what: str, value: float, unit: str, must: float | None, aim: float | None = None) -> dict[str, Any]:
     """A figure with its limits."""
     return {"what": what, "value": value, "unit": unit, "must": must, "aim": aim}
 
@@ -170,7 +170,7 @@ async def beside_busy_peer(rank: int, folder: str, transport: str, nbytes: int, 
 def overhead(transport: str, rounds: int) -> Result:
     """Time the flight recorder and the heartbeat in pairs of processes in turn; the slower rank's time counts."""
     turns: dict[bool, list[list[float]]] = {False: [], True: []}
-    for turn in range(rounds):  # where things lie in memory is a matter of luck, so in new processes each time
+    for turn in range(rounds // 2):  # where things lie in memory is a matter of luck, so in new processes each time
         for bare in (False, True) if turn % 2 else (True, False):
             turns[bare].append([max(took) for took in zip(*in_two_processes(reduce, transport, bare), strict=True)])
     figures, verdicts = [], []
@@ -200,6 +200,36 @@ async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[flo
                 took = (time.perf_counter() - start) / count
             found.append(took)
     return found
+
+
+# ------------------------------------------------------------------------------------------------- cores and switches
+
+
+def cores_used(transport: str, rounds: int) -> Result:
+    """Cores that one process uses while it awaits one op after the other, and how often its threads are switched to."""
+    figures, verdicts = [], []
+    for size in (1, 2, 3, 4):
+        took, cores, switches = max(in_processes(size, await_in_a_loop, transport, size, 20_000 // size))
+        title = "a world of one" if size == 1 else f"{size} ranks"
+        figures.append(figure(f"all_reduce 8 B, {title}", [took]))
+        verdicts += [
+            verdict(f"cores, {title}", cores, "x", 1.02, 1.0),
+            verdict(f"switches per 1,000 ops, {title}", switches, "", 5.0 if size == 1 else None, 1.0),
+        ]
+    return figures, verdicts
+
+
+async def await_in_a_loop(rank: int, folder: str, transport: str, size: int, count: int) -> tuple[float, float, float]:
+    """Seconds per all_reduce, cores, and waits of all threads that have ended, per 1,000 ops."""
+    async with meet(rank, folder, transport, size) as comm:
+        tensor = torch.zeros(2)
+        for _ in range(count // 4):
+            await comm.all_reduce(tensor)
+        used, began = usage(os.getpid()), time.perf_counter()
+        for _ in range(count):
+            await comm.all_reduce(tensor)
+        took, now = time.perf_counter() - began, usage(os.getpid())
+        return took / count, (now[0] - used[0]) / took, (now[1] - used[1]) * 1000 / count
 
 
 # --------------------------------------------------------------------------------------------------------------- idle
@@ -305,6 +335,7 @@ SPECIAL: dict[str, Callable[[str, int], Result]] = {
     "10,000 outstanding recvs": many_recvs,
     "peer computes for 200 ms after posting": busy_peer,
     "flight recorder and heartbeat": overhead,
+    "ops awaited in a loop": cores_used,
     "idle": idling,
     "kill -9 of a peer": death,
 }
