@@ -229,20 +229,11 @@ void pacer_polls_for_as_long_as_it_has_saved() {
   }
 }
 
-// On a kernel where they never have any.
-void yields_have_no_effect(Pacer& pacer) {
-  Pacer::Spin spin = pacer.begin_post(kStart, true);
-  spin.idle_since = kStart;
-  spin.now = kStart + Pacer::kYields;
-  for (int block = 0; block < 20; ++block) pacer.may_block(spin, true, true);
-}
-
 void pacer_blocks_no_longer_than_it_spins() {
   Pacer pacer;
   pacer.configure(true);
   Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
-  yields_have_no_effect(pacer);
   CHECK(pacer.may_block(spin, true, true) == 0);  // it may be on another core by now
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
   CHECK(pacer.may_block(spin, true, true) == Pacer::kSpin - Pacer::kGrace);
