@@ -206,10 +206,11 @@ async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[flo
 
 
 def cores_used(transport: str, rounds: int) -> Result:
-    """Cores that one process uses while it awaits one op after the other, and how often its threads are switched to."""
+    """Measure the cores that the busiest rank uses while it awaits one op after the other, and its threads' waits."""
     figures, verdicts = [], []
     for size in (1, 2, 3, 4):
-        took, cores, switches = max(in_processes(size, await_in_a_loop, transport, size, 20_000 // size))
+        ranks = in_processes(size, await_in_a_loop, transport, size, 20_000 // size)
+        took, cores, switches = map(max, zip(*ranks, strict=True))
         title = "a world of one" if size == 1 else f"{size} ranks"
         figures.append(figure(f"all_reduce 8 B, {title}", [took]))
         verdicts += [
@@ -220,7 +221,7 @@ def cores_used(transport: str, rounds: int) -> Result:
 
 
 async def await_in_a_loop(rank: int, folder: str, transport: str, size: int, count: int) -> tuple[float, float, float]:
-    """Seconds per all_reduce, cores, and waits of all threads that have ended, per 1,000 ops."""
+    """Return the seconds per all_reduce, the cores used, and the waits of all threads that ended, per 1,000 ops."""
     async with meet(rank, folder, transport, size) as comm:
         tensor = torch.zeros(2)
         for _ in range(count // 4):
