@@ -21,15 +21,6 @@ struct InLanes {
                     Held& held = nothing_held) {
     return engine.lane_collective(ticket, group, lane, fingerprint, make, held);
   }
-  // Messages are the communicator's, by tags of the lane.
-  template <typename... Args>
-  bool send(Args&&... args) {
-    return engine.send(std::forward<Args>(args)...);
-  }
-  template <typename... Args>
-  bool recv(Args&&... args) {
-    return engine.recv(std::forward<Args>(args)...);
-  }
 };
 
 // An engine, or a communicator's lanes, on which ops are called by somebody who holds something.
@@ -49,6 +40,10 @@ struct Holding {
   template <typename... Args>
   bool recv(Args&&... args) {
     return place.recv(std::forward<Args>(args)..., held);
+  }
+  template <typename Method, typename... Args>
+  bool call(Method method, Args&&... args) {
+    return (place.*method)(std::forward<Args>(args)..., held);
   }
 };
 

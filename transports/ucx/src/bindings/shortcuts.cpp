@@ -18,33 +18,29 @@
 // So numbers, records and places are in one order, and the loop finds none of it half done.
 #include "bindings/shortcuts.hpp"
 
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <new>
 #include <optional>
-#include <span>
-#include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/count.hpp"
 #include "bindings/kept.hpp"
 #include "bindings/lane_queues.hpp"
 #include "bindings/lanes.hpp"
+#include "bindings/method.hpp"
+#include "bindings/plain.hpp"
 #include "bindings/ring.hpp"
+#include "bindings/signatures.hpp"
 #include "bindings/slots.hpp"
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
-#include "bindings/window_shortcuts.hpp"
 #include "bindings/work.hpp"
 #include "engine/elsewhere.hpp"
 #include "engine/engine.hpp"
@@ -54,10 +50,12 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-constexpr int kArguments = 3;  // of a method that has a shortcut, at most
 // Bytes that take less time to copy than it takes to let go of the interpreter's lock, and to get it back.
 constexpr std::size_t kAtOnce = 4096;
 constexpr int kTries = 3;  // of another thread to have the engine's lock beside the interpreter's
+constexpr int kUser = 0;   // the channel of the program's own messages
+
+double now() { return static_cast<double>(now_ns()) * 1e-9; }
 
 // What is asked for by name on the way, as Python keeps it.
 struct Names {
@@ -75,58 +73,46 @@ const Names& names() {
   return *made;
 }
 
-bool overlap(const View& a, const View& b) {
-  auto from = [](const View& it) { return reinterpret_cast<std::uintptr_t>(it.data); };
-  return from(a) < from(b) + b.bytes() && from(b) < from(a) + a.bytes();
-}
-
-bool are_alike(const View& a, const View& b) {
-  return a.dtype == b.dtype && std::equal(a.shape.begin(), a.shape.end(), b.shape.begin(), b.shape.end());
-}
-
-// Whether whole has a place for size parts, of which part is the one of that rank or lies elsewhere.
-bool is_part(const View& part, const View& whole, int rank, int size) {
-  if (part.dtype != whole.dtype || whole.count != part.count * static_cast<std::size_t>(size)) return false;
-  auto place = static_cast<std::byte*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes();
-  return part.data == place || !overlap(part, whole);
-}
-
 template <typename Function>
 PyType_Slot slot(int number, Function* function) {
   return {number, reinterpret_cast<void*>(function)};
 }
-
-// ------------------------------------------------------------------------------------------------ the communicator's
-
-// An operator without a factor.
-struct Defined {
-  nb::object op;
-  int number;
-  std::uint32_t dtypes;  // for which it is defined: a bit for each DType
-
-  bool takes(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
-};
 
 struct Kind {
   nb::object record;
   int form = -1;  // -1: it is no collective
 };
 
-class Shortcuts;
+// What a window has in its slot `_shortcuts`: that of its communicator, and what its ops need beside.
+//
+// Whether the bytes lie within a rank's part is the engine's to say, which refuses an op before anything has happened;
+// then Python looks, and makes the error.
+struct WindowShortcuts {
+  nb::object shortcuts;
+  Caller caller;    // the communicator: windows follow no lane
+  nb::object info;  // the window, as the records of ops on it see it
+  PySlot closed;
+  std::uint64_t number;
+  DType dtype;
 
-using LineCall = PyObject* (Shortcuts::*)(const Caller&, Arguments, Py_ssize_t);
-// shortcuts: the object's whose method it is. cls: the class that has the method.
-using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
+  WindowShortcuts(nb::object of, nb::object comm, nb::object window)
+      : shortcuts(std::move(of)),
+        caller{std::move(comm), {}},
+        info(std::move(window)),
+        closed(info.type(), "closed"),
+        number(nb::cast<std::uint64_t>(info.attr("handle").attr("number"))),
+        dtype(view_of(info.attr("tensor")).dtype) {}
 
-// How an op is called that native code starts.
-struct Signature {
-  const char* name;  // of its method, and of its record
-  Kind Shortcuts::* kind;
-  LineCall call;  // null: it is of a window
-  Start start;
-  // The arguments of the method come first, in their order. Only the record of a message has a channel, too. An
-  // argument that is not given has a default that is plain.
-  std::array<const char*, kArguments + 1> fields;
+  bool open() const { return closed.of(info.ptr()) == Py_False; }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(shortcuts.ptr());
+    Py_VISIT(caller.self.ptr());
+    Py_VISIT(info.ptr());
+    return 0;
+  }
+  // Nobody calls it any more. All is let go of at once, as by the communicator's.
+  void clear() { const nb::object of = std::move(shortcuts), comm = std::move(caller.self), window = std::move(info); }
 };
 
 class Shortcuts {
@@ -135,8 +121,7 @@ class Shortcuts {
             nb::object transport, nb::object line, std::size_t entries)
       : engine_(engine),
         group_(group),
-        rank_(rank),
-        size_(size),
+        plain_(rank, size, operators),
         thread_(nb::cast<unsigned long>(line.attr("thread"))),
         held_{nb::cast(&engine),
               transport,
@@ -152,38 +137,25 @@ class Shortcuts {
               line.attr("given_up"),
               nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership),
               transport.attr("call_count")} {
-    for (const Signature& it : signatures()) {
-      const nb::object found = kinds[it.name];
-      Kind& kind = this->*it.kind;
-      kind = {nb::object(found[0]), nb::cast<int>(found[1])};
-      if (it.call == nullptr) continue;
-      Record record{&kind, it.call, {}};
-      for (const char* name : it.fields) {
-        if (name != nullptr) record.fields.emplace_back(kind.record, name);
-      }
-      records_.push_back(std::move(record));
-    }
-    for (nb::handle it : operators) {
-      operators_.push_back({nb::object(it[0]), nb::cast<int>(it[1]), nb::cast<std::uint32_t>(it[2])});
-    }
+    const auto add = [&]<std::size_t i>() {
+      const nb::object found = kinds[kSignatures[i].name];
+      kinds_[i] = {nb::object(found[0]), nb::cast<int>(found[1])};
+      if constexpr (kSignatures[i].of != Of::kWindows) records_.push_back(Record::of<Name{i}>(kinds_[i]));
+    };
+    [&]<std::size_t... all>(std::index_sequence<all...>) {
+      (add.template operator()<all>(), ...);
+    }(std::make_index_sequence<kNames>());
   }
-
-  static std::span<const Signature> signatures();
 
   nb::object rings() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
   // How many other threads' ops are between their first step and their last.
-  int elsewhere() const {
-    int count = 0;
-    for (const Posting* it = elsewhere_; it != nullptr; it = it->next) ++count;
-    return count;
-  }
+  std::size_t elsewhere() const { return elsewhere_.size(); }
   // Whether one of them is of a lane.
   bool elsewhere_in(std::uint64_t lane) const {
-    const Posting* it = elsewhere_;
-    while (it != nullptr && !(it->caller.in_lane() && it->caller.lane == lane)) it = it->next;
-    return it != nullptr;
+    return std::any_of(elsewhere_.begin(), elsewhere_.end(),
+                       [=](const Caller* it) { return it->in_lane() && it->lane == lane; });
   }
 
   // These are the numbers of ops, of lanes' ops, and of collectives that are of no lane.
@@ -247,89 +219,41 @@ class Shortcuts {
     return {std::move(found), std::move(known), number};
   }
 
-  // Each returns a work; or null, perhaps with an exception: without one it was not taken.
-  PyObject* all_reduce(const Caller& caller, Arguments args, Py_ssize_t count) {
-    const Defined* op = count < 1 ? nullptr : find(args[1]);
-    if (op == nullptr) return nullptr;
-    const Started it = make(caller, all_reduce_, {args[0], op->op.ptr()});
-    const std::optional<View> data = it.view(args[0], true);
-    if (!data || !op->takes(data->dtype)) return nullptr;
-    const Reducing how(data->dtype, op->number, 1.0);
-    return start(caller, all_reduce_, it, args[0], nullptr, data->bytes(),
-                 [&](auto& place, auto number, Ticket ticket) {
-                   return call_all_reduce(place, ticket, number, all_reduce_.form, *data, how);
-                 });
-  }
-
-  PyObject* barrier(const Caller& caller, Arguments, Py_ssize_t) {
-    const Started it = make(caller, barrier_, {});
-    if (!it.work) return nullptr;
-    return start(caller, barrier_, it, Py_None, nullptr, 0, [&](auto& place, auto number, Ticket ticket) {
-      return call_barrier(place, ticket, number, barrier_.form, 0);
-    });
-  }
-
-  PyObject* broadcast(const Caller& caller, Arguments args, Py_ssize_t count) {
-    const auto root = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
-    if (!root) return nullptr;
-    const Started it = make(caller, broadcast_, {args[0], args[1]});
-    const std::optional<View> data = it.view(args[0], true);
-    if (!data) return nullptr;
-    if (*root == rank_) it.written = nullptr;
-    return start(caller, broadcast_, it, args[0], args[1], data->bytes(), [&](auto& place, auto number, Ticket ticket) {
-      return call_broadcast(place, ticket, number, broadcast_.form, *data, static_cast<int>(*root));
-    });
-  }
-
-  PyObject* all_gather_single(const Caller& caller, Arguments args, Py_ssize_t count) {
-    if (count < 2) return nullptr;
-    const Started it = make(caller, all_gather_single_, {args[0], args[1]});
-    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
-    if (!out || !in || !is_part(*in, *out, rank_, size_)) return nullptr;
-    const Blocks outs = cut(*out, static_cast<std::size_t>(size_));
-    return start(caller, all_gather_single_, it, args[0], nullptr, out->bytes(),
-                 [&](auto& place, auto number, Ticket ticket) {
-                   return call_all_gather(place, ticket, number, all_gather_single_.form, *in, outs);
-                 });
-  }
-
-  PyObject* all_to_all_single(const Caller& caller, Arguments args, Py_ssize_t count) {
-    if (count < 2) return nullptr;
-    const Started it = make(caller, all_to_all_single_, {args[0], args[1]});
-    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
-    if (!out || !in || !are_alike(*out, *in) || overlap(*out, *in)) return nullptr;
-    if (in->shape.empty() || in->shape[0] % size_ != 0) return nullptr;
-    const auto size = static_cast<std::size_t>(size_);
-    const Blocks outs = cut(*out, size), ins = cut(*in, size);
-    return start(caller, all_to_all_single_, it, args[0], nullptr, in->bytes(),
-                 [&](auto& place, auto number, Ticket ticket) {
-                   return call_all_to_all(place, ticket, number, all_to_all_single_.form, ins, outs, true);
-                 });
-  }
-
-  PyObject* reduce_scatter_single(const Caller& caller, Arguments args, Py_ssize_t count) {
-    const Defined* op = count < 2 ? nullptr : find(args[2]);
-    if (op == nullptr) return nullptr;
-    const Started it = make(caller, reduce_scatter_single_, {args[0], args[1], op->op.ptr()});
-    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
-    if (!out || !in || !op->takes(out->dtype) || !is_part(*out, *in, rank_, size_)) return nullptr;
-    const Reducing how(out->dtype, op->number, 1.0);
-    const Blocks ins = cut(*in, static_cast<std::size_t>(size_));
-    return start(caller, reduce_scatter_single_, it, args[0], nullptr, in->bytes(),
-                 [&](auto& place, auto number, Ticket ticket) {
-                   return call_reduce_scatter(place, ticket, number, reduce_scatter_single_.form, ins, *out, how);
-                 });
-  }
-
-  PyObject* send(const Caller& caller, Arguments args, Py_ssize_t count) {
-    return message(caller, send_, args, count, false, [&](auto& place, auto ticket, const View& data, auto... where) {
-      return place.send(ticket, group_, data.data, data.bytes(), where..., static_cast<int>(data.dtype));
-    });
-  }
-
-  PyObject* recv(const Caller& caller, Arguments args, Py_ssize_t count) {
-    return message(caller, recv_, args, count, true, [&](auto& place, auto ticket, const View& data, auto... where) {
-      return place.recv(ticket, group_, data.data, data.bytes(), where..., static_cast<int>(data.dtype));
+  // Starts an op whose call is plain. Returns its work; or null, perhaps with an exception: without one it was not
+  // taken. window: null: it is of none.
+  template <Name name>
+  PyObject* start(const Caller& caller, const WindowShortcuts* window, Arguments args, Py_ssize_t count) {
+    constexpr const Signature& as = signature_of(name);
+    constexpr int rank = std::max(as.index_of(Role::kRank), as.index_of(Role::kPeer));
+    Plain call;
+    if (!plain_.fill<name>(args, count, call)) return nullptr;
+    Started it{call, kinds_[static_cast<std::size_t>(name)]};
+    it.work = make(caller, it, window);
+    if (!it.work || !plain_.look<name>(call)) return nullptr;
+    if constexpr (as.has(Role::kOffset)) {
+      if (call.tensors[0].dtype != window->dtype) return nullptr;
+    }
+    if (window != nullptr && !window->open()) return nullptr;
+    if constexpr (rank >= 0) it.numbers = nb::borrow(call.given[rank]);
+    if constexpr (as.of == Of::kMessages) {
+      it.numbers = nb::steal(PyTuple_Pack(3, call.given[1], call.given[2], user_.ptr()));
+      if (!it.numbers || (caller.in_lane() && !make_part(it))) return nullptr;
+      if (caller.in_lane()) call.number = tag_in_lane(caller.lane, call.number);
+    }
+    it.result = is_tensor(as.arguments[0].role) ? call.given[0] : Py_None;
+    const auto post = [&](auto& place, auto number, Ticket ticket) { return hand<name>(place, number, ticket, call); };
+    if constexpr (as.of != Of::kWindows) {
+      if (caller.elsewhere()) return start_elsewhere(caller, it, post);
+    }
+    return start_here(caller, it, [&](Ticket ticket, Held& held) {
+      Holding<Engine> engine{engine_, held};
+      if constexpr (as.of == Of::kWindows) return post(engine, window->number, ticket);
+      if constexpr (as.of == Of::kCollectives) {
+        InLanes lanes{engine_, group_};
+        Holding<InLanes> place{lanes, held};
+        if (caller.in_lane()) return post(place, caller.lane, ticket);
+      }
+      return post(engine, group_, ticket);
     });
   }
 
@@ -339,24 +263,24 @@ class Shortcuts {
   // pending keeper was told, by _posted_as and _kept(), before anybody could hear of its end.
   PyObject* post(PyObject* own, PyObject* target, PyObject* record, PyObject* keeper) {
     const auto found = std::find_if(records_.begin(), records_.end(), [&](const Record& it) {
-      return it.kind->record.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(record));
+      return it.type == reinterpret_cast<PyObject*>(Py_TYPE(record));
     });
     if (found == records_.end() || !takes_elsewhere()) return nullptr;
     PyTypeObject* lane = lane_ && PyObject_TypeCheck(target, lane_->cls) ? lane_->cls : nullptr;
     Caller of = caller(own, target, lane);
-    const bool message = found->kind->form < 0;
-    if (!of || (message && of.in_lane())) return nullptr;  // Python makes what is told of a lane's message
+    if (!of || (found->channel && of.in_lane())) return nullptr;  // Python makes what is told of a lane's message
     of.record = record;
     of.keeper = keeper;
-    PyObject* args[kArguments + 1] = {};
+    PyObject* args[kArguments] = {};
     for (std::size_t i = 0; i < found->fields.size(); ++i) {
       args[i] = found->fields[i].of(record);
       if (args[i] == nullptr) return nullptr;
     }
-    if (message && int_within(args[kArguments], kUser, kUser) != kUser) return nullptr;
-    const auto count = std::min<Py_ssize_t>(kArguments, std::ssize(found->fields));
+    if (found->channel && int_within(found->channel->of(record), kUser, kUser) != kUser) return nullptr;
+    const auto count = std::ssize(found->fields);
     for (int tries = 0; tries < kTries; ++tries) {
-      if (PyObject* work = (this->*found->call)(of, args, count); work != nullptr || PyErr_Occurred()) return work;
+      if (PyObject* work = (this->*found->start)(of, nullptr, args, count); work != nullptr || PyErr_Occurred())
+        return work;
       if (!std::exchange(of.busy, false)) break;
       Unlocked unlocked;  // whoever has the engine's lock may be without a core, which this thread has
       engine_.wait_for_turn();
@@ -378,8 +302,6 @@ class Shortcuts {
   }
 
  private:
-  friend class WindowShortcuts<Shortcuts>;
-
   enum {
     kEngine,
     kTransport,
@@ -399,28 +321,23 @@ class Shortcuts {
   };
   enum { kWork, kLaneWork, kPart, kCurrent, kUsed };
 
-  static constexpr int kUser = 0;  // the channel of the program's own messages
-  static constexpr std::int64_t kMostTag = INT32_MAX, kLeastTag = INT32_MIN;
-
   // A work that nobody knows of yet, and its number; of a message of a lane what the engine is to know it by, too.
   struct Started {
-    nb::object work, part;
-    mutable PyObject* written = nullptr;  // the tensor; null: it writes none on this rank
-    mutable std::array<PyObject*, 2> tensors{};
+    const Plain& call;
+    const Kind& kind;
+    nb::object work{}, part{};
+    nb::object numbers{};  // that the recorder keeps of it; null: it has none
+    PyObject* result = nullptr;
 
+    bool collective() const { return kind.form >= 0; }
     WorkObject& fields() const { return *reinterpret_cast<WorkObject*>(work.ptr()); }
     PyObject* known_by() const { return part ? part.ptr() : work.ptr(); }
-    std::optional<View> view(PyObject* tensor, bool writes) const {
-      if (writes) written = tensor;
-      tensors[tensors[0] != nullptr] = tensor;
-      return work ? plain_view(tensor, writes) : std::nullopt;
-    }
     // Null: no memory.
     nb::object keep() const {
-      if (tensors[0] == nullptr) return nb::none();
+      if (call.uses[0] == nullptr) return nb::none();
       try {
         auto kept = std::make_unique<Kept>();
-        for (PyObject* tensor : tensors) {
+        for (PyObject* tensor : call.uses) {
           if (tensor != nullptr) kept->add(tensor);
         }
         return nb::cast(std::move(kept));
@@ -429,17 +346,24 @@ class Shortcuts {
         return {};
       }
     }
-    // Idempotent.
-    void note_written() const {
-      if (PyObject* tensor = std::exchange(written, nullptr)) note_write(tensor);
-    }
   };
 
   // How an op is called whose record is there.
   struct Record {
-    const Kind* kind;
-    LineCall call;
-    std::vector<PySlot> fields;
+    template <Name name>
+    static Record of(const Kind& kind) {
+      Record record{kind.record.ptr(), &Shortcuts::start<name>, {}, {}};
+      for (const Argument& it : signature_of(name).arguments) {
+        if (it.name != nullptr) record.fields.emplace_back(kind.record, it.name);
+      }
+      if (signature_of(name).of == Of::kMessages) record.channel.emplace(kind.record, "channel");
+      return record;
+    }
+
+    PyObject* type;
+    PyObject* (Shortcuts::*start)(const Caller&, const WindowShortcuts*, Arguments, Py_ssize_t);
+    std::vector<PySlot> fields;     // as the method's arguments
+    std::optional<PySlot> channel;  // none: it is no message
   };
 
   // One more is amid a post, for as long as this is there.
@@ -455,19 +379,18 @@ class Shortcuts {
   };
 
   // An op of another thread, amid its post for as long as this is there.
-  struct Posting {
-    Posting(Posting*& among, const Caller& whose) : first(among), caller(whose), next(std::exchange(among, this)) {}
+  class Posting {
+   public:
+    Posting(std::vector<const Caller*>& among, const Caller& caller) : among_(among), caller_(&caller) {
+      among_.push_back(caller_);
+    }
     Posting(const Posting&) = delete;
     Posting& operator=(const Posting&) = delete;
-    ~Posting() {
-      Posting** at = &first;
-      while (*at != this) at = &(*at)->next;
-      *at = next;
-    }
+    ~Posting() { among_.erase(std::find(among_.begin(), among_.end(), caller_)); }
 
-    Posting*& first;
-    const Caller& caller;
-    Posting* next;
+   private:
+    std::vector<const Caller*>& among_;
+    const Caller* caller_;
   };
 
   bool is_plain() const {
@@ -500,98 +423,100 @@ class Shortcuts {
            (PyDict_GET_SIZE(given_up) == 0 || PyDict_Contains(given_up, caller.number()) == 0);
   }
 
-  // given: null: the default.
-  const Defined* find(PyObject* given) const {
-    if (given == nullptr) return &operators_.front();
-    for (const Defined& it : operators_) {
-      if (it.op.ptr() == given) return &it;
-    }
-    return nullptr;
-  }
-
-  Started make(const Caller& caller, const Kind& kind, std::initializer_list<PyObject*> args) const {
+  // A work with what its record is made of. Null: no memory.
+  nb::object make(const Caller& caller, const Started& it, const WindowShortcuts* window) const {
     const nb::object& cls = used_[caller.in_lane() ? kLaneWork : kWork];
     WorkObject* made = new_work(reinterpret_cast<PyTypeObject*>(cls.ptr()), line(), issued);
     if (made == nullptr) return {};
     if (caller.elsewhere()) {
       made->at(WorkObject::kOp) = Py_NewRef(caller.record);
     } else {
-      made->kind = kind.record.ptr();
-      std::transform(args.begin(), args.end(), made->arguments.begin(), [](PyObject* it) { return Py_NewRef(it); });
+      made->kind = it.kind.record.ptr();
+      auto next = made->arguments.begin();
+      if (window != nullptr) *next++ = Py_NewRef(window->info.ptr());
+      std::transform(it.call.given.begin(), it.call.given.end(), next, [](PyObject* one) { return Py_XNewRef(one); });
     }
     if (caller.in_lane()) {
       made->at(WorkObject::kLane) = Py_NewRef(caller.words());
       made->at(WorkObject::kNumber) = Py_NewRef(caller.number());
     }
-    return {nb::steal(made->object()), {}};
+    return nb::steal(made->object());
+  }
+  // False: no memory.
+  bool make_part(Started& it) const {
+    auto part = reinterpret_cast<PyTypeObject*>(used_[kPart].ptr());
+    it.part = nb::steal(part->tp_alloc(part, 0));
+    return static_cast<bool>(it.part);
   }
 
-  // post: bool post(place, Ticket, const View&, int peer, int channel, std::int64_t tag): whether it is done.
-  template <typename Post>
-  PyObject* message(const Caller& caller, const Kind& kind, Arguments args, Py_ssize_t count, bool written,
-                    const Post& post) {
-    const auto peer = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
-    nb::object tag = count < 3 ? nb::steal(PyLong_FromLong(0)) : nb::borrow(args[2]);
-    const auto tagged = int_within(tag.ptr(), kLeastTag, kMostTag);
-    if (!peer || *peer == rank_ || !tagged) return nullptr;
-    Started it = make(caller, kind, {args[0], args[1], tag.ptr()});
-    const std::optional<View> data = it.view(args[0], written);
-    nb::object channel = nb::steal(PyLong_FromLong(kUser));
-    nb::object kept = nb::steal(PyTuple_Pack(3, args[1], tag.ptr(), channel.ptr()));
-    if (!data || !kept) return nullptr;
-    if (caller.in_lane()) {
-      auto part = reinterpret_cast<PyTypeObject*>(used_[kPart].ptr());
-      it.part = nb::steal(part->tp_alloc(part, 0));
-      if (!it.part) return nullptr;
+  // Hands an op to the engine. place: an Engine, or whatever has its methods. number: the communicator's, the lane's,
+  // or the window's. Returns when it was done, in seconds; 0: it is not.
+  template <Name name, typename Place, typename Number>
+  double hand(Place& place, [[maybe_unused]] Number number, Ticket ticket, const Plain& call) const {
+    const int form = kinds_[static_cast<std::size_t>(name)].form;
+    const auto size = static_cast<std::size_t>(plain_.size());
+    const auto& [first, second] = call.tensors;
+    const auto how = [&] { return Reducing(first.dtype, call.op->number, 1.0); };
+    if constexpr (name == Name::kAllGatherSingle) {
+      return call_all_gather(place, ticket, number, form, second, cut(first, size));
+    } else if constexpr (name == Name::kAllReduce) {
+      return call_all_reduce(place, ticket, number, form, first, how());
+    } else if constexpr (name == Name::kAllToAllSingle) {
+      return call_all_to_all(place, ticket, number, form, cut(second, size), cut(first, size), true);
+    } else if constexpr (name == Name::kBarrier) {
+      return call_barrier(place, ticket, number, form, 0);
+    } else if constexpr (name == Name::kBroadcast) {
+      return call_broadcast(place, ticket, number, form, first, call.rank);
+    } else if constexpr (name == Name::kReduceScatterSingle) {
+      return call_reduce_scatter(place, ticket, number, form, cut(second, size), first, how());
+    } else {
+      return hand_single<name>(place, number, ticket, call) ? now() : 0;
     }
-    const std::int64_t on_wire = caller.in_lane() ? tag_in_lane(caller.lane, *tagged) : *tagged;
-    return start(caller, kind, it, args[0], kept.ptr(), data->bytes(), [&](auto& place, auto, Ticket ticket) {
-      const bool done = post(place, ticket, *data, static_cast<int>(*peer), kUser, on_wire);
-      return done ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
-    });
   }
 
-  // As start, of an op of one rank, on the loop's thread. post: bool post(Ticket, Held&): whether it is done.
-  template <typename Post>
-  PyObject* start_single(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
-                         std::size_t bytes, const Post& post) {
-    return start_here(caller, kind, it, result, kept, bytes, [&](Ticket ticket, Held& held) {
-      return post(ticket, held) ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
-    });
-  }
-
-  // Posts an op whose arguments are plain. kept: the numbers that the recorder keeps of it; null: it has none.
-  // bytes: that it may copy before it looks whether it has to wait.
-  // call: double call(place, number, Ticket), as in calls.hpp: when it was done, in seconds; 0: it is not.
-  template <typename Call>
-  PyObject* start(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
-                  std::size_t bytes, const Call& call) {
-    if (caller.elsewhere()) return start_elsewhere(caller, kind, it, result, kept, call);
-    return start_here(caller, kind, it, result, kept, bytes,
-                      [&](Ticket ticket, Held& held) { return hand_over(caller, ticket, held, call); });
+  // The same, of an op that is not every rank's. Returns whether it is done.
+  template <Name name, typename Place, typename Number>
+  bool hand_single(Place& place, [[maybe_unused]] Number number, Ticket ticket, const Plain& call) const {
+    const View& it = call.tensors[0];
+    if constexpr (signature_of(name).of == Of::kMessages) {
+      const auto post = [&](auto... where) {
+        return name == Name::kSend ? place.send(where...) : place.recv(where...);
+      };
+      return post(ticket, group_, it.data, it.bytes(), call.rank, kUser, call.number, static_cast<int>(it.dtype));
+    } else if constexpr (signature_of(name).has(Role::kOffset)) {
+      constexpr auto method = [] {
+        if constexpr (name == Name::kGet) return &Engine::get;
+        if constexpr (name == Name::kPut) return &Engine::put;
+        if constexpr (name == Name::kPutSignal) return &Engine::put_signal;
+      }();
+      const auto offset = static_cast<std::uint64_t>(call.number) * size_of(it.dtype);
+      return place.call(method, ticket, group_, number, call.rank, offset, it.data, it.bytes());
+    } else {
+      constexpr auto method = name == Name::kSignal ? &Engine::signal : &Engine::wait_signal;
+      return place.call(method, ticket, group_, number, call.rank);
+    }
   }
 
   // call: double call(Ticket, Held&).
   template <typename Call>
-  PyObject* start_here(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
-                       std::size_t bytes, const Call& call) {
+  PyObject* start_here(const Caller& caller, const Started& it, const Call& call) {
     if (watched() && !note_call(it)) return nullptr;
     const nb::object named = name_of(caller, it);
     if (!may_go_on(caller, it, named)) return nullptr;
     const Amid amid(here_);
     double at = 0;
     try {
-      const auto meanwhile = [&] { it.note_written(); };
+      const auto meanwhile = [&] { it.call.note_written(); };
       Unlockable held(meanwhile);
-      if (bytes > kAtOnce) held.let_go();
+      if (it.call.bytes() > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed
       return nullptr;
     }
-    it.note_written();
-    const nb::object index = at == 0 ? index_of(caller, kind) : nb::object();
-    count(caller, kind, named);
-    return at != 0 ? end(kind, it, result, kept, at) : posted(caller, it, index, kind.form >= 0);
+    it.call.note_written();
+    const nb::object index = at == 0 ? index_of(caller, it) : nb::object();
+    count(caller, it, named);
+    return at != 0 ? end(it, at) : posted(caller, it, index);
   }
 
   // What the recorder keeps of an op's lane; null: it is of none, or no memory.
@@ -607,21 +532,21 @@ class Shortcuts {
   }
 
   // Gives an op its number, and records it. What the rings drive out goes last, for that may run code of Python's.
-  [[gnu::always_inline]] void count(const Caller& caller, const Kind& kind, const nb::object& named) {
+  [[gnu::always_inline]] void count(const Caller& caller, const Started& it, const nb::object& named) {
     ++issued;
     if (caller.in_lane()) {
       ++laned;
-    } else if (kind.form >= 0) {
+    } else if (it.collective()) {
       ++calls;
       posted_count().next();
     }
-    if (recording) ring().append(kind.record.ptr());
+    if (recording) ring().append(it.kind.record.ptr());
     if (named) lane_ring()->append(named.ptr());
   }
 
   // The number of a collective, or of its lane; -1: it is none.
-  nb::object index_of(const Caller& caller, const Kind& kind) const {
-    if (kind.form < 0) return nb::steal(PyLong_FromLong(-1));
+  nb::object index_of(const Caller& caller, const Started& it) const {
+    if (!it.collective()) return nb::steal(PyLong_FromLong(-1));
     if (caller.in_lane()) return nb::borrow(caller.number());
     return nb::steal(PyLong_FromUnsignedLongLong(posted_count().value));
   }
@@ -631,14 +556,13 @@ class Shortcuts {
   // is counted before it goes on, for the loop may start others then. The end that is recorded has the op's number, for
   // it may come behind other types.
   template <typename Call>
-  [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Kind& kind, const Started& it,
-                                              PyObject* result, PyObject* kept, const Call& call) {
-    const bool collective = kind.form >= 0;
+  [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Started& it, const Call& call) {
+    const bool collective = it.collective();
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
     const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
     const std::uint64_t before = posted_count().value;
-    const nb::object index = index_of(caller, kind);
+    const nb::object index = index_of(caller, it);
     const nb::object entry = entry_of(owner, it.work, index, it), named = name_of(caller, it);
     if (!ticket || !look_after || !entry) return nullptr;
     if (!may_go_on(caller, it, named) || posted_count().value != before) return nullptr;
@@ -661,7 +585,7 @@ class Shortcuts {
       caller.busy = !place.placed();
       if (caller.busy) return forget_all(), nullptr;
     }
-    count(caller, kind, named);
+    count(caller, it, named);
     const Posting amid(elsewhere_, caller);
     double at = 0;
     try {
@@ -673,10 +597,10 @@ class Shortcuts {
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return nullptr;
     }
-    it.note_written();
+    it.call.note_written();
     if (at != 0) {
       forget_all();
-      return end_elsewhere(kind, it, result, kept, at);
+      return end_elsewhere(it, at);
     }
     // In two steps, for a signal handler may raise as soon as code of Python's runs.
     const nb::object as = nb::steal(PyTuple_Pack(4, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()));
@@ -690,39 +614,29 @@ class Shortcuts {
   }
 
   // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
-  PyObject* end_elsewhere(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
-    const nb::object row = row_of(kind, it, kept != nullptr ? kept : Py_None, at);
+  PyObject* end_elsewhere(const Started& it, double at) {
+    const nb::object row = row_of(it, at);
     if (!row) return nullptr;
     if (!it.fields().is_done()) {
-      it.fields().complete(result);
+      it.fields().complete(it.result);
       if (recording) ring().append(row.ptr());
     }
     return Py_NewRef(it.work.ptr());
   }
 
   // What the recorder keeps of an op that has ended. Null: no memory.
-  static nb::object row_of(const Kind& kind, const Started& it, PyObject* kept, double at) {
+  static nb::object row_of(const Started& it, double at) {
     const nb::object seq = nb::steal(PyLong_FromLongLong(it.fields().seq)), when = nb::steal(PyFloat_FromDouble(at));
     if (!seq || !when) return {};
-    return nb::steal(PyTuple_Pack(6, seq.ptr(), kind.record.ptr(), when.ptr(), kept, Py_None, Py_None));
+    PyObject* numbers = it.numbers ? it.numbers.ptr() : Py_None;
+    return nb::steal(PyTuple_Pack(6, seq.ptr(), it.kind.record.ptr(), when.ptr(), numbers, Py_None, Py_None));
   }
 
-  template <typename Call>
-  double hand_over(const Caller& caller, Ticket ticket, Held& held, const Call& call) {
-    if (!caller.in_lane()) {
-      Holding<Engine> place{engine_, held};
-      return call(place, group_, ticket);
-    }
-    InLanes lanes{engine_, group_};
-    Holding<InLanes> place{lanes, held};
-    return call(place, caller.lane, ticket);
-  }
-
-  PyObject* end(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
-    it.fields().complete(result);
-    if (recording && kept == nullptr) ring().append(at);
-    if (recording && kept != nullptr) {
-      const nb::object row = row_of(kind, it, kept, at);
+  PyObject* end(const Started& it, double at) {
+    it.fields().complete(it.result);
+    if (recording && !it.numbers) ring().append(at);
+    if (recording && it.numbers) {
+      const nb::object row = row_of(it, at);
       if (!row) return nullptr;
       ring().append(row.ptr());
     }
@@ -736,7 +650,8 @@ class Shortcuts {
 
   // The engine has the op, and uses its memory: it is kept before anything else can happen.
   // index: the number of a collective, or of its lane; -1: it is none.
-  PyObject* posted(const Caller& caller, const Started& it, const nb::object& index, bool collective) {
+  PyObject* posted(const Caller& caller, const Started& it, const nb::object& index) {
+    const bool collective = it.collective();
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.known_by()));
     if (!ticket || !set_pending(ticket, owner, it.work, index, it) || (collective && !note(caller, it, index))) {
@@ -796,185 +711,57 @@ class Shortcuts {
 
   Engine& engine_;
   const std::uint32_t group_;
-  const int rank_, size_;
+  const PlainCalls plain_;
   const unsigned long thread_;
   std::array<nb::object, kHeld> held_;
   std::array<nb::object, kUsed> used_;
   std::optional<LaneSlots> lane_;
-  Kind all_reduce_, all_gather_single_, all_to_all_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
-  Kind get_, put_, put_signal_, signal_, wait_signal_;  // of windows
-  std::vector<Defined> operators_;
+  std::array<Kind, kNames> kinds_;
   std::vector<Record> records_;
+  const nb::object user_ = nb::steal(PyLong_FromLong(kUser));
   bool windows_ = false;
-  int here_ = 0;                  // posts that the loop is amid, one within the other
-  Posting* elsewhere_ = nullptr;  // those of other threads
+  int here_ = 0;                          // posts that the loop is amid, one within the other
+  std::vector<const Caller*> elsewhere_;  // whose ops other threads are posting
 };
 
 // ----------------------------------------------------------------------------------------------------- what is called
 
-using OfWindow = WindowShortcuts<Shortcuts>;
-
-template <LineCall method>
-PyObject* start_on_line(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
-  Shortcuts& it = *nb::inst_ptr<Shortcuts>(shortcuts);
+template <Name name>
+PyObject* start_on_line(PyObject* held, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
+  Shortcuts& it = *nb::inst_ptr<Shortcuts>(held);
   if (!it.takes()) return nullptr;
-  const Caller caller = it.caller(shortcuts, self, cls);
-  return caller ? (it.*method)(caller, args, count) : nullptr;
+  const Caller caller = it.caller(held, self, cls);
+  return caller ? it.start<name>(caller, nullptr, args, count) : nullptr;
 }
 
-template <PyObject* (OfWindow::*method)(Arguments, Py_ssize_t)>
-PyObject* start_on_window(PyObject* shortcuts, PyObject*, PyTypeObject*, Arguments args, Py_ssize_t count) {
-  OfWindow& it = *nb::inst_ptr<OfWindow>(shortcuts);
-  return it.takes() ? (it.*method)(args, count) : nullptr;
+template <Name name>
+PyObject* start_on_window(PyObject* held, PyObject*, PyTypeObject*, Arguments args, Py_ssize_t count) {
+  const WindowShortcuts& window = *nb::inst_ptr<WindowShortcuts>(held);
+  if (!window.shortcuts) return nullptr;
+  Shortcuts& it = *nb::inst_ptr<Shortcuts>(window.shortcuts);
+  return it.takes() ? it.start<name>(window.caller, &window, args, count) : nullptr;
 }
 
-template <LineCall call, typename... Fields>
-constexpr Signature on_line(const char* name, Kind Shortcuts::* kind, Fields... fields) {
-  return {name, kind, call, start_on_line<call>, {fields...}};
-}
-
-template <PyObject* (OfWindow::*call)(Arguments, Py_ssize_t), typename... Fields>
-constexpr Signature on_window(const char* name, Kind Shortcuts::* kind, Fields... fields) {
-  return {name, kind, nullptr, start_on_window<call>, {fields...}};
-}
-
-std::span<const Signature> Shortcuts::signatures() {
-  using It = Shortcuts;
-  static constexpr Signature all[] = {
-      on_line<&It::all_reduce>("all_reduce", &It::all_reduce_, "tensor", "op"),
-      on_line<&It::all_gather_single>("all_gather_single", &It::all_gather_single_, "output", "input"),
-      on_line<&It::all_to_all_single>("all_to_all_single", &It::all_to_all_single_, "output", "input"),
-      on_line<&It::barrier>("barrier", &It::barrier_),
-      on_line<&It::broadcast>("broadcast", &It::broadcast_, "tensor", "root"),
-      on_line<&It::recv>("recv", &It::recv_, "tensor", "src", "tag", "channel"),
-      on_line<&It::reduce_scatter_single>("reduce_scatter_single", &It::reduce_scatter_single_, "output", "input",
-                                          "op"),
-      on_line<&It::send>("send", &It::send_, "tensor", "dst", "tag", "channel"),
-      on_window<&OfWindow::get>("get", &It::get_, "tensor", "src", "offset"),
-      on_window<&OfWindow::put>("put", &It::put_, "tensor", "dst", "offset"),
-      on_window<&OfWindow::put_signal>("put_signal", &It::put_signal_, "tensor", "dst", "offset"),
-      on_window<&OfWindow::signal>("signal", &It::signal_, "dst"),
-      on_window<&OfWindow::wait_signal>("wait_signal", &It::wait_signal_, "src")};
-  return all;
-}
-
-PyTypeObject* method_type = nullptr;
-
-// Stands for a method of Python's in the class of communicators, lanes or windows. It calls that one for what it does
-// not take.
-struct Method {
-  PyObject_HEAD vectorcallfunc call;
-  PyObject* function;
-  Start start;
-  Py_ssize_t arguments;
-  PyObject* names[kArguments];  // interned
-  PyTypeObject* cls;            // whose instances, and its subclasses', have the slot; borrowed: it has the function
-  PySlot shortcuts;
-  PyTypeObject* type;  // of the shortcuts: another plug-in's, or None, are not looked at
-};
-
-// The arguments in their order, at least so many as there are names; false: there are others, or too many.
-bool fill(const Method& it, Arguments args, Py_ssize_t count, PyObject* keywords, PyObject** filled) {
-  if (count > it.arguments) return false;
-  std::copy(args, args + count, filled);
-  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
-  for (Py_ssize_t i = 0; i < named; ++i) {
-    const auto end = it.names + it.arguments;
-    const auto found = std::find(it.names, end, PyTuple_GET_ITEM(keywords, i));
-    if (found == end || filled[found - it.names] != nullptr) return false;
-    filled[found - it.names] = args[count + i];
-  }
-  return true;
-}
-
-PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* keywords) {
-  auto it = reinterpret_cast<Method*>(self);
-  const Py_ssize_t count = PyVectorcall_NARGS(flagged);
-  PyObject* found = count > 0 && PyObject_TypeCheck(args[0], it->cls) ? it->shortcuts.of(args[0]) : nullptr;
-  if (found != nullptr && Py_IS_TYPE(found, it->type)) {
-    PyObject* filled[kArguments + 1] = {};
-    if (fill(*it, args + 1, count - 1, keywords, filled)) {
-      const Py_ssize_t given = std::find(filled, filled + kArguments, nullptr) - filled;
-      const bool gap = std::any_of(filled + given, filled + kArguments, [](PyObject* it) { return it != nullptr; });
-      PyObject* work = nullptr;
-      try {
-        if (!gap) work = it->start(found, args[0], it->cls, filled, given);
-      } catch (const std::bad_alloc&) {  // before the engine has anything
-      }
-      if (work != nullptr || PyErr_Occurred()) return work;
+// The ops that have a shortcut: those of windows, or all others.
+template <bool windows, std::size_t... all>
+std::vector<Taken> taken_of(std::index_sequence<all...>) {
+  std::vector<Taken> taken;
+  const auto add = [&]<std::size_t i>() {
+    constexpr const Signature& it = kSignatures[i];
+    if constexpr ((it.of == Of::kWindows) == windows) {
+      const auto& [first, second, third] = it.arguments;
+      constexpr Start start = windows ? start_on_window<Name{i}> : start_on_line<Name{i}>;
+      taken.push_back({it.name, {first.name, second.name, third.name}, start});
     }
-  }
-  return PyObject_Vectorcall(it->function, args, flagged, keywords);
+  };
+  (add.template operator()<all>(), ...);
+  return taken;
 }
 
-void method_dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  Py_CLEAR(reinterpret_cast<Method*>(self)->function);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
-int method_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(reinterpret_cast<Method*>(self)->function);
-  return 0;
-}
-
-int method_clear(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<Method*>(self)->function);
-  return 0;
-}
-
-PyObject* method_bind(PyObject* self, PyObject* instance, PyObject*) {
-  return instance == nullptr || instance == Py_None ? Py_NewRef(self) : PyMethod_New(self, instance);
-}
-
-// Its name, documentation, annotations and the like are the function's; and that is what `inspect` looks at.
-PyObject* method_attribute(PyObject* self, PyObject* name) {
-  PyObject* function = reinterpret_cast<Method*>(self)->function;
-  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
-  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) return PyObject_GenericGetAttr(self, name);
-  return PyObject_GetAttr(function, name);
-}
-
-PyMemberDef method_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, call), READONLY, nullptr},
-                                {nullptr, 0, 0, 0, nullptr}};
-
-PyTypeObject* make_method_type() {
-  PyType_Slot slots[] = {slot(Py_tp_dealloc, method_dealloc), slot(Py_tp_traverse, method_traverse),
-                         slot(Py_tp_clear, method_clear),     slot(Py_tp_call, PyVectorcall_Call),
-                         slot(Py_tp_descr_get, method_bind),  slot(Py_tp_getattro, method_attribute),
-                         slot(Py_tp_members, method_members), {0, nullptr}};
-  constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                             Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  PyType_Spec spec = {"aiocomms_ucx._engine.Method", sizeof(Method), 0, flags, slots};
-  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-}
-
-// In the place of a method of that name; of one that there is no shortcut for, the method itself.
-template <typename Shortcut>
-nb::object method_of(nb::handle cls, nb::handle function) {
-  const auto name = nb::cast<std::string>(function.attr("__name__"));
-  for (const Signature& it : Shortcuts::signatures()) {
-    if (name != it.name || (it.call == nullptr) != std::is_same_v<Shortcut, OfWindow>) continue;
-    const PySlot shortcuts(cls, "_shortcuts");
-    auto method = PyObject_GC_New(Method, method_type);
-    if (method == nullptr) nb::raise_python_error();
-    method->call = call_start;
-    method->function = function.inc_ref().ptr();
-    method->start = it.start;
-    method->arguments = 0;
-    for (; method->arguments < kArguments && it.fields[method->arguments] != nullptr; ++method->arguments) {
-      method->names[method->arguments] = PyUnicode_InternFromString(it.fields[method->arguments]);
-    }
-    method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
-    method->shortcuts = shortcuts;
-    method->type = reinterpret_cast<PyTypeObject*>(nb::type<Shortcut>().ptr());
-    PyObject_GC_Track(method);
-    return nb::steal(reinterpret_cast<PyObject*>(method));
-  }
-  return nb::borrow(function);
+template <bool windows>
+nb::object method(nb::handle cls, nb::handle function) {
+  static const std::vector<Taken> taken = taken_of<windows>(std::make_index_sequence<kNames>());
+  return method_of(cls, function, taken, windows ? nb::type<WindowShortcuts>() : nb::type<Shortcuts>());
 }
 
 template <typename T>
@@ -997,9 +784,8 @@ std::array<PyType_Slot, 3> collected() {
 }  // namespace
 
 void define_shortcuts(nb::module_& module) {
-  method_type = make_method_type();
-  if (method_type == nullptr) nb::raise_python_error();
-  static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>(), of_window = collected<OfWindow>();
+  static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>(),
+              of_window = collected<WindowShortcuts>();
   static auto of_queues = collected<LaneQueues>();
 
   nb::class_<Ring>(module, "Ring", nb::type_slots(of_ring.data()))
@@ -1018,7 +804,7 @@ void define_shortcuts(nb::module_& module) {
       .def("remove", &LaneQueues::remove, nb::sig("def remove(self, lane: int, work: object, /) -> bool"))
       .def("__contains__", &LaneQueues::contains, nb::sig("def __contains__(self, lane: int, /) -> bool"))
       .def("__len__", &LaneQueues::size);
-  nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
+  nb::class_<WindowShortcuts>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
   nb::class_<Shortcuts>(module, "Shortcuts", nb::type_slots(of_shortcuts.data()))
       .def(nb::init<Engine&, std::uint32_t, int, int, const nb::dict&, const nb::list&, nb::object, nb::object,
                     std::size_t>(),
@@ -1040,14 +826,12 @@ void define_shortcuts(nb::module_& module) {
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
       .def_prop_ro("elsewhere", &Shortcuts::elsewhere)
       .def("elsewhere_in", &Shortcuts::elsewhere_in, nb::arg("lane"))
-      .def_static(
-          "method", [](nb::handle cls, nb::handle function) { return method_of<Shortcuts>(cls, function); },
-          nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
-                  "collections.abc.Callable[..., object]"))
-      .def_static(
-          "window_method", [](nb::handle cls, nb::handle function) { return method_of<OfWindow>(cls, function); },
-          nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
-                  "collections.abc.Callable[..., object]"))
+      .def_static("method", &method<false>,
+                  nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
+                          "collections.abc.Callable[..., object]"))
+      .def_static("window_method", &method<true>,
+                  nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
+                          "collections.abc.Callable[..., object]"))
       .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::arg("op_result"),
            nb::kw_only(), nb::arg("windows"),
            nb::sig("def use(self, work: type, lane_work: type, part: type, op_result: object, *, windows: bool) "
@@ -1066,7 +850,7 @@ void define_shortcuts(nb::module_& module) {
           "window",
           [](Shortcuts& of, nb::object comm, nb::object info) {
             if (!of.windows()) return nb::object(nb::none());
-            return nb::cast(OfWindow(nb::find(of), std::move(comm), std::move(info)));
+            return nb::cast(WindowShortcuts(nb::find(of), std::move(comm), std::move(info)));
           },
           nb::sig("def window(self, comm: object, info: object, /) -> WindowShortcuts | None"));
 }
