@@ -27,8 +27,8 @@ class Pacer {
   // cores takes 35 µs.
   static constexpr std::uint64_t kGrace = 5'000;
   // A post in a crowd yields for so long before it blocks: on Linux 6.18 a thread of another scheduling group gets the
-  // core at one of the first few tries, 5 µs later at most; on others never, and then this is halved each time. Every
-  // so many blocks it is tried in full again.
+  // core at one of the first few tries; on others never, and then this is halved each time. Every so many blocks it is
+  // tried in full again.
   static constexpr std::uint64_t kYields = 100'000;
   static constexpr std::uint32_t kProbedBlocks = 64;
   // However seldom spinning has paid lately, a post spins in full again once in so many times the spin: what is spent
@@ -147,7 +147,7 @@ class Pacer {
   std::uint64_t may_block(const Spin& spin, bool sole, bool wanted) {
     const std::uint64_t idle = spin.now - spin.idle_since;
     if (idle < (!wanted ? kYields : spin.crowded ? yields_ : kGrace)) return 0;
-    if (spin.crowded) yields_ = ++blocks_ % kProbedBlocks == 0 ? kYields : yields_ / 2;
+    if (spin.crowded && wanted) yields_ = ++blocks_ % kProbedBlocks == 0 ? kYields : yields_ / 2;
     const std::uint64_t budget = sole ? spin.budget : std::min(spin.budget, kSpin);
     const std::uint64_t ends = std::min(spin.idle_since + budget, spin.ends);
     return ends - std::min(ends, spin.now);
