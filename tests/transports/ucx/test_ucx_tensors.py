@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,28 @@ from aiocomms.ops import checks
 pytestmark = pytest.mark.deterministic
 
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
+tensor_words = pytest.importorskip("aiocomms_ucx.tensor_words")
 CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), fast_check=None)
+
+
+@pytest.fixture(params=["by words", "by calls"])
+def asked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the engine read words of tensors, or ask torch as where it finds none."""
+    words = tensor_words.find()
+    engine.read_words_at(*(words if request.param == "by words" else (0, 0, 0, 0)))
+    yield
+    engine.read_words_at(*words)
 
 
 def freed() -> torch.Tensor:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
 
 
 @functools.cache
@@ -32,7 +48,7 @@ def zoo() -> dict[str, object]:
 
 def _zoo() -> dict[str, object]:
     complex_ones = torch.ones(3, dtype=torch.complex64)
-    floats = torch.arange(12.0)
+    floats, tracked = torch.arange(12.0), torch.ones(3, requires_grad=True)
     tensors: dict[str, object] = {str(dtype): torch.ones(3).to(dtype) for dtype in sorted(checks.DTYPES, key=str)}
     return tensors | {
         "empty": torch.empty(0, 3),
@@ -45,10 +61,13 @@ def _zoo() -> dict[str, object]:
         "expanded": torch.ones(1).expand(4),
         "strided, one element": floats[::12],
         "parameter": torch.nn.Parameter(torch.ones(3)),
-        "tracked": torch.ones(3, requires_grad=True),
+        "tracked": tracked,
         "conjugate": complex_ones.conj(),
         "negative": complex_ones.conj().imag[:1],
         "negative, strided anew": complex_ones.conj().imag.as_strided((3,), (1,)),
+        "slice of a tracked one": tracked.detach()[:2],
+        "view of a tracked one": tracked[:2],
+        "of inference mode": inferred(),
         "freed": freed(),
         "meta": torch.ones(3, device="meta"),
         "sparse": torch.eye(3).to_sparse(),
@@ -62,6 +81,7 @@ def _zoo() -> dict[str, object]:
     }
 
 
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("name", zoo())
 def test_engine_calls_a_tensor_plain_only_if_the_core_accepts_it(name, written):
@@ -74,6 +94,32 @@ def test_engine_calls_a_tensor_plain_only_if_the_core_accepts_it(name, written):
     # The engine may leave a tensor to the core, and does so with the subclasses that torch has itself.
     wanted = fine and not isinstance(value, torch.nn.Parameter)
     assert engine.is_plain(value, written) is wanted
+
+
+@pytest.mark.usefixtures("asked")
+def test_engine_sees_what_has_changed_about_a_tensor():
+    tensor, negative = torch.ones(3), torch.ones(3, dtype=torch.complex64).conj().imag
+    assert engine.is_plain(tensor, True)
+    assert not engine.is_plain(tensor.requires_grad_(), True)
+    assert engine.is_plain(tensor.requires_grad_(False), True)
+    tensor.data = negative
+    assert tensor.is_neg() is not engine.is_plain(tensor, False)
+    other = torch.ones(3, requires_grad=True)
+    torch.utils.swap_tensors(tensor, other)
+    assert not engine.is_plain(tensor, True)
+
+
+def test_the_words_of_a_tensor_are_found():
+    words = tensor_words.find()
+    assert words is not None
+    assert words.plain == torch._C._dispatch_keys(torch.ones(1)).raw_repr()
+
+
+def test_no_words_are_found_in_a_torch_that_does_not_show_them(monkeypatch):
+    monkeypatch.setattr(tensor_words, "_keys", lambda _tensor: 7)
+    tensor_words.find.cache_clear()
+    assert tensor_words.find() is None
+    tensor_words.find.cache_clear()
 
 
 def test_engine_and_core_have_the_same_dtypes():

@@ -8,7 +8,8 @@ from aiocomms import ops
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 from aiocomms.transport import Completion, NativeTransport
 from aiocomms.transport.native import Line
-from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names
+from aiocomms_ucx import tensor_words
+from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names, read_words_at
 from aiocomms_ucx.collectives import FORMS
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def _operators() -> list[tuple[object, int, int]]:
 
 
 OPERATORS: Final = _operators()
+
+if (_words := tensor_words.find()) is not None:
+    read_words_at(*_words)
 
 
 class Hastened(NativeTransport):

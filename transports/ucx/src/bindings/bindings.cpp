@@ -369,6 +369,7 @@ NB_MODULE(_engine, module) {
   module.def(
       "is_plain", [](nb::handle tensor, bool written) { return plain_view(tensor, written).has_value(); },
       nb::arg().none(), nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
+  module.def("read_words_at", &read_words_at, nb::arg("impl"), nb::arg("keys"), nb::arg("autograd"), nb::arg("plain"));
   // Ints are what ops give and get: an enumeration's member takes longer to make than a small message to come.
   nb::enum_<Status>(module, "Status", nb::is_arithmetic())
       .value("DONE", Status::kDone)

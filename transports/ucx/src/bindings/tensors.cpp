@@ -3,6 +3,9 @@
 #include <nanobind/ndarray.h>
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 
@@ -21,52 +24,46 @@ struct Exchange {
   int (*tensor_of)(void* object, Tensor* out);
 };
 
-// As torch calls it.
-constexpr const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::Bool:
-      return "bool";
-    case DType::UInt8:
-      return "uint8";
-    case DType::Int8:
-      return "int8";
-    case DType::Int16:
-      return "int16";
-    case DType::Int32:
-      return "int32";
-    case DType::Int64:
-      return "int64";
-    case DType::Float16:
-      return "float16";
-    case DType::BFloat16:
-      return "bfloat16";
-    case DType::Float32:
-      return "float32";
-    case DType::Float64:
-      return "float64";
-    case DType::Complex64:
-      return "complex64";
-    case DType::Complex128:
-      return "complex128";
-    case DType::UInt16:
-      return "uint16";
-    case DType::UInt32:
-      return "uint32";
-    case DType::UInt64:
-      return "uint64";
-    case DType::Float8E4M3FN:
-      return "float8_e4m3fn";
-    case DType::Float8E4M3FNUZ:
-      return "float8_e4m3fnuz";
-    case DType::Float8E5M2:
-      return "float8_e5m2";
-    case DType::Float8E5M2FNUZ:
-      return "float8_e5m2fnuz";
-    case DType::Float8E8M0FNU:
-      return "float8_e8m0fnu";
+using Code = nb::dlpack::dtype_code;
+
+// How torch calls a dtype, and how DLPack does.
+struct Naming {
+  const char* name;
+  Code code;
+  std::uint8_t bits;
+};
+
+// In the order of DType.
+constexpr std::array<Naming, kDTypes> kNamings = {{{"bool", Code::Bool, 8},
+                                                   {"uint8", Code::UInt, 8},
+                                                   {"int8", Code::Int, 8},
+                                                   {"int16", Code::Int, 16},
+                                                   {"int32", Code::Int, 32},
+                                                   {"int64", Code::Int, 64},
+                                                   {"float16", Code::Float, 16},
+                                                   {"bfloat16", Code::Bfloat, 16},
+                                                   {"float32", Code::Float, 32},
+                                                   {"float64", Code::Float, 64},
+                                                   {"complex64", Code::Complex, 64},
+                                                   {"complex128", Code::Complex, 128},
+                                                   {"uint16", Code::UInt, 16},
+                                                   {"uint32", Code::UInt, 32},
+                                                   {"uint64", Code::UInt, 64},
+                                                   {"float8_e4m3fn", Code::Float8_E4M3FN, 8},
+                                                   {"float8_e4m3fnuz", Code::Float8_E4M3FNUZ, 8},
+                                                   {"float8_e5m2", Code::Float8_E5M2, 8},
+                                                   {"float8_e5m2fnuz", Code::Float8_E5M2FNUZ, 8},
+                                                   {"float8_e8m0fnu", Code::Float8_E8M0FNU, 8}}};
+
+// The dtype by DLPack's code and the number of bytes; kDTypes: there is none.
+constexpr auto kByCode = [] {
+  std::array<std::array<std::uint8_t, 17>, 16> found{};
+  for (auto& row : found) row.fill(kDTypes);
+  for (std::size_t i = 0; i < kDTypes; ++i) {
+    found[static_cast<std::size_t>(kNamings[i].code)][kNamings[i].bits / 8] = static_cast<std::uint8_t>(i);
   }
-  return "";
-}
+  return found;
+}();
 
 // What is looked up in torch once; never released, for torch is not either.
 struct Torch {
@@ -89,8 +86,7 @@ struct Torch {
     requires_grad = nb::object(cls.attr("requires_grad")).release().ptr();
     forward_ad = nb::object(nb::module_::import_("torch.autograd.forward_ad").attr("__dict__")).release().ptr();
     increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
-    for (int i = 0; i < kDTypes; ++i)
-      dtypes[i] = nb::object(torch.attr(name_of(static_cast<DType>(i)))).release().ptr();
+    for (std::size_t i = 0; i < kDTypes; ++i) dtypes[i] = nb::object(torch.attr(kNamings[i].name)).release().ptr();
     if (nb::hasattr(cls, "__dlpack_c_exchange_api__")) {
       nb::object capsule = cls.attr("__dlpack_c_exchange_api__");
       auto found = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -106,52 +102,10 @@ const Torch& torch() {
 }
 
 std::optional<DType> dtype_of(nb::dlpack::dtype dtype) {
-  using Code = nb::dlpack::dtype_code;
-  if (dtype.lanes != 1) return {};
-  switch (dtype.code << 8 | dtype.bits) {
-    case static_cast<int>(Code::Bool) << 8 | 8:
-      return DType::Bool;
-    case static_cast<int>(Code::UInt) << 8 | 8:
-      return DType::UInt8;
-    case static_cast<int>(Code::Int) << 8 | 8:
-      return DType::Int8;
-    case static_cast<int>(Code::Int) << 8 | 16:
-      return DType::Int16;
-    case static_cast<int>(Code::Int) << 8 | 32:
-      return DType::Int32;
-    case static_cast<int>(Code::Int) << 8 | 64:
-      return DType::Int64;
-    case static_cast<int>(Code::Float) << 8 | 16:
-      return DType::Float16;
-    case static_cast<int>(Code::Bfloat) << 8 | 16:
-      return DType::BFloat16;
-    case static_cast<int>(Code::Float) << 8 | 32:
-      return DType::Float32;
-    case static_cast<int>(Code::Float) << 8 | 64:
-      return DType::Float64;
-    case static_cast<int>(Code::Complex) << 8 | 64:
-      return DType::Complex64;
-    case static_cast<int>(Code::Complex) << 8 | 128:
-      return DType::Complex128;
-    case static_cast<int>(Code::UInt) << 8 | 16:
-      return DType::UInt16;
-    case static_cast<int>(Code::UInt) << 8 | 32:
-      return DType::UInt32;
-    case static_cast<int>(Code::UInt) << 8 | 64:
-      return DType::UInt64;
-    case static_cast<int>(Code::Float8_E4M3FN) << 8 | 8:
-      return DType::Float8E4M3FN;
-    case static_cast<int>(Code::Float8_E4M3FNUZ) << 8 | 8:
-      return DType::Float8E4M3FNUZ;
-    case static_cast<int>(Code::Float8_E5M2) << 8 | 8:
-      return DType::Float8E5M2;
-    case static_cast<int>(Code::Float8_E5M2FNUZ) << 8 | 8:
-      return DType::Float8E5M2FNUZ;
-    case static_cast<int>(Code::Float8_E8M0FNU) << 8 | 8:
-      return DType::Float8E8M0FNU;
-    default:
-      return {};
-  }
+  const std::size_t bytes = dtype.bits / 8;
+  if (dtype.lanes != 1 || dtype.bits % 8 != 0 || dtype.code >= kByCode.size() || bytes >= kByCode[0].size()) return {};
+  const std::uint8_t found = kByCode[dtype.code][bytes];
+  return found < kDTypes ? std::optional(static_cast<DType>(found)) : std::nullopt;
 }
 
 std::size_t count_of(const Tensor& tensor) {
@@ -176,6 +130,33 @@ int truth(PyObject* answer) {
   if (value < 0) PyErr_Clear();
   Py_XDECREF(answer);
   return value;
+}
+
+// In a tensor of Python's, and in its C++ object.
+struct Words {
+  std::size_t impl = 0, keys = 0, autograd = 0;  // offsets
+  std::uint64_t plain = 0;                       // keys; 0: the offsets are not known
+} words;
+
+template <typename T>
+T word_at(const void* object, std::size_t offset) {
+  T word;
+  std::memcpy(&word, static_cast<const std::byte*>(object) + offset, sizeof word);
+  return word;
+}
+
+// Whether nothing is lazy about a tensor, and, if it is written to, autograd does not track it.
+bool is_settled(PyObject* tensor, DType dtype, bool written) {
+  const Torch& torch_ = torch();
+  const void* impl = words.plain != 0 ? word_at<void*>(tensor, words.impl) : nullptr;
+  if (impl == nullptr || word_at<std::uint64_t>(impl, words.keys) != words.plain) {
+    const bool complex = dtype == DType::Complex64 || dtype == DType::Complex128;
+    if (truth(PyObject_Vectorcall(torch_.is_neg, &tensor, 1, nullptr)) != 0) return false;
+    if (complex && truth(PyObject_Vectorcall(torch_.is_conj, &tensor, 1, nullptr)) != 0) return false;
+  }
+  if (!written || (impl != nullptr && word_at<void*>(impl, words.autograd) == nullptr)) return true;
+  const descrgetfunc get = Py_TYPE(torch_.requires_grad)->tp_descr_get;
+  return truth(get(torch_.requires_grad, tensor, torch_.tensor)) == 0;
 }
 
 void* pointer(const Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
@@ -205,8 +186,12 @@ View view_of(nb::handle tensor) {
 
 nb::tuple dtype_names() {
   nb::list names;
-  for (int i = 0; i < kDTypes; ++i) names.append(name_of(static_cast<DType>(i)));
+  for (const Naming& it : kNamings) names.append(it.name);
   return nb::tuple(names);
+}
+
+void read_words_at(std::size_t impl, std::size_t keys, std::size_t autograd, std::uint64_t plain) {
+  words = {impl, keys, autograd, plain};
 }
 
 std::optional<View> plain_view(nb::handle tensor, bool written) {
@@ -222,12 +207,7 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
   const std::size_t count = count_of(it);
   if (!dtype || it.device.device_type != nb::device::cpu::value) return {};
   if (!is_contiguous(it, count) || (pointer(it) == nullptr && count > 0)) return {};
-  PyObject* self = tensor.ptr();
-  if (truth(PyObject_Vectorcall(torch_.is_neg, &self, 1, nullptr)) != 0) return {};
-  const bool is_complex = *dtype == DType::Complex64 || *dtype == DType::Complex128;
-  if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return {};
-  const descrgetfunc get = Py_TYPE(torch_.requires_grad)->tp_descr_get;
-  if (written && truth(get(torch_.requires_grad, self, torch_.tensor)) != 0) return {};
+  if (!is_settled(tensor.ptr(), *dtype, written)) return {};
   return View{pointer(it), count, *dtype, {it.shape, static_cast<std::size_t>(it.ndim)}};
 }
 

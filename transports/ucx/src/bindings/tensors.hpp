@@ -30,6 +30,10 @@ View view_of(nanobind::handle tensor);
 // The names of the dtypes, in their order.
 nanobind::tuple dtype_names();
 
+// Where a tensor has the words that answer questions to torch, and the keys of one about which there is nothing
+// special: see tensor_words.py. Until this is called torch is asked.
+void read_words_at(std::size_t impl, std::size_t keys, std::size_t autograd, std::uint64_t plain);
+
 // A view of what is certainly a plain tensor on the CPU: dense, contiguous, of a dtype of DType, with memory of its own
 // and no lazy conjugate or negation; and, if it is to be written to, one that autograd does not track. None: perhaps
 // not; it may be no tensor at all.
