@@ -236,7 +236,7 @@ ASYNCIO: dict[str, Case] = {
     "`work.wait_blocking(timeout=0)`": wait_blocking,
     "`wait(0)` of a portal's work": wait_in_a_thread,
     "Ctrl-C ends the `wait()` of a portal's work, and no other thread waits for it": interrupted_in_a_thread,
-    "nobody awaits it, and the program drops it": dropped,
+    "no task awaits it, and the program drops it": dropped,
 }
 EITHER: dict[str, tuple[Case, Case]] = {  # on asyncio by anyio, and on trio
     "`anyio.move_on_after(0)` or `trio.move_on_after(0)` around `await work`": (
@@ -252,7 +252,7 @@ CASES = (
     *(("asyncio", way, case) for way, case in ASYNCIO.items()),
     *(("asyncio", way, case) for way, (case, _) in EITHER.items()),
     *(("trio", way, case) for way, (_, case) in EITHER.items()),
-    *(("trio", way, ASYNCIO[way]) for way in ("`await work.cancel()`", "nobody awaits it, and the program drops it")),
+    *(("trio", way, ASYNCIO[way]) for way in ("`await work.cancel()`", "no task awaits it, and the program drops it")),
 )
 
 
