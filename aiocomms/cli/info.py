@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -29,9 +30,9 @@ _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 def run(*, as_json: bool) -> int:
     """Print the sections.
 
-    :param as_json: print an object of objects by name: what is shown without it.
+    :param as_json: whether to print the same content as one JSON object with an object for each section.
     """
-    parts = (_versions, _transports, _devices, _interfaces, _environment)
+    parts = (_versions, _transports, _devices, _interfaces, _environment, _next)
     sections = {part.__name__.removeprefix("_"): dict(part()) for part in parts}
     if as_json:
         print(json.dumps(sections, indent=2))
@@ -48,10 +49,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
     yield "torch", torch.__version__
     for name in _LIBRARIES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed"
+        yield name, importlib.metadata.version(name) if _is_installed(name) else "not installed"
 
 
 def _transports() -> Iterator[tuple[str, str]]:
@@ -87,3 +85,26 @@ def _environment() -> Iterator[tuple[str, str]]:
             secret = any(word in name for word in _SECRETS)
             yield name, "set, and not shown" if secret else ascii(value[:200])
     yield "flight recorder", f"{capacity()} operations; files are {'' if wanted() else 'not '}written"
+
+
+def _next() -> Iterator[tuple[str, str]]:
+    """Yield the one thing to do next: install what this machine lacks, or begin."""
+    for requirement in importlib.metadata.requires("aiocomms") or ():
+        name, extra = re.match(r"([\w-]+).*?(?:extra == '([\w-]+)')?$", requirement).groups()  # type: ignore[union-attr]
+        if extra and name.startswith("aiocomms-") and not _is_installed(name):
+            yield "install", f"pip install 'aiocomms[{extra}]'"
+            return
+    reasons = available(torch.device("cuda"))
+    lacks = [why for why in reasons.values() if why is not None and "pip install" in why]
+    if torch.cuda.is_available() and lacks:
+        yield "install", lacks[0]
+    else:
+        yield "try", "aiocomms bench"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

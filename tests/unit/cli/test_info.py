@@ -8,7 +8,7 @@ import json
 import pytest
 
 import aiocomms
-from aiocomms.cli import main
+from aiocomms.cli import info, main
 
 pytestmark = pytest.mark.deterministic
 
@@ -17,7 +17,7 @@ def test_info_json_holds_the_sections_of_the_text_output(capsys, monkeypatch):
     monkeypatch.setenv("AIOCOMMS_TOKEN", "of nobody's business")
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["versions", "transports", "devices", "interfaces", "environment"]
+    assert list(found) == ["versions", "transports", "devices", "interfaces", "environment", "next"]
     assert found["versions"]["aiocomms"].startswith(aiocomms.__version__)
     assert found["transports"]["local on cpu"].startswith("available")
     assert found["environment"]["AIOCOMMS_TOKEN"] == "set, and not shown"
@@ -27,6 +27,19 @@ def test_info_json_holds_the_sections_of_the_text_output(capsys, monkeypatch):
     for section in found.values():
         for name, value in section.items():
             assert any(line.split() == [*name.split(), *value.split()] for line in lines), name
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"aiocomms-ucx"}, {"try": "aiocomms bench"}),
+        (set(), {"install": "pip install 'aiocomms[ucx]'"}),
+    ],
+)
+def test_info_ends_with_the_part_that_lacks_or_what_to_try(monkeypatch, capsys, installed, expected):
+    monkeypatch.setattr(info, "_is_installed", installed.__contains__)
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["next"] == expected
 
 
 @pytest.mark.fault(125)
