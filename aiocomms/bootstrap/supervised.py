@@ -1,9 +1,10 @@
 """The line between a rank and ``aiocomms run``: the rank reports which communicators it has formed and what they lose.
 
-The launcher gives each process that it starts a socket of its own, and says in the environment which descriptor that
-is, and of which process. So a program that a rank starts, or a fork of it, reports nothing. Before the launcher ends a
-process to replace it by another, it says so there. This module imports nothing
-but the standard library, and a process that another launcher has started does no more than look for one variable.
+It also reports that it leaves, so that another process takes its place. The launcher gives each process that it starts
+a socket of its own, and says in the environment which descriptor that is, and of which process. So a program that a
+rank starts, or a fork of it, reports nothing. Before the launcher ends a process to replace it by another, it says so
+there. This module imports nothing but the standard library, and a process that another launcher has started does no
+more than look for one variable.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
 def report_lost(rank: int, size: int, base: str, epoch: int, peer: int) -> None:
     """Report a rank that is lost to a communicator of all ranks."""
     _report(rank, size, f"lost {peer} {epoch} {base}")
+
+
+def report_leaves(rank: int, size: int) -> None:
+    """Report that this process ends soon, by its own will, and that another one is to take its place.
+
+    :param rank: its rank in the communicator that it leaves, which is one of all ranks.
+    """
+    _report(rank, size, "leaves")
 
 
 def is_supervised() -> bool:

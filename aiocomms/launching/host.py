@@ -23,7 +23,7 @@ _CLOSED: Final = -1
 
 Event = tuple[Any, ...]
 """An event: ``("ended", rank, incarnation, code)``, ``("formed", rank, incarnation, name, epoch)``,
-``("lost", rank, name, epoch)``, ``("stop", why)``, ``("replace",)``."""
+``("lost", rank, name, epoch)``, ``("leaves", rank, incarnation)``, ``("stop", why)``, ``("replace",)``."""
 
 
 class RankProcess:
@@ -184,6 +184,8 @@ class HostProcesses:
                     self._tell(("formed", process.rank, process.incarnation, " ".join(name), int(epoch)))
                 case ["lost", rank, epoch, name] if rank.isdecimal() and epoch.isdecimal():
                     self._tell(("lost", int(rank), name, int(epoch)))
+                case ["leaves"]:
+                    self._tell(("leaves", process.rank, process.incarnation))
         return data != b""
 
     async def _pump(self, process: RankProcess, stream: int) -> None:

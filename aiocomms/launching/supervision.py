@@ -72,7 +72,7 @@ class SupervisedRank:
         self.formed: dict[str, int] = {}
         """The communicators that the process has formed, by name, and the last epoch of each."""
         self.leaving = False
-        """True once the process was told to end so that another one takes its place."""
+        """True once the process was told to end, or has said that it leaves, so that another one takes its place."""
         self.due = False
         """True while a pause goes by before its next process is started."""
         self.code: int | None = None
@@ -80,16 +80,14 @@ class SupervisedRank:
         self.order = 0
         """The place of that end among all ends."""
         self.begun: deque[float] = deque()
-        """The times of its restarts after failures, within the window."""
+        """The times within the window at which it failed or left of itself, and was restarted."""
 
     def allow(self, most: int, now: float) -> bool:
-        """Count a restart, if it is one of the first ``most`` within the window."""
+        """Count a restart, and return whether it is one of the first ``most`` within the window."""
         while self.begun and self.begun[0] <= now - WINDOW:
             self.begun.popleft()
-        if len(self.begun) >= most:
-            return False
         self.begun.append(now)
-        return True
+        return len(self.begun) <= most
 
     def pause(self) -> float:
         """Return the seconds before the restart that was counted last."""
@@ -187,6 +185,15 @@ class Supervision:
                 self._alarm(LINGER, rank, "lost")
         return self._done()
 
+    def leaves(self, number: int, incarnation: int, now: float) -> Sequence[Deed]:
+        """Note that a process leaves: it ends in time, or is killed, and another one takes its place."""
+        self._now, rank = now, self.ranks[number]
+        if rank.alive and rank.incarnation == incarnation and not rank.leaving and self.stopping is None:
+            rank.leaving = True
+            self._say(f"rank {number} leaves")
+            self._alarm(self._grace, rank, "late")
+        return self._done()
+
     def ended(self, number: int, incarnation: int, code: int, now: float) -> Sequence[Deed]:
         """Note that a process has ended.
 
@@ -235,7 +242,7 @@ class Supervision:
                 self._start_all()
             case "unformed" if rank.alive and not rank.formed and self.stopping is None:
                 self._name_unformed(rank)
-            case "lost" if rank.alive:
+            case "lost" if rank.alive and not rank.leaving:
                 self._kill(rank, "is lost to the others, and has not ended")
             case "late" if rank.alive:
                 self._kill(rank, "has not ended in time")
@@ -268,12 +275,17 @@ class Supervision:
                 self._note(rank, code)
         elif rank.leaving:
             self._say(f"rank {rank.number} has ended, to be replaced: {described(code)}")
-            self._replace(rank, 0.0)
+            self._replace(rank, 0.0 if self._rolling[:1] == [rank.number] else self._pause_after_leaving(rank))
         elif code == 0:
             self._look_for_newcomers()
         else:
             self._note(rank, code)
             self._fail(rank, code)
+
+    def _pause_after_leaving(self, rank: SupervisedRank) -> float:
+        """Count a restart, so that a rank that leaves again and again does not spin; no number of them ends the job."""
+        rank.allow(self._most, self._now)
+        return rank.pause()
 
     def _note(self, rank: SupervisedRank, code: int) -> None:
         if code and self.first is None:

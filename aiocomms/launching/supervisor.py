@@ -171,6 +171,8 @@ class Supervisor(HostSupervisor):
                 return self.supervision.formed(rank, incarnation, name, epoch, now)
             case ("lost", rank, name, epoch):
                 return self.supervision.lost(rank, name, epoch, now)
+            case ("leaves", rank, incarnation):
+                return self.supervision.leaves(rank, incarnation, now)
             case ("stop", why):
                 return self.supervision.stop(why, now)
             case ("replace",):

@@ -385,7 +385,7 @@ class Driver(Worker):
 
     def _see_off(self) -> None:
         if self._parting and not self._plans and not self._ending:
-            self._tell(self._parting)
+            self._tell(self._parting, LEAVES)
 
     def _told_to_end(self) -> None:
         """Note that this process ends: its workers stay until it has drained."""

@@ -3,7 +3,7 @@
 In a lane rank 0 sends each worker ``(number, in order, plan)``, and behind these the texts of carrier hooks, if there
 are some; ``(number,)`` to give a plan up, ``(number, None)`` to ask where it stands, and ``()`` at the end. A worker
 sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``, where it was asked ``(number,
-where it stands)``, and ``(LEAVES,)`` when it is to leave.
+where it stands)``, and ``(LEAVES,)`` when it is to leave, which rank 0 answers by the same to let it go.
 
 An exception that the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that was not meant
 for the task.
@@ -20,6 +20,7 @@ from typing import Any, Final, cast
 
 import anyio
 
+from aiocomms.bootstrap import supervised
 from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.expected import Expected
 from aiocomms.diagnosis.recorder import PLAN_LANE, called
@@ -48,7 +49,7 @@ Take = Callable[[Any], Awaitable[object]]
 Recover = Callable[[Communicator], Awaitable[Communicator]]
 """A function that takes a lost communicator and returns the one that goes on in its place."""
 LEAVES: Final = -1
-"""The number that a worker says in place of a plan's when it is to leave."""
+"""The number in place of a plan's when a worker is to leave, and when rank 0 lets it go."""
 SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
@@ -208,6 +209,7 @@ class Worker(Handle):
             _log.warning("recovering: %s", failure)
             next_one = None if self._leaving else await self._recovered(comm, self._recover)
             if next_one is None:
+                supervised.report_leaves(comm.rank, comm.size)
                 return
             self._current.turn_to(next_one)
             self._watch.follow(self._current.current)
@@ -255,6 +257,9 @@ class Worker(Handle):
     async def _hear(self, comm: Communicator, rank: int) -> None:
         try:
             while message := await self._next(comm, rank):
+                if message[0] == LEAVES and comm.rank:  # Unlike the end of the service, this asks for a successor.
+                    supervised.report_leaves(comm.rank, comm.size)
+                    break
                 self._heard(rank, *message)
             self._tasks.cancel_scope.cancel()
         except CommError:

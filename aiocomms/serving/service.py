@@ -121,6 +121,9 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         The end of the service closes the communicator here; the other ranks ``recover``, with the newcomer, and carry
         out what has waited. If rank 0 was itself told to end by SIGTERM, it ends all ranks instead when it has drained.
 
+        ``aiocomms run`` hears of it when this rank is let go: it starts the newcomer once this process has ended, and
+        kills one that has not within its grace time.
+
         :raises ArgumentError: ``work`` does not run here, or there is no ``recover``.
         """
         if self._worker is None or self._worker._drives or self._recover is None:

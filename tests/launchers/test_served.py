@@ -1,12 +1,13 @@
-"""The program at the head of docs/serving.md under ``aiocomms run``, with clients, deaths and upgrades.
+"""The program at the head of docs/serving.md under ``aiocomms run``, with clients, deaths, upgrades and departures.
 
-``SERVED_SECONDS`` says for how long; by default it is ten minutes. The clients ask at 80 % of the rate that the server
-reaches.
+``SERVED_SECONDS`` says for how long it serves amid deaths; by default it is ten minutes. The clients ask at 80 % of the
+rate that the server reaches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ import signal
 import statistics
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -122,14 +124,19 @@ async def disturb(job: Running, health: int, clients: Clients, ends: float) -> l
     raise AssertionError
 
 
-async def serve(job: Running, port: int, health: int) -> int:
-    """Have clients ask for a while; then end the server while they ask. Return its exit code."""
-    ended = asyncio.create_task(asyncio.to_thread(job.end))  # The thread reads what is printed.
+@contextlib.asynccontextmanager
+async def clients_of(port: int) -> AsyncIterator[Clients]:
     # A connection is one request's: who keeps one has it closed when the process that serves it is replaced.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     limit = aiohttp.ClientTimeout(total=30)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
-        clients = Clients(session, f"http://127.0.0.1:{port}/infer")
+        yield Clients(session, f"http://127.0.0.1:{port}/infer")
+
+
+async def serve(job: Running, port: int, health: int) -> int:
+    """Have clients ask for a while; then end the server while they ask. Return its exit code."""
+    ended = asyncio.create_task(asyncio.to_thread(job.end))  # The thread reads what is printed.
+    async with clients_of(port) as clients:
         rate = 0.8 * await clients.rate(5)
         supervisor = psutil.Process(job.process.pid)
         ends = time.monotonic() + SECONDS
@@ -165,7 +172,42 @@ def mib(process: psutil.Process) -> int:
     return process.memory_full_info().uss >> 20
 
 
-def test_the_program_of_the_page_serves_while_ranks_die_and_are_replaced(tmp_path):
+async def have_the_worker_leave(job: Running, port: int, health: int, times: int) -> int:
+    """End the worker alone so often, while clients ask; then end the server. Return its exit code."""
+    ended = asyncio.create_task(asyncio.to_thread(job.end))
+    try:
+        async with clients_of(port) as clients, asyncio.TaskGroup() as tasks:
+            asking = tasks.create_task(clients.rate(12 * times))
+            for _ in range(times):
+                await asyncio.sleep(2)
+                await asyncio.to_thread(end_the_worker, health)
+            restarted = time.monotonic()
+            await asking
+        print(f"{dict(clients.outcomes)}, answered again after {clients.without_answer(restarted):.2f} s")
+        assert set(clients.outcomes) == {"200"}, clients.wrong[:20]
+        assert not clients.wrong
+        assert clients.without_answer(restarted) < BACK
+        job.process.send_signal(signal.SIGTERM)
+        return await ended
+    finally:
+        job.process.kill()  # If a check has failed, the thread that reads would not end otherwise.
+
+
+def end_the_worker(health: int) -> None:
+    """Send SIGTERM to the process of rank 1 alone, and wait until another one has formed a communicator."""
+    status, body = readiness(health)
+    assert status == 200
+    before, ends = body["ranks"][1]["pid"], time.monotonic() + 30
+    os.kill(before, signal.SIGTERM)
+    while status != 200 or body["ranks"][1]["pid"] == before:
+        assert time.monotonic() < ends, body
+        time.sleep(0.1)
+        status, body = readiness(health)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[tuple[Running, int, int]]:
+    """Serve the program; give the job, the port of the server, and that of the job's health."""
     (tmp_path / "server.py").write_text(PROGRAM)
     port, health = free(), free()
     job = Running(
@@ -174,10 +216,20 @@ def test_the_program_of_the_page_serves_while_ranks_die_and_are_replaced(tmp_pat
     )  # fmt: skip
     try:
         job.wait_for(r"\[0\].*Uvicorn running")
-        assert asyncio.run(serve(job, port, health)) in (0, 128 + signal.SIGTERM)
+        yield job, port, health
     finally:
         print("\n".join((job.shown + job.output).splitlines()[-60:]))
         job.process.kill()
         job.process.wait()
         assert job.process.stdout is not None
         job.process.stdout.close()
+
+
+def test_the_program_of_the_page_serves_while_ranks_die_and_are_replaced(job):
+    assert asyncio.run(serve(*job)) in (0, 128 + signal.SIGTERM)
+
+
+def test_no_request_fails_when_the_worker_alone_is_told_to_end(job):
+    assert asyncio.run(have_the_worker_leave(*job, times=2)) in (0, 128 + signal.SIGTERM)
+    assert job[0].output.count("rank 1 has ended, to be replaced: exit code 0") == 2
+    assert "2 ranks, 2 restarts" in job[0].output

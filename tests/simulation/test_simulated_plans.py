@@ -408,9 +408,21 @@ def test_every_caller_hears_the_end_whatever_goes_wrong(seed):
 # -------------------------------------------------------------------------------------------------------- replacement
 
 
+LEFT: set[tuple[int, int]] = set()
+"""The processes that have told their supervisor that they leave: the rank of each, and how many were it before."""
+
+
+@pytest.fixture(autouse=True)
+def _supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hear what processes report, as ``aiocomms run`` does."""
+    LEFT.clear()
+    monkeypatch.setattr(supervised, "report_leaves", lambda rank, _: LEFT.add((rank, here().restarts)))
+
+
 async def serve_with_replacements(drive: Drive, leaves: Callable[[], Any], **limits: Any) -> Any:
     """Serve; each worker leaves at some moment, and another process takes its place, as a supervisor has it."""
     me = here()
+    LEFT.discard((me.rank, me.restarts))
     comm = await aiocomms.new_comm(timeout=60, join=me.restarts > 0)
     async with Service(comm, with_a_newcomer) as service:
         model = MODELS[comm.rank] = Model(service)
@@ -421,18 +433,13 @@ async def serve_with_replacements(drive: Drive, leaves: Callable[[], Any], **lim
         else:
             async with service.drive(model.execute, **limits) as driver:
                 return await drive(driver, service)
-    if not DONE:
+    if (me.rank, me.restarts) in LEFT:  # The end of the service has ended the others.
         me.world.start(me.rank, 0.5)
     return "left"
 
 
-DONE: list[bool] = []
-"""An item once the requests are answered: no process is started then."""
-
-
 async def ask_all_the_time(driver: Driver, service: Service) -> Any:
     """Have requests come all the time; no one fails."""
-    DONE.clear()
 
     async def client(number: int) -> None:
         await asyncio.sleep(0.1 * number)
@@ -444,7 +451,6 @@ async def ask_all_the_time(driver: Driver, service: Service) -> Any:
             assert await run({"x": number}) == number * service.comm.size
 
     await asyncio.gather(*map(client, range(60)))
-    DONE.append(True)
     return service.comm.name
 
 
@@ -462,14 +468,11 @@ def test_worker_leaves_although_another_one_dies():
     """The requests that are under way at the death fail, or are carried out again, and no others."""
 
     async def drive(driver: Driver, service: Service) -> Any:
-        DONE.clear()
-
         async def client(number: int) -> None:
             await asyncio.sleep(0.1 * number)
             assert await driver.run({"x": number}, retry=True) == number * service.comm.size
 
         await asyncio.gather(*map(client, range(60)))
-        DONE.append(True)
         return service.comm.size
 
     async def program() -> Any:
@@ -484,7 +487,6 @@ def test_worker_leaves_although_another_one_dies():
 
 async def leave_in_vain(driver: Driver, service: Service) -> Any:
     """Rank 0 was told to end, too: it answers what is under way, and then all ranks end."""
-    DONE.append(True)
     task = asyncio.create_task(driver.run({"x": 1, "steps": 300}))
     await asyncio.sleep(0.5)
     driver._told_to_end()
@@ -497,6 +499,7 @@ async def leave_in_vain(driver: Driver, service: Service) -> Any:
 def test_workers_stay_until_a_driver_that_was_told_to_end_has_drained():
     results = simulate(lambda: serve_with_replacements(leave_in_vain, lambda: 0.2), 3).results
     assert results == ["world", "left", "left"]
+    assert not LEFT
 
 
 async def leave_without_recover(driver: Driver, service: Service) -> Any:
@@ -536,6 +539,7 @@ def test_a_worker_that_is_to_end_while_ranks_recover_ends_at_once():
             if me.rank == 1:
                 asyncio.get_running_loop().call_later(3, service.leave)
                 await service.work(Model(service).execute)
+                assert (1, 0) in LEFT
                 return now() - began
             if me.rank == 2:
                 me.world.kill(2)

@@ -15,10 +15,11 @@ from aiocomms.cli import main
 from aiocomms.errors import ArgumentError
 from aiocomms.launching import Job, forkserver
 from aiocomms.launching.health import answer
+from aiocomms.launching.host import RankProcess
 from aiocomms.launching.job import At, place
 from aiocomms.launching.output import LONGEST, LineSplitter, is_coloured, prefixes
 from aiocomms.launching.supervision import Start
-from aiocomms.launching.supervisor import environment, variables
+from aiocomms.launching.supervisor import Supervisor, environment, variables
 
 pytestmark = pytest.mark.deterministic
 
@@ -144,13 +145,16 @@ def test_variables_give_a_rank_its_place_and_its_restarts():
 class TestReports:
     """The reports of a rank to the launcher, through the line that the environment names."""
 
+    @pytest.fixture(autouse=True)
+    def _place(self, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+
     @pytest.fixture
     def reported(self, monkeypatch):
         mine, its = (end.detach() for end in socket.socketpair())
         os.set_blocking(mine, False)
         os.set_blocking(its, False)
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("AIOCOMMS_SUPERVISOR", f"{its}:{os.getpid()}")
 
         def read() -> bytes:
@@ -169,14 +173,43 @@ class TestReports:
         supervised.report_lost(1, 2, "world", 1, 0)
         assert reported() == b"formed 1 world\nlost 0 1 world\n"
 
+    def test_rank_that_leaves_says_so(self, reported):
+        supervised.report_leaves(1, 2)
+        assert reported() == b"leaves\n"
+
     def test_communicator_of_other_ranks_is_not_reported(self, reported):
         supervised.report_formed(0, 1, "part", 1)
+        supervised.report_leaves(0, 1)
         assert reported() == b""
 
     def test_rank_hears_that_it_is_replaced(self, reported):
         assert not supervised.is_replaced()
         os.write(reported.line, supervised.REPLACED)
         assert supervised.is_replaced()
+
+    def test_supervisor_reads_what_its_ranks_report(self, monkeypatch, run):
+        """The rank that leaves is replaced, although no failure is; what is no report is passed over."""
+
+        async def main():
+            supervisor = Supervisor(Job(program=["x.py"], ranks=2), None, None, None)
+            supervisor.supervision.begin(0.0)
+            process = RankProcess(1, 0, None)
+            monkeypatch.setenv("AIOCOMMS_SUPERVISOR", f"{process.theirs[2]}:{os.getpid()}")
+            supervised.report_formed(1, 2, "world", 1)
+            supervised._report(1, 2, "leaves for lunch")
+            supervised.report_leaves(1, 2)
+            supervised.report_lost(1, 2, "world", 1, 0)
+            assert supervisor._host._read_reports(process)
+            events = [supervisor._events.receive_nowait() for _ in range(3)]
+            assert events == [("formed", 1, 0, "world", 1), ("leaves", 1, 0), ("lost", 0, "world", 1)]
+            for event in events:
+                supervisor._decide(event, 0.0)
+            assert [rank.leaving for rank in supervisor.supervision.ranks] == [False, True]
+            for descriptor in (*process.pipes, *process.theirs):
+                os.close(descriptor)
+            await supervisor.aclose()
+
+        run(main)
 
     def test_child_of_a_rank_reports_nothing(self, reported, monkeypatch):
         monkeypatch.setattr(os, "getpid", lambda: 1)

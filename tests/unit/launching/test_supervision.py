@@ -51,6 +51,9 @@ class Stage:
     def lose(self, rank: int, epoch: int = 1) -> None:
         self._take(self.supervision.lost(rank, "world", epoch, self.now))
 
+    def leave(self, rank: int) -> None:
+        self._take(self.supervision.leaves(rank, self.supervision.ranks[rank].incarnation, self.now))
+
     def stop(self) -> None:
         self._take(self.supervision.stop("SIGTERM", self.now))
 
@@ -283,6 +286,97 @@ def test_replacement_goes_on_when_the_successor_dies_before_it_has_formed():
     stage.new()
     stage.form(1, epoch=2)
     assert stage.new() == [Tell(0, TERM, replaced=True)]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_rank_that_leaves_is_replaced_although_it_ends_with_0(restart):
+    stage = formed(restart=restart)
+    stage.leave(1)
+    assert stage.new() == []
+    stage.end(1, 0)
+    assert stage.new() == [Start(1, 1, 0, 1)]
+    stage.form(0, 1, 2, epoch=2)
+    assert stage.supervision.ready
+    stage.end(1, 0)  # This process has not said that it leaves.
+    assert stage.new() == []
+
+
+def test_rank_that_leaves_and_does_not_end_is_killed_after_its_grace():
+    """The others may say that they have lost it before or behind its own word: that does not shorten the time."""
+    stage = formed(grace=9.0)
+    stage.lose(2)
+    stage.leave(2)
+    stage.lose(2)
+    stage.leave(2)
+    stage.wait(8.0)
+    assert stage.new() == []
+    stage.wait(1.0)
+    assert stage.new() == [Tell(2, KILL)]
+    stage.end(2, -9)
+    assert stage.new() == [Start(2, 1, 0, 1)]
+
+
+def test_rank_that_leaves_again_and_again_is_replaced_after_pauses_and_ends_no_job():
+    stage = formed(2, most=1)
+    for incarnation, pause in enumerate((0.0, FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE), 1):
+        stage.form(1, epoch=incarnation)
+        stage.leave(1)
+        stage.end(1, 0)
+        if pause:
+            stage.wait(0.9 * pause)
+            assert stage.new() == []
+            stage.wait(0.2 * pause)
+        assert stage.new() == [Start(1, incarnation, 0, incarnation)]
+    assert stage.supervision.stopping is None
+
+
+def test_rank_that_leaves_while_all_are_to_end_is_not_replaced():
+    stage = formed(2, grace=5.0)
+    stage.leave(1)
+    stage.stop()
+    stage.leave(0)
+    assert stage.new() == [Tell(0, TERM), Tell(1, TERM)]
+    stage.end(0, 0)
+    stage.end(1, 0)
+    assert stage.supervision.over
+    assert stage.supervision.code() == 0
+    assert stage.new() == []
+
+
+def test_rank_that_leaves_with_the_last_that_could_take_it_in_is_started_anew_with_all():
+    stage = formed(2)
+    stage.leave(1)
+    stage.end(0, 1)
+    stage.end(1, 0)
+    assert stage.new() == [Start(0, 1, 0, 1), Tell(0, KILL)]
+    stage.end(0, -9)
+    assert stage.new() == [Start(0, 2, 1, 0), Start(1, 1, 1, 0)]
+
+
+def test_roll_goes_on_over_a_rank_that_leaves_of_itself():
+    stage = formed(3)
+    stage.leave(1)
+    stage.replace()
+    stage.leave(2)  # The process says that it does as it was told.
+    stage.end(2, 0)
+    stage.end(1, 0)
+    assert stage.new() == [Tell(2, TERM, replaced=True), Start(2, 1, 0, 1), Start(1, 1, 0, 1)]
+    for rank in (1, 0):
+        stage.form(0, 1, 2, epoch=2)
+        assert stage.new() == [Tell(rank, TERM, replaced=True)]
+        stage.leave(rank)
+        stage.end(rank, 0)
+        assert stage.new() == [Start(rank, 2 if rank else 1, 0, 2 if rank else 1)]
+
+
+def test_word_of_an_earlier_process_that_it_leaves_is_not_taken_for_its_successors():
+    stage = formed(2)
+    stage.end(1, 1)
+    stage.form(1, epoch=2)
+    stage.new()
+    stage._take(stage.supervision.leaves(1, 0, stage.now))
+    stage.end(1, 0)
+    assert stage.new() == []
 
 
 def test_only_rank_is_replaced_by_a_new_generation():
