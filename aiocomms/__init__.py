@@ -1,11 +1,12 @@
-"""asyncio-native communication for PyTorch tensors: every operation returns at once an awaitable :class:`Work`.
+"""asyncio-native communication for PyTorch tensors: every operation returns an awaitable :class:`Work` at once.
 
 >>> comm = await aiocomms.new_comm("auto")
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
-Importing this package loads neither torch nor a loop library nor a transport, and touches no signal unless
-``AIOCOMMS_RECORDER_SIGNAL`` asks for it; names are loaded when they are first used. In a rank that a launcher has
-started, it wraps ``sys.excepthook``, so that the others hear of an exception that ends it before they have met.
+The import of this package loads neither torch, nor a loop library, nor a transport. Each name loads its module at first
+use. The import installs a signal handler only if ``AIOCOMMS_RECORDER_SIGNAL`` is set. In a rank that a launcher has
+started, the import wraps ``sys.excepthook``. The other ranks then learn of an exception that ends this rank before the
+ranks have met.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ __all__ = [
     "testing",
 ]
 
-# Beside the imports above, which type checkers and editors read; a test keeps the two in step.
+# Type checkers and editors read the imports above. A test checks that this table agrees with them.
 _HOME = {
     "BlockingWork": "communicator.portal.works",
     "COMM_TIMEOUT": "arguments",

@@ -1,4 +1,4 @@
-"""The checks of arguments that need no torch: a loop may run already, so this module must load quickly."""
+"""The checks of arguments that need no torch: this module loads quickly, because a loop may already run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_MAX = 366 * 86400.0
-"""The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
+"""The longest timeout, in seconds: a year. A larger value is refused as a likely mistake in the unit."""
 
 Timeout = float | timedelta | None
-"""A deadline, as a number of seconds or a ``timedelta``; None: there is none."""
+"""A deadline, as a number of seconds or a ``timedelta``; None: no deadline."""
 
 
 class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`: an enumeration of one member, which type checkers tell from all else."""
+    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, which type checkers can tell apart."""
 
     COMM_TIMEOUT = "the communicator's timeout"
 
@@ -34,18 +34,18 @@ class UseDefault(enum.Enum):
 
 
 COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
-"""The timeout of an op that is given none: its communicator's at the time of the call."""
+"""The default ``timeout`` of an op: the communicator's timeout at the time of the call."""
 OpTimeout = Timeout | UseDefault
 """The deadline of one op."""
 
 DEFAULT: Final = "world"
 """The name of the default communicator."""
 UNNAMED: Final = "endpoint"
-"""The name of an endpoint that is given none."""
+"""The default name of an endpoint."""
 FORMING: Final = 600.0
-"""Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
+"""Seconds in which a communicator without a deadline must form, so that an error names ranks that never arrive."""
 SILENCE: Final = 5.0
-"""Seconds without a sign of life after which a rank is taken for dead."""
+"""The default for the seconds without a sign of life after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"
 
 
@@ -55,18 +55,18 @@ def short(value: object) -> str:
     if torch is not None and isinstance(value, torch.Tensor):
         text = describe(value)
         return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
-    if hasattr(type(value), "__dlpack__"):  # an array, whose elements do not fit a message
+    if hasattr(type(value), "__dlpack__"):  # The elements of an array do not fit into a message.
         text = f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', []))}"
         return f"{'an' if text.startswith('int') else 'a'} {text} {type(value).__module__}.{type(value).__qualname__}"
     try:
         text = repr(value)
-    except Exception:  # an int of thousands of digits has none in decimal; or the object's own is broken
+    except Exception:  # Python refuses an int of thousands of digits, or the object's own repr is broken.
         text = hex(value) if isinstance(value, int) else object.__repr__(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
-    """Make the error for an argument of a wrong type. It names the argument, what was given and what was wanted."""
+    """Return the error for an argument of a wrong type. It names the argument, its value and the wanted type."""
     hint = "; did you forget `await`?" if isinstance(value, Awaitable) else ""
     return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}{hint}")
 
@@ -80,8 +80,8 @@ def describe(tensor: torch.Tensor) -> str:
 def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    A bool, a tensor, an array, or a value without ``__index__`` is returned as it is. This is for functions that are
-    called seldom. :func:`aiocomms.ops.arrays.checked` makes records of ops anew, with ints, where a check has failed.
+    Return a bool, a tensor, an array, or a value without ``__index__`` unchanged. Only rarely called functions use
+    this. For ops, :func:`aiocomms.ops.arrays.checked` makes a record again with ints after a check has failed.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
@@ -108,9 +108,9 @@ def label(value: str) -> str:
 
 
 def deadline(name: str, value: Timeout) -> float:
-    """Check a deadline, and return it in seconds: infinity where there is none.
+    """Check a deadline, and return it in seconds; infinity for None.
 
-    :raises ArgumentError: as :func:`seconds` does.
+    :raises ArgumentError: see :func:`seconds`.
     """
     if value is None:
         return math.inf
@@ -121,9 +121,9 @@ def deadline(name: str, value: Timeout) -> float:
 
 
 def op_deadline(timeout: OpTimeout, default: float) -> float:
-    """Return the deadline of one op, checked.
+    """Check the deadline of one op, and return it in seconds.
 
-    :param default: that of an op that is given none, in seconds.
+    :param default: the deadline of an op without one of its own, in seconds.
     """
     return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
 
@@ -131,8 +131,8 @@ def op_deadline(timeout: OpTimeout, default: float) -> float:
 def seconds(name: str, value: float | timedelta) -> float:
     """Check a time span, and return it in seconds as a float.
 
-    :raises ArgumentTypeError: it is neither a number nor a ``timedelta``.
-    :raises ArgumentError: it is not more than 0 and at most a year.
+    :raises ArgumentTypeError: the value is neither a number nor a ``timedelta``.
+    :raises ArgumentError: the value is not above 0, or is above a year.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -145,11 +145,11 @@ def seconds(name: str, value: float | timedelta) -> float:
 
 
 def silence(options: Mapping[str, Any]) -> float:
-    """Return the seconds after which a silent rank is taken for dead; 0: never.
+    """Return the seconds after which a silent rank counts as dead; 0: never.
 
-    They come from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``.
+    The value is that of the hint ``"heartbeat"``, else that of ``AIOCOMMS_HEARTBEAT``, else the default.
 
-    :raises ArgumentError: the value is no number of seconds, nor 0.
+    :raises ArgumentError: the value is neither a number of seconds nor 0.
     """
     what = 'hint "heartbeat"'
     value: Any = options.get("heartbeat")
@@ -164,9 +164,9 @@ def silence(options: Mapping[str, Any]) -> float:
 
 
 def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a program's hints, checked.
+    """Check a program's hints, and return them as a dict.
 
-    :raises ArgumentError: the hints are no mapping, or a hint of the core's own is wrong.
+    :raises ArgumentError: the hints are no mapping, or one of the core's own hints is wrong.
     """
     if hints is not None:
         mapping("hints", hints)
@@ -191,7 +191,7 @@ def device_of(value: str | torch.device) -> torch.device:
 
 
 def place(store: object, rank: object, size: object) -> None:
-    """Check that rank, size and store fit together; one error lists all that does not."""
+    """Check that rank, size and store fit together; one error lists all problems."""
     if store is None and rank is None and size is None:
         return
     wrong = []
@@ -211,6 +211,6 @@ def place(store: object, rank: object, size: object) -> None:
 
 
 def _is_store(value: object) -> bool:
-    """Return whether a value is a store. Before torch is loaded, there is no store."""
+    """Return whether a value is a store. No value is one before torch is loaded."""
     store: Any = getattr(sys.modules.get("torch.distributed"), "Store", None)
     return store is not None and isinstance(value, store)

@@ -1,8 +1,9 @@
-"""Every exception of aiocomms, and what each means for the communicator.
+"""The exceptions of aiocomms, and the state in which each one leaves the communicator.
 
-All derive from :class:`CommError`. They carry the communicator's name, the operation's name and sequence number, this
-rank and the peer, as far as these are known. Each description says whether the communicator stays *usable* (nothing was
-sent, and the program can go on), or is *poisoned* (every later call fails at once with the first reason).
+All of them derive from :class:`CommError`. They carry the communicator's name, the operation's name and sequence
+number, this rank and the peer, as far as these are known. Each description says whether the communicator stays *usable*
+or is *poisoned*. On a usable one the program can go on. On a poisoned one every later call fails at once with the first
+reason.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class CommError(Exception):
     :param comm: the communicator's name.
     :param op: the operation's name, such as ``"all_reduce"``.
     :param seq: the operation's sequence number on its communicator.
-    :param rank: the rank on which it happened.
-    :param peer: the other rank it happened with.
+    :param rank: the rank on which the failure happened.
+    :param peer: the other rank that the failure concerns.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class CommError(Exception):
     ) -> Self:
         """Make a copy of this error for one operation, so that no two awaiters share a traceback.
 
-        An attribute that this error has already is kept; the argument replaces only an attribute that is None.
+        An argument replaces only an attribute that is None.
 
         :returns: an error of the same class and with the same cause.
         """
@@ -108,7 +109,7 @@ class CommError(Exception):
         return copy
 
     def within(self, op: str, seq: int) -> Self:
-        """Make a copy of this error for the operation that the failed one is a part of."""
+        """Make a copy of this error for the operation that contains the failed one."""
         copy = self.about()
         copy.op, copy.seq = op, seq
         return copy
@@ -127,7 +128,7 @@ class UnsupportedOperation(CommError):  # noqa: N818 - the name io.UnsupportedOp
 
 
 class MessageTruncatedError(CommError):
-    """Raised when a message is not of the receive buffer's size. The communicator stays usable.
+    """Raised when the size of a message differs from that of the receive buffer. The communicator stays usable.
 
     The message is consumed. A larger message loses its tail; a shorter one does not change the rest of the buffer.
     """
@@ -138,17 +139,17 @@ class BufferBusyError(CommError):
 
 
 class ConcurrentCollectivesError(CommError):
-    """Raised in debug mode when two tasks have collectives under way at once, whose order may differ from rank to rank.
+    """Raised in debug mode when two tasks have collectives pending at once: their order may differ between ranks.
 
     Nothing was sent; the communicator stays usable.
     """
 
 
 class LaneAbortedError(CommError):
-    """Raised when a rank has given up the operation's lane. The communicator stays usable, and so do its other lanes.
+    """Raised when a rank has aborted the operation's lane. The communicator and its other lanes stay usable.
 
-    The key stays given up for as long as the communicator lives. It cannot be told which of the lane's operations a
-    rank has called before it heard of that.
+    The key stays unusable while the communicator lives. Other ranks may have called any number of the lane's operations
+    before they learned of the abort.
     """
 
 
@@ -157,14 +158,15 @@ class CapturedWorkError(CommError):
 
 
 class WorkCancelledError(CommError):
-    """Raised when the result of a withdrawn operation is asked for: it did not happen. The communicator stays usable.
+    """Raised when a program asks for the result of a withdrawn operation. The communicator stays usable.
 
-    It is deliberately not an :class:`asyncio.CancelledError`, which a task group or a timeout would take for its own.
+    The operation did not happen. The class does not derive from :class:`asyncio.CancelledError`, because a task group
+    or a timeout would take that error for its own.
     """
 
 
 class CommClosedError(CommError):
-    """Raised when the communicator was closed on this rank, or an endpoint's connection on either side."""
+    """Raised when the communicator was closed on this rank, or an endpoint's connection was closed on either side."""
 
 
 class CommAbortedError(CommError):
@@ -172,13 +174,13 @@ class CommAbortedError(CommError):
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """Raised when an operation's deadline passed; names the ranks that were missing, if the transport knows them.
+    """Raised when an operation's deadline passed; names the missing ranks, if the transport knows them.
 
-    The communicator is poisoned on every rank, unless the operation was a receive or wait that nothing had matched yet.
+    The communicator is poisoned on every rank, unless the operation was an unmatched receive or wait.
 
-    :param late: the ranks that were missing, the same on every rank; empty: it is not known which. One alone is also
-        the ``peer``.
-    :param teller: the rank whose deadline has passed, where that is another one.
+    :param late: the missing ranks, the same on every rank; empty: they are unknown. A single missing rank is also the
+        ``peer``.
+    :param teller: the rank whose deadline has passed, if it is another rank.
     """
 
     def __init__(
@@ -208,105 +210,108 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class LeftBehindError(CommError):
-    """Raised when the others of a live group have ended the call, and later ones, without this rank.
+    """Raised when the other ranks of a live group have ended this call, and later ones, without this rank.
 
-    The lane stays usable: this rank's next call is the one that is open then.
+    The lane stays usable: this rank's next call joins the call that is open at that time.
     """
 
 
 class PeerDiedError(CommError):
-    """Raised when a rank is gone. The communicator is poisoned."""
+    """Raised when a rank has died or has been cut off. The communicator is poisoned."""
 
 
 class MismatchError(CommError):
-    """Raised when ranks disagree on what they are doing. The communicator is poisoned."""
+    """Raised when ranks disagree, for example on the collective that they call. The communicator is poisoned."""
 
 
 class StoreLostError(CommError):
-    """Raised when the rendezvous store is gone. Established communicators stay usable."""
+    """Raised when the rendezvous store is lost. Established communicators stay usable."""
 
 
 class DriverLostError(CommAbortedError):
-    """Raised on every worker when the driver is lost and no process that drives has taken its place.
+    """Raised on every worker when the driver is lost and no other process has taken its place.
 
     The communicator is poisoned.
     """
 
 
 class WorkerError(CommError):
-    """Raised on rank 0 when a rank failed to carry out a plan: ``peer`` did, and the cause has its traceback.
+    """Raised on rank 0 when rank ``peer`` failed to carry out a plan; the cause has that rank's traceback.
 
     The communicator stays usable, unless the plan was run in order and had begun to communicate.
     """
 
 
 class PlanLostError(CommError):
-    """Raised when a rank was lost while a plan was under way, or has not been replaced yet; the cause says why.
+    """Raised when a rank is lost during a plan, or has not been replaced yet; the cause says why.
 
-    The communicator is poisoned. The plan may be given out again, if carrying it out twice does no harm.
+    The communicator is poisoned. The program may run the plan again if a second run does no harm.
     """
 
 
 class PlanTimeoutError(CommTimeoutError):
-    """Raised on rank 0 when a plan is not done in time; says on which ranks, the ``late`` ones, in which operations.
+    """Raised on rank 0 when a plan misses its deadline; names the ``late`` ranks and their operations.
 
-    The plan was given up on all ranks. The communicator stays usable.
+    All ranks have given the plan up. The communicator stays usable.
     """
 
 
 class ServiceBusyError(CommError):
-    """Raised when as many plans wait for their turn as may wait: nothing was sent. The communicator stays usable."""
+    """Raised when the queue of waiting plans is full. Nothing was sent; the communicator stays usable."""
 
 
 class ClientLeftError(CommError):
-    """Raised in a web server's handler when the client has gone: what it waited for was cancelled, on all ranks.
+    """Raised in a web server's handler when the client has disconnected: its request was cancelled on all ranks.
 
     The communicator stays usable.
     """
 
 
 class ProtocolError(CommError):
-    """Raised when bytes from a stranger or a broken peer make no sense. That connection is dropped."""
+    """Raised when received bytes violate the protocol: a stranger or a broken peer has sent them.
+
+    A transport drops the connection. A receive of an object fails alone, and the communicator stays usable.
+    """
 
 
 class AuthError(ProtocolError):
-    """Raised when a peer does not prove that it belongs to the job. That connection is dropped."""
+    """Raised when a peer does not prove that it belongs to the job. The connection is dropped."""
 
 
 class RegionError(CommError):
-    """Raised when a region of another endpoint gives no access: forged, foreign, expired, revoked, or not that right.
+    """Raised when a region of another endpoint is forged, foreign, expired or revoked, or lacks the right.
 
     Nothing was read or written. The connection with that endpoint stays usable.
     """
 
 
 class LeaseError(CommError):
-    """Raised when blocks that are lent may not be used: their owner has taken them back, or the borrower dropped them.
+    """Raised when leased blocks are no longer usable: the owner took them back, or the borrower dropped them.
 
     The message says why. The connection with the other endpoint stays usable.
     """
 
 
 class MoveLostError(CommError):
-    """Raised on every source rank when a version has not been moved: something was lost, closed or given up; says who.
+    """Raised on every source rank when the move of a version fails after a loss, a close or an abort; names the rank.
 
-    The target's old version stays current. The communicators stay usable, unless one of them is what was lost.
+    The target's old version stays current. The communicators stay usable, except one that is itself lost.
     """
 
 
 class MoveTimeoutError(CommTimeoutError):
-    """Raised on every source rank when a version has not been moved in time; says what was waited for.
+    """Raised on every source rank when the move of a version misses its deadline; says what the rank waited for.
 
     The target's old version stays current. The communicators stay usable.
     """
 
 
 class SimulationError(RuntimeError):
-    """Raised when a simulated program does what cannot be simulated, or its history breaks a promise."""
+    """Raised when a simulated program uses something that cannot be simulated, or its history breaks a promise."""
 
 
 def wrong_thread(what: str) -> RuntimeError:
-    """Make the error of a call on another thread than its communicator's.
+    """Return the error of a call on a thread other than the communicator's.
 
     :param what: the call, and the object on which it was made.
     """
@@ -320,12 +325,12 @@ def closed_by(rank: int) -> CommAbortedError:
 
 
 def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
-    """Return the error of a communicator when a rank has died; None: it cannot be told which one."""
+    """Return the error of a communicator that has lost rank ``rank``; None: the rank is unknown."""
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
 
 
 def as_reason(reason: str | BaseException) -> str:
-    """Return why something was given up, in words."""
+    """Return the reason for an abort as text."""
     if not isinstance(reason, BaseException):
         return reason
     return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__

@@ -1,9 +1,9 @@
 """The functional forms of the operations: functions that return a new tensor and do not change their arguments.
 
-Each takes ``group``: a communicator or the name of one; ``""`` and None stand for the default, ``"world"``. Each starts
-its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Arguments need not be
-contiguous, and may require grad; gradients do not flow through the operation. All raise :class:`ArgumentError` for
-wrong arguments, before anything is sent.
+Each function takes ``group``: a communicator or its name. ``""`` and None mean the default, ``"world"``. Each function
+starts its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Arguments need not be
+contiguous and may require grad. Gradients do not flow through the operation. All functions raise :class:`ArgumentError`
+for wrong arguments before they send anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aiocomms.progress.work import Work
 
 AnyGroup: TypeAlias = Communicator | str | None
 
-Given = TypeVar("Given", Tensor, TensorLike)  # Results of a subclass of tensors are tensors, too.
+Given = TypeVar("Given", Tensor, TensorLike)  # The result for a subclass of tensors is a tensor, too.
 
 
 def send(tensor: Given, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Given]:
@@ -57,7 +57,7 @@ def recv(
 def broadcast(tensor: Given, root: int, group: AnyGroup = None) -> Work[Given]:
     """Give every rank a copy of the root's tensor.
 
-    :param tensor: the tensor to send on the root; elsewhere only its shape and dtype matter.
+    :param tensor: the tensor to send, on the root; on other ranks only its shape and dtype matter.
     """
     return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
@@ -73,23 +73,23 @@ def all_reduce(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup
 def reduce(tensor: Given, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
     """Give the root the reduction of all ranks' tensors, and the other ranks a copy of ``tensor``.
 
-    :param op: as of :func:`all_reduce`.
+    :param op: see :func:`all_reduce`.
     """
     return get_comm(group).reduce(_copy("tensor", tensor), root, op)
 
 
 def scan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
-    """Give every rank the reduction of the tensors of the ranks up to it, its own among them.
+    """Give each rank the reduction of the tensors of ranks 0 to its own rank, inclusive.
 
-    :param op: as of :func:`all_reduce`.
+    :param op: see :func:`all_reduce`.
     """
     return get_comm(group).scan(_copy("tensor", tensor), op)
 
 
 def exscan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
-    """Give every rank the reduction of the tensors of the ranks before it; rank 0 as :meth:`Communicator.exscan` does.
+    """Give each rank the reduction of the tensors of all lower ranks; for rank 0 see :meth:`Communicator.exscan`.
 
-    :param op: as of :func:`all_reduce`.
+    :param op: see :func:`all_reduce`.
     """
     return get_comm(group).exscan(_copy("tensor", tensor), op)
 
@@ -116,9 +116,9 @@ def gather(tensor: Given, dst: int, group: AnyGroup = None) -> Work[Given | None
 
 
 def scatter(tensor: TensorLike | None, src: int, group: AnyGroup = None) -> Work[Any]:
-    """Give every rank its chunk of rank ``src``'s tensor, which is cut along dimension 0 into ``size`` equal chunks.
+    """Cut rank ``src``'s tensor along dimension 0 into ``size`` equal chunks, and give each rank its chunk.
 
-    :param tensor: the tensor to cut on ``src``; ignored elsewhere, where shape and dtype come with the chunk.
+    :param tensor: the tensor to cut, on ``src``. Other ranks ignore it, and learn shape and dtype from rank ``src``.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor) if comm.rank == src else None
@@ -126,9 +126,9 @@ def scatter(tensor: TensorLike | None, src: int, group: AnyGroup = None) -> Work
 
 
 def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
-    """Give every rank its chunk of the reduction, which is cut along dimension 0 into ``size`` equal chunks.
+    """Reduce all ranks' tensors, cut the result along dimension 0 into ``size`` equal chunks, and give each rank one.
 
-    :param op: as of :func:`all_reduce`.
+    :param op: see :func:`all_reduce`.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
@@ -136,7 +136,7 @@ def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyG
 
 
 def all_to_all(tensor: Given, group: AnyGroup = None) -> Work[Given]:
-    """Exchange chunks, cut along dimension 0: chunk ``r`` of the result is rank ``r``'s chunk for this rank."""
+    """Exchange equal chunks of dimension 0: chunk ``r`` of the result is rank ``r``'s chunk for this rank."""
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
     _chunk(mine, comm.size)
@@ -155,7 +155,7 @@ class ScatterNew(Op, frozen=True, eq=False):
     src: int
     tensor: Tensor | None
     given: Any
-    """The pattern of the result: on rank ``src`` the object that was given, whose memory is ``tensor``."""
+    """The pattern of the result: on rank ``src``, the tensor or array that the caller passed."""
 
     def check(self, group: CheckedComm) -> None:
         """See :meth:`Op.check`."""

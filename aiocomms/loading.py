@@ -1,7 +1,7 @@
 """The loading of modules in a thread, off the event loop: from a cold disk an import takes a second.
 
-A program's first import of aiocomms loads this module where that stands, perhaps on the loop. So this module imports
-the standard library alone.
+The program's first import of aiocomms may run on the loop, and it loads this module. So this module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 _WITH: Final = ("aiocomms.functional", "aiocomms.serving")
-"""The modules that a program may name once it has something open, and that no other module imports."""
+"""The modules that no other module imports, and that a program may use once it has opened something."""
 _OF_ANYIO: Final = (
     *("BrokenResourceError", "CancelScope", "ClosedResourceError", "EndOfStream", "Event", "Lock", "Semaphore", "abc"),
     *("create_task_group", "current_effective_deadline", "get_cancelled_exc_class", "lowlevel", "move_on_after"),
     *("sleep", "to_thread", "wait_readable"),
 )
-"""The names of anyio that this package uses. anyio loads each of them when it is first named."""
+"""The names of anyio that this package uses. anyio loads each of them at its first use."""
 
 _loaded: set[str] = set()
 _lock = threading.Lock()
 
 
 async def loaded(name: str) -> None:
-    """Import a module, and the modules that will be named with it, in a thread; do nothing if they are loaded.
+    """Import a module, and the modules of ``_WITH``, in a thread, unless they are loaded.
 
-    The caller's own import, which follows, raises the errors.
+    The call ignores errors: the caller's own import, which follows, raises them.
     """
     trio: Any = sys.modules.get("trio")
     of_trio = trio is not None and trio.lowlevel.in_trio_run()
@@ -39,7 +39,7 @@ async def loaded(name: str) -> None:
         return
 
     def load() -> None:
-        with _lock:  # two threads that import each other's packages would wait for each other
+        with _lock:  # Two threads that import each other's packages would wait for each other.
             _load([name, *_WITH], backend)
 
     if of_trio:
@@ -49,7 +49,7 @@ async def loaded(name: str) -> None:
 
 
 def load_now(name: str) -> None:
-    """Import a module, and the modules that will be named with it, for a loop of asyncio; here, where no loop runs."""
+    """Import a module, and the modules of ``_WITH``, for an asyncio loop; on this thread, where no loop runs."""
     if not {name, "asyncio"} <= _loaded:
         _load([name, *_WITH], "asyncio")
 
@@ -66,7 +66,7 @@ def _load(names: Sequence[str], backend: str) -> None:
 
 
 async def _in_thread(call: Callable[[], None]) -> None:
-    """Make a call in a daemon thread, on a loop of asyncio. A cancelled wait leaves it behind."""
+    """Run a call in a daemon thread, and await its end on an asyncio loop. The thread survives a cancelled wait."""
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -78,12 +78,12 @@ async def _in_thread(call: Callable[[], None]) -> None:
 
     def run() -> None:
         call()
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(end)
 
     try:
-        _thread.start_new_thread(run, ())  # a ``Thread`` would have the loop wait until it runs
-    except RuntimeError:  # no thread can be started
+        _thread.start_new_thread(run, ())  # ``Thread.start`` would block the loop until the thread runs.
+    except RuntimeError:  # No thread can be started.
         call()
     else:
         await over

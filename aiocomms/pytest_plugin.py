@@ -35,7 +35,7 @@ class _Asked(NamedTuple):
     transport: str | Mapping[str, str] | None = None
 
     def fits(self) -> bool:
-        """Return whether each argument has the right type; whether there is such a transport its opening will say."""
+        """Return whether each argument has the right type. The opening of the world checks the transport's name."""
         timed = type(self.timeout) in (int, float) and self.timeout > 0
         named = self.transport is None or isinstance(self.transport, (str, Mapping))
         return type(self.n) is int and self.n > 0 and timed and named
@@ -56,16 +56,17 @@ _asked = pytest.StashKey[_Asked]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which a failing history is repeated."""
+    """Add the option that repeats a failing history."""
     parser.getgroup("aiocomms").addoption(
         "--simulated-seed", metavar="SEED", help="run one history of simulated tests, as a failure names it: 7/0,2"
     )
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Register the options of the conformance suite if that suite is run.
+    """Register the options of the conformance suite if the arguments name that suite.
 
-    Given the suite's package (``--pyargs``), pytest finds the suite's conftest only after it has parsed the options.
+    If the arguments name the suite's package (``--pyargs``), pytest parses the options before it finds the suite's
+    conftest.
     """
     if any("aiocomms.testing.conformance" in arg for arg in args):
         early_config.pluginmanager.import_plugin("aiocomms.testing.conformance.options")
@@ -89,13 +90,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have a test that takes ``comm``, or is simulated, run on every rank; before another plug-in takes it over."""
+    """Make a test that takes ``comm`` or is simulated run on every rank, before another plug-in takes the test over."""
     if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("simulated")) is not None:
         _simulate(item, marker)
         return
     if not isinstance(item, pytest.Function) or "comm" not in item._fixtureinfo.argnames:
         return
-    # This is another fixture of that name.
+    # The test may use another fixture with the name "comm".
     if item._fixtureinfo.name2fixturedefs["comm"][-1].func.__module__ != __name__:
         return
     holder = getattr(item.obj, "hypothesis", None)
@@ -107,7 +108,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note that a test failed, as its ranks may have operations pending that will never end; hide our own frames."""
+    """Note that a test failed, as its ranks may have operations pending that never end, and hide aiocomms' frames."""
     if call.excinfo is not None:
         _hide_frames()
         if call.when == "call":
@@ -117,39 +118,42 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """Return the communicators of a world, in rank order. All its ranks live in the test's own event loop.
+    """Return the communicators of a world, in rank order. All its ranks live in the test's event loop.
 
-    It serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
-    ``@pytest.mark.ranks(4)`` sets the number of ranks, and with ``timeout=`` and ``transport=`` their deadline and what
-    joins them; so does an indirect parameter, a number or a mapping of ``n``, ``timeout`` and ``transport``. After the
-    test the world is closed, and it is an error if messages are unmatched then, or only some ranks have called a
-    collective. It is aborted if the test failed.
+    The fixture serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
+    ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
+    deadline of operations and the transport. An indirect parameter sets the same: a number, or a mapping of ``n``,
+    ``timeout`` and ``transport``.
+
+    After the test the fixture closes the world. The test fails if messages are unmatched then, or if only some ranks
+    have called a collective. If the test has failed already, the fixture aborts the world.
     """
     if request.node.get_closest_marker("simulated") is not None:
         raise _refusal(request, "is of one process, and the test's ranks are simulated ones: take 'comm'")
     if _asked not in request.node.stash:
-        # This comes before the loop is entered, whose traceback would bury an error.
+        # An error that is raised here, before the loop runs, has a short traceback.
         request.node.stash[_asked] = _ask(request)
     return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
 
 
 class _EveryRank(list["Communicator"]):
-    """The value of :func:`comm` until the test is called, once for each of these communicators."""
+    """The value of the fixture :func:`comm` before the test is called, once for each of these communicators."""
 
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> Any:
-    """One rank's communicator: the test runs on every rank of a :func:`world` at once, each time with another one.
+    """Return one rank's communicator. The test runs on every rank of a :func:`world` at once.
 
-    If it fails on one rank the others are cancelled, and a note says which rank it was. A fixture takes ``world``.
-    With the marker ``simulated`` the ranks are simulated processes, and each opens its communicator by ``new_comm``.
+    If the test fails on one rank, the other ranks are cancelled, and a note on the error names the rank. Another
+    fixture cannot take ``comm``, and takes ``world`` instead. With the marker ``simulated`` the ranks are simulated
+    processes, and each rank opens its communicator by ``new_comm``.
     """
     if "comm" not in request.node._fixtureinfo.argnames:
         raise _refusal(
             request, "is a communicator of each rank, for a test's own argument; a fixture takes 'world'", "comm"
         )
     if request.node.get_closest_marker("simulated") is not None:
-        return None  # Each rank opens its own.
+        return None  # Each rank opens its own communicator.
     request.node.stash[_asked] = _ask(request)
     return _EveryRank(request.getfixturevalue("world"))
 
@@ -169,7 +173,7 @@ def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _simulate(item: pytest.Function, marker: pytest.Mark) -> None:
-    """Make a simulated test a synchronous one, which no plug-in for event loops has anything to do with."""
+    """Make a simulated test synchronous, so that plug-ins for event loops ignore it."""
     asked = _simulated_as(item, marker)
     holder = getattr(item.obj, "hypothesis", None)
     test = item.obj if holder is None else holder.inner_test
@@ -186,7 +190,7 @@ def _simulate(item: pytest.Function, marker: pytest.Mark) -> None:
 
 
 def _simulated_as(item: pytest.Function, marker: pytest.Mark) -> _SimulatedAs:
-    """Return what the marker ``simulated`` says."""
+    """Return the arguments of the marker ``simulated``."""
     try:
         return _SimulatedAs(*marker.args, **marker.kwargs)
     except TypeError as error:
@@ -217,7 +221,7 @@ def _in_simulation(item: pytest.Function, test: Callable[..., Any], asked: _Simu
 
 
 async def _program(test: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a test on one rank, with a communicator if it takes one."""
+    """Run a test on one rank, with a communicator if the test takes one."""
     if "comm" not in kwargs:
         return await test(*args, **kwargs)
     from aiocomms.communicator.opening import new_comm
@@ -235,7 +239,7 @@ def _trial(item: pytest.Function, program: Callable[[], Any], asked: _SimulatedA
 
 
 def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> Any:
-    """Call something that checks what a test has asked for, and refuse that in one sentence."""
+    """Call a function that checks a test's arguments, and turn its error into a failure of one sentence."""
     from aiocomms.errors import ArgumentError
 
     try:
@@ -246,14 +250,14 @@ def _refusing(item: pytest.Function, call: Callable[..., Any], *args: Any) -> An
 
 
 def _hide_frames() -> None:
-    """Have pytest leave our frames out of tracebacks, but for ``--full-trace``: it asks each frame's module."""
+    """Make pytest omit aiocomms' frames from tracebacks, except with ``--full-trace``, by a mark on each module."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("aiocomms.", "aiocomms_")) and not name.startswith("aiocomms.testing.conformance"):
             module.__dict__.setdefault("__tracebackhide__", True)
 
 
 def _driven(request: pytest.FixtureRequest) -> str:
-    """Return the name of the fixture that opens the world in the loop which runs the test."""
+    """Return the name of the fixture that opens the world in the test's event loop."""
     function: Any = getattr(request, "function", None)
     if hasattr(function, "hypothesis"):
         function = function.hypothesis.inner_test
@@ -273,7 +277,7 @@ def _driven(request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def _checking() -> Iterator[None]:
-    """Have communicators look for mistakes of the program, such as a forgotten await, unless the user has decided."""
+    """Switch on the debug mode, which finds mistakes such as a forgotten await, unless the user has set it."""
     if "AIOCOMMS_DEBUG" in os.environ:
         yield
         return
@@ -311,7 +315,7 @@ async def _aiocomms_anyio_world(request: pytest.FixtureRequest) -> AsyncIterator
 def _asyncio_worlds() -> ModuleType:
     """Make a plug-in with one fixture for each scope of a test's loop, as fixture and test must share the loop.
 
-    pytest-asyncio is imported here, as pytest has imported it by now.
+    This function imports pytest-asyncio, as pytest has imported it by now.
     """
     import pytest_asyncio
 
@@ -335,12 +339,12 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
     scope = marker.kwargs.get("loop_scope") or marker.kwargs.get("scope")
     try:
         return scope or request.config.getini("asyncio_default_test_loop_scope") or "function"
-    except ValueError:  # pytest-asyncio before 0.26 has no such setting
+    except ValueError:  # Versions of pytest-asyncio before 0.26 have no such setting.
         return "function"
 
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
-    """Return what an indirect parameter says, or else the closest marker."""
+    """Return the world that an indirect parameter describes, or else the closest marker."""
     marker = request.node.get_closest_marker("ranks")
     param = getattr(request, "param", None)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)

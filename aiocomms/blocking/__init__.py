@@ -1,9 +1,10 @@
-"""aiocomms for synchronous programs: the same methods, which block, over an asyncio loop in a thread of its own.
+"""aiocomms for synchronous programs: the same methods in blocking form, over an asyncio loop in its own thread.
 
 >>> with aiocomms.blocking.new_comm("auto") as comm:
 ...     t = comm.all_reduce(t).wait()
 
-What returns a :class:`~aiocomms.Work` elsewhere returns a :class:`BlockingWork` here; what is awaited there blocks.
+A method that returns a :class:`~aiocomms.Work` elsewhere returns a :class:`BlockingWork` here. A coroutine method
+elsewhere blocks here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Communicators of synchronous programs: portals with a loop in a thread of their own."""
+"""Communicators of synchronous programs: portals whose loop runs in its own thread."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class Communicator(Portal):
         return repr(self._comm)
 
     def close(self) -> None:
-        """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
+        """Close the communicator: let pending ops end, withdraw unmatched receives, and release all resources.
 
-        It waits up to 5 seconds for the former. Idempotent: a second thread waits for
-        the first.
+        Idempotent: a second thread waits for the first. Pending ops have up to 5 seconds to end.
 
-        :raises RuntimeError: this is the loop's own thread, as that of a hook.
-        :raises CommError: a transport broke while it closed; everything else is released.
+        :raises RuntimeError: the caller is on the loop's own thread, in a hook for example.
+        :raises CommError: a transport failed while it closed; everything else is released.
         """
         with self._use.ending(self._door):
             super().close()
@@ -41,7 +40,7 @@ class Communicator(Portal):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form the communicator that takes the place of this one, which is closed when it stands.
+        """Form a communicator that replaces this one, and close this one once the new one is formed.
 
         See :meth:`aiocomms.Communicator.reconfigure`.
         """
@@ -56,11 +55,11 @@ class Communicator(Portal):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(error)  # the peers may be waiting for ops that this rank will never call
+            self.abort(error)  # The peers may wait for ops that this rank will never call.
         self.close()
 
     def _of(self, comm: Any) -> Self:
-        assert self._use.thread is not None  # The thread has just run this.
+        assert self._use.thread is not None  # The thread has just run the call.
         return type(self)(comm, self._use.thread)
 
 

@@ -12,35 +12,35 @@ from aiocomms.lowlevel.handles import Handle
 
 
 class Ending(Protocol):
-    """An operation, or a step behind it."""
+    """An operation, or a step that follows one."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the operation or step has ended."""
 
 
 class CompoundWork(Handle, dist.Work):
-    """A work that has ended when all its parts have. What its ``wait`` raises is why it has failed."""
+    """A work that has ended when all its parts have ended. The method ``wait`` raises the error of a failed work."""
 
     _parts: Sequence[Ending]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until it has ended."""
+        """Block this thread until the work has ended."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Block this thread until it has ended."""
+        """Block this thread until the work has ended."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the work has ended, with or without an error."""
         return all(part.done() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the work has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """Return why it has failed; None: it has not, or has not ended."""
+        """Return the error of the work; None: it has not failed, or has not ended."""
         if not self.is_completed():
             return None
         try:

@@ -1,4 +1,4 @@
-"""Endpoints of synchronous programs, and of hosts that call from threads of their own."""
+"""Endpoints for synchronous programs, and for hosts that call from their own threads."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class _Inside:
 class Endpoint(Handle):
     """An :class:`aiocomms.Endpoint` whose methods block; made by :func:`open_endpoint`. Any thread may use it.
 
-    Each method has the arguments, the result and the errors of the endpoint's of the same name. If Ctrl-C ends what
-    blocks, it is cancelled.
+    Each method has the arguments, the result and the errors of the endpoint's method of the same name. Ctrl-C cancels a
+    blocking call.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Endpoint(Handle):
         self._endpoint = endpoint
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
-        """The views of the connections that are not closed, on the loop's thread."""
+        """The views of the open connections; the loop's thread alone uses this dict."""
         self._use = Use(thread)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Endpoint(Handle):
 
     @property
     def peers(self) -> Sequence[BlockingPeer]:
-        """The endpoints that this one is connected with; none once it is closed."""
+        """The connected endpoints; none once this endpoint is closed."""
 
         async def views() -> Sequence[BlockingPeer]:
             return [self._view(peer) for peer in self._endpoint.peers]
@@ -83,11 +83,11 @@ class Endpoint(Handle):
 
     @property
     def closed(self) -> bool:
-        """True once it was closed."""
+        """True once the endpoint was closed."""
         return self._endpoint.closed
 
     def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingPeer:
-        """Connect with another endpoint, or find that this one is; see :meth:`aiocomms.Endpoint.connect`."""
+        """Connect to another endpoint, or return the existing connection; see :meth:`aiocomms.Endpoint.connect`."""
 
         async def view() -> BlockingPeer:
             return self._view(await self._endpoint.connect(address, timeout=timeout))
@@ -97,8 +97,8 @@ class Endpoint(Handle):
     def accept(self, *, timeout: Timeout = None) -> BlockingPeer:
         """Wait for the next endpoint that connects to this one; see :meth:`aiocomms.Endpoint.accept`.
 
-        :param timeout: the caller's patience in seconds; None: as long as it takes.
-        :raises TimeoutError: none came in time; the next call gets the one that comes later.
+        :param timeout: the seconds to wait; None: no limit.
+        :raises TimeoutError: no endpoint connected in time; the next call returns one that connects later.
         """
 
         async def view() -> BlockingPeer:
@@ -109,7 +109,7 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> BlockingRegion:
-        """Open memory to others; see :meth:`aiocomms.Endpoint.register`."""
+        """Open memory to other endpoints; see :meth:`aiocomms.Endpoint.register`."""
 
         async def region() -> BlockingRegion:
             opened = self._endpoint.register(tensor, read=read, write=write, lifetime=lifetime)
@@ -118,11 +118,11 @@ class Endpoint(Handle):
         return self._run("register", region)
 
     def close(self) -> None:
-        """Close it: every connection, and what listens. See :meth:`aiocomms.Endpoint.aclose`.
+        """Close the endpoint: every connection, and its listener. See :meth:`aiocomms.Endpoint.aclose`.
 
         Idempotent: a second thread waits for the first.
 
-        :raises RuntimeError: this is the loop's own thread.
+        :raises RuntimeError: the caller is on the loop's own thread.
         """
         self.__exit__(None, None, None)
 
@@ -143,12 +143,12 @@ class Endpoint(Handle):
                 close(self._door, "close", closing)
 
     def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
-        if self.closed:  # An endpoint is closed in a forked child, too, where no thread comes to the door.
+        if self.closed:  # A forked child's endpoint is closed, too: no thread serves its door.
             raise CommClosedError("the endpoint is closed", comm=self.name, op=what)
         return run(self._door, what, call, timeout)
 
     def _view(self, peer: Peer) -> BlockingPeer:
-        """Return the view of a connection: always the same one. On the loop's thread."""
+        """Return the view of a connection, always the same one. Called on the loop's thread."""
         view = self._views.get(peer)
         if view is None:
             self._views = {it: of for it, of in self._views.items() if not it._comm.closed}

@@ -1,4 +1,4 @@
-"""The thread with an event loop that opens something for a synchronous program, and runs for as long as it is used."""
+"""The thread with an event loop that opens something for a synchronous program, and runs while that is in use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LoopThread:
             )
         try:
             self._loop = asyncio.new_event_loop()
-        except OSError as error:  # there is no descriptor for it
+        except OSError as error:  # The process has no free descriptor.
             raise CommError(f"no event loop can be opened: {error}") from error
         self._stop = asyncio.Event()
         self._users = 0
@@ -46,27 +46,27 @@ class LoopThread:
             raise CommError(f"no thread can be started: {error}") from error
 
     def open(self, opening: Awaitable[_Opened]) -> _Opened:
-        """Await what opens something, and return that."""
+        """Await an opening on the loop, and return the opened object."""
 
         async def main() -> _Opened:
             return await opening
 
         future = asyncio.run_coroutine_threadsafe(main(), self._loop)
-        # A signal that comes as the wait begins, or to another thread, does not end the wait: it has pauses.
+        # The wait has pauses, because a signal as it begins, or to another thread, does not end it.
         while not concurrent.futures.wait([future], pending.LOOK).done:
             pass
         opened = future.result()
-        # This end comes before the transport's own, which is known by now.
+        # This call runs before the transport's own, which is registered by now.
         at_end(functools.partial(_end, weakref.ref(self)))
         return opened
 
     def enter(self) -> None:
-        """One more communicator or endpoint uses it."""
+        """Note that one more communicator or endpoint uses the thread."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """One less; with the last one it ends."""
+        """Note that one communicator or endpoint less uses the thread, and end the thread after the last one."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -75,11 +75,11 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True while it runs; in a forked child it does not."""
+        """True while the thread runs; it does not run in a forked child."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the loop with all that is still open, and wait for that; twice is once."""
+        """End the loop with everything that is still open, and wait for the end. Idempotent."""
         if self.alive and threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError):  # The loop has ended just now.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -96,15 +96,15 @@ class Use:
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
         """The thread; None once it has been left."""
-        self._lock = threading.RLock()  # a signal handler may close what it interrupts
+        self._lock = threading.RLock()  # A signal handler may close what it interrupts.
         thread.enter()
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Leave the thread after the body, which closes what uses it: a second caller waits for the first.
+        """Leave the thread after the body, which closes its user. A second caller waits for the first.
 
-        :param door: of what is closed.
-        :raises RuntimeError: this is the loop's own thread.
+        :param door: the door of the communicator or endpoint that is closed.
+        :raises RuntimeError: the caller is on the loop's own thread.
         """
         # A forked child may lack the thread that would give the lock back.
         if self.thread is None or not self.thread.alive:
@@ -118,7 +118,7 @@ class Use:
                 self.leave()
 
     def leave(self) -> None:
-        """Leave the thread; twice is once."""
+        """Leave the thread. Idempotent."""
         with self._lock:
             thread, self.thread = self.thread, None
         if thread is not None:
@@ -128,16 +128,16 @@ class Use:
 def blocking(
     open_: Callable[_P, Awaitable[_Opened]], wrap: Callable[[_Opened, LoopThread], _Blocking], described: str
 ) -> Callable[_P, _Blocking]:
-    """Return the function that starts a thread for a loop, and has it open something.
+    """Return a function that starts a thread for a loop, and opens something on that loop.
 
-    :param open_: opens it, in a loop.
-    :param wrap: what is returned, made of that.
+    :param open_: the function that opens it, on a loop.
+    :param wrap: the function that makes the result of the opened object.
     :param described: the beginning of the function's docstring.
     """
 
     @functools.wraps(open_)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _Blocking:
-        # The call is made here, for this thread says what is wrong with the arguments.
+        # The call is made here, so that this thread raises errors about the arguments.
         opening = open_(*args, **kwargs)
         thread = LoopThread()
         try:
@@ -152,7 +152,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """Close, as the interpreter ends, what the program has left open."""
+    """Close everything that the program has left open, as the interpreter ends."""
     left = thread()
     if left is not None:
         pending.stand_still()

@@ -1,4 +1,4 @@
-"""The peers of a blocking endpoint, and their regions and windows, on other threads than the loop's."""
+"""The peers of a blocking endpoint, and their regions and windows, for other threads than the loop's."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class BlockingPeer(Handle):
-    """An :class:`aiocomms.Peer` for all threads but its loop's: another endpoint that this one is connected with.
+    """An :class:`aiocomms.Peer` for all threads but its loop's: the connection to another endpoint.
 
-    Each method has the arguments, the result and the errors of the peer's of the same name. What returns a
-    :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here; what is awaited there blocks here.
+    Each method has the arguments, the result and the errors of the peer's method of the same name. A method that
+    returns a :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here. A coroutine method there
+    blocks here.
     """
 
     name: str
@@ -38,9 +39,10 @@ class BlockingPeer(Handle):
     transports: dict[str, str]
 
     def __init__(self, door: Door, peer: Peer) -> None:
-        """Make it of a peer, on the loop's thread.
+        """Make the view of a peer, on the loop's thread.
 
-        :param door: its endpoint's, by which the end of the connection is seen to: that of the connection closes then.
+        :param door: the endpoint's door, through which the connection is closed: the connection's own door closes with
+            it.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door
@@ -102,16 +104,16 @@ class BlockingPeer(Handle):
         return self._comm._run("get", lambda: self._peer.get(tensor, descriptor, offset, timeout=timeout))
 
     def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Tell the other endpoint that all that was put so far has arrived; see :meth:`aiocomms.Peer.signal`."""
+        """Tell the other endpoint that all earlier puts have arrived; see :meth:`aiocomms.Peer.signal`."""
         self._comm._run("signal", lambda: self._peer.signal(timeout=timeout))
 
     def lost(self, *, timeout: Timeout = None) -> CommError:
         """Wait until the connection is lost; see :meth:`aiocomms.Peer.lost`.
 
-        :param timeout: the caller's patience in seconds; None: as long as it takes.
-        :returns: why.
-        :raises TimeoutError: it was not lost in time.
-        :raises CommClosedError: it was closed on either side.
+        :param timeout: the seconds to wait; None: no limit.
+        :returns: the reason.
+        :raises TimeoutError: the connection was not lost in time.
+        :raises CommClosedError: the connection was closed on either side.
         """
         try:
             return self._comm._run("lost", self._peer.lost, timeout)
@@ -122,11 +124,11 @@ class BlockingPeer(Handle):
         return self._comm.lost()
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give the connection up, on both sides; any thread. See :meth:`aiocomms.Peer.abort`."""
+        """Abort the connection on both sides; see :meth:`aiocomms.Peer.abort`. Any thread may call this."""
         self._peer.abort(reason)
 
     def close(self) -> None:
-        """Close the connection: ops under way end, and everything is released. Idempotent.
+        """Close the connection: let pending ops end, and release all resources. Idempotent.
 
         See :meth:`aiocomms.Peer.aclose`.
         """
@@ -159,11 +161,11 @@ class BlockingRegion(Handle):
 
     @property
     def revoked(self) -> bool:
-        """True once no endpoint may use it any more."""
+        """True once no endpoint may use the region any more."""
         return self._region.revoked
 
     def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Take it back; see :meth:`aiocomms.Region.revoke`. Nothing is left to do once its endpoint is closed."""
+        """Revoke the region; see :meth:`aiocomms.Region.revoke`. Nothing is left to do once its endpoint is closed."""
         if not self._door.core.closed:
             close(self._door, "revoke", lambda: self._region.revoke(timeout=timeout))
 
@@ -217,7 +219,7 @@ class BlockingRemoteRegion(Described):
     _check: Callable[..., None] = cast("Any", RemoteRegion._check)
 
     def close(self) -> None:
-        """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
+        """Stop using the region: let pending operations end, and tell the owner. Idempotent."""
         if not self._door.core.closed:
             close(self._door, "close", self._remote.aclose)
 

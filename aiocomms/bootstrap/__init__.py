@@ -1,1 +1,1 @@
-"""Bootstrap: ranks find each other and choose transports, by launchers, stores, registry, rendezvous and recovery."""
+"""The bootstrap of ranks: launchers, stores, the rendezvous, the registry of transports, and recovery."""

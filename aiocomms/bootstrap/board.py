@@ -1,7 +1,7 @@
-"""The board of a communicator: signed records that its ranks leave in their store for any of them to read.
+"""The board of a communicator: signed records that each rank leaves in the store, and that all its ranks can read.
 
-Recovery and diagnosis use it, on threads of their own; transports need nothing of it. Every call blocks for as long as
-the store does.
+Recovery and diagnosis use the board, on separate threads. Transports do not use it. Every call blocks as long as the
+store does.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The signer of records on which all ranks agree."""
+"""The number in place of a rank for the signer of records on which all ranks agree."""
 
 
 class Board:
     """The board of one communicator, as one rank uses it."""
 
     def __init__(self, store: Store | None, rank: int, seal: Seal) -> None:
-        """Take a place at the board.
+        """Open the board.
 
-        :param store: of this communicator alone; None: there is no board.
+        :param store: the part of the store that belongs to this communicator; None if it has no store.
         """
         self.store = store
         self.rank = rank
@@ -41,7 +41,7 @@ class Board:
 
     @store_errors()
     def told(self, key: str, rank: int) -> bytes | None:
-        """Return what a rank has left under a key; None: nothing that it can be shown to have left.
+        """Return the value that a rank has left under a key; None if there is none, or the rank has not signed it.
 
         :raises StoreLostError: the store is gone.
         """
@@ -52,20 +52,20 @@ class Board:
 
     @store_errors()
     def decide(self, key: str, value: bytes) -> bytes:
-        """Settle something for all ranks: the value that is given first.
+        """Decide on a value for all ranks, and return the decision: the first value that any rank gives for the key.
 
         :raises StoreLostError: the store is gone.
-        :raises AuthError: what is there is not signed by a rank.
+        :raises AuthError: no rank has signed the record in the store.
         """
         wanted = self._seal.sign(key, ANYBODY, value).hex()
         return self._opened(key, self._store().compare_set(key, "", wanted))
 
     @store_errors()
     def decided(self, key: str) -> bytes | None:
-        """Return what was settled, or None.
+        """Return the decision on a key, or None if there is none yet.
 
         :raises StoreLostError: the store is gone.
-        :raises AuthError: what is there is not signed by a rank.
+        :raises AuthError: no rank has signed the record in the store.
         """
         record = fetch(self._store(), key)
         return None if record is None else self._opened(key, record)

@@ -1,12 +1,13 @@
 """Failure notices of ranks that fail before the rendezvous, in the store that all ranks reach.
 
-The store may be older than this run of the job, and so may what is written there. A rank that waits believes
+The store and its notices may be older than this run of the job. A waiting rank believes
 
-* what comes to be written while it waits;
-* of what is there when it comes, that a process of the same host has failed since this rank's own process was started,
-  if the two have never met: only clocks of one host can be compared.
+* notices that are written while it waits;
+* an earlier notice of a process on the same host, if that process failed after this rank's process was started. This
+  holds only until this process first meets other ranks. Only times on one host can be compared.
 
-A process that comes in a failed rank's place says that it is there. Who tells and who hears are of one run, then.
+A process that replaces a failed rank withdraws the failed rank's notice. So notices and their readers belong to one
+run.
 """
 
 from __future__ import annotations
@@ -33,39 +34,39 @@ from aiocomms.lowlevel.control import ControlCodec
 from aiocomms.lowlevel.hosts import host_id
 
 KEY: Final = "aiocomms/failed"
-"""The list of those that have failed; it stands in the store that the launcher names, under no prefix."""
+"""The key of the list of failed ranks, in the launcher's store, without a prefix."""
 PATIENCE: Final = 1.0
-"""Seconds for which a process that fails tries to say so, and at most so long between two looks of one that waits."""
+"""The seconds for which a failing process tries to write its notice, and between two looks of a waiting rank."""
 _STAYS: Final = 2
-"""Looks for which rank 0 waits once it has heard of one: it may serve the store, where the others have to look, too."""
+"""The number of looks for which rank 0 waits after it finds a notice, as it may serve the store to the other ranks."""
 _LOOKS: Final = 1000
-"""Looks per second that all ranks of a communicator together take at most."""
+"""The largest number of looks per second of all ranks of a communicator together."""
 _LONGEST: Final = 2000
-"""Characters of an error that travels."""
+"""The largest number of characters of an error in a notice."""
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
-"""The module with which a program meets in a store of torch's own."""
+"""The module with which a program uses torch's store for the rendezvous."""
 
 
 class Casualty(msgspec.Struct, array_like=True):
-    """The record that a rank leaves of itself."""
+    """The notice that a rank leaves about itself."""
 
     error: str
-    """The error that has ended it; empty: another process has come in its place."""
+    """The error that ended the rank; empty if another process has replaced it."""
     host: str
     at: float
-    """Seconds since its host was started."""
+    """The time of the notice, in seconds since its host was started."""
 
 
 _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
 
 
 class Casualties:
-    """The ranks that have failed, as a rank that waits for the others hears of them. Each call blocks."""
+    """The reader of failure notices in a rank that waits for the others. Each call blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Begin, before the first look.
 
-        :param store: where the ranks meet; what it stands on is looked at.
+        :param store: the store at which the ranks meet. The notices are in the store below its prefixes.
         """
         self._store = at_the_bottom(store)
         self._rank = rank
@@ -77,9 +78,9 @@ class Casualties:
         self._stays = _STAYS if rank == 0 else 0
 
     def arrive(self) -> None:
-        """Look which ranks have failed, and say that this rank has not.
+        """Read the notices, and withdraw a notice of an earlier process of this rank.
 
-        :raises CommAbortedError: one has.
+        :raises CommAbortedError: a rank has failed.
         """
         self._known = self._listed()
         mine = self._said(self._rank)
@@ -94,9 +95,10 @@ class Casualties:
                 self._give_up(rank, told)
 
     def after(self, pause: float) -> None:
-        """Look which ranks have failed since the last look, if a second of pauses has gone by.
+        """Read the notices since the last look, once the pauses since then add up to :data:`PATIENCE` or more.
 
-        :raises CommAbortedError: one has.
+        :param pause: the seconds for which the rank has waited since the last call.
+        :raises CommAbortedError: a rank has failed.
         """
         self._waited += pause
         if self._waited < max(PATIENCE, self._size / _LOOKS):
@@ -112,12 +114,12 @@ class Casualties:
                 self._give_up(rank, told)
 
     def _listed(self) -> dict[int, list[bytes]]:
-        with contextlib.suppress(ProtocolError):  # A stranger has left something there that is no list.
+        with contextlib.suppress(ProtocolError):  # A stranger has written a value that is no list.
             return listed(fetch(self._store, KEY) or b"", self._size, KEY)
         return {}
 
     def _said(self, rank: int) -> Casualty | None:
-        """Return what a rank has said last; None: nothing that it can be shown to have said."""
+        """Return the last notice of a rank; None if there is none that the rank has signed."""
         if rank in self._known:
             with contextlib.suppress(ProtocolError):  # AuthError is a ProtocolError.
                 record = believed(self._seal, KEY, rank, self._known[rank])
@@ -132,13 +134,13 @@ class Casualties:
 
     def _go(self) -> None:
         if self._stays == 0 and self._heard is not None:
-            error, self._heard = self._heard, None  # The error holds this frame, which must not hold the error.
+            error, self._heard = self._heard, None  # The error refers to this frame, which must not refer to the error.
             raise error
         self._stays -= 1
 
 
 def tell(error: Exception) -> None:
-    """Tell the other ranks of a job what ends this one, within a second; if another one is at fault, that tells."""
+    """Tell the other ranks of a job which error ends this one, within a second, unless another rank is at fault."""
     launch = read_environment(os.environ)
     if launch is None or launch.size == 1 or failures.is_caused(error) or _helps(launch):
         return
@@ -148,7 +150,7 @@ def tell(error: Exception) -> None:
 
 
 def at_the_bottom(store: Store) -> Store:
-    """Return the store to which all prefixes are added."""
+    """Return the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -158,7 +160,7 @@ def _reach(launch: Launch, what: str) -> None:
     torchs = launch.agent_store or _TORCHS in sys.modules
     if launch.host is None or launch.port is None or (launch.rank == 0 and not launch.agent_store):
         return  # This rank would have served the store, so there is none.
-    with contextlib.suppress(Exception):  # The error that has ended the process has been shown.
+    with contextlib.suppress(Exception):  # The user has already seen the error that ends the process.
         store = connect_store(
             launch.host, launch.port, launch.rank, launch.size, agent_store=torchs, timeout=PATIENCE
         )  # fmt: skip
@@ -171,26 +173,26 @@ def _leave(store: Store, seal: Seal, rank: int, what: str) -> None:
 
 
 def _seal() -> Seal:
-    return Seal(read_token(os.environ), "", "casualties")  # no communicator has an empty name
+    return Seal(read_token(os.environ), "", "casualties")  # No communicator has an empty name.
 
 
 def _started() -> float:
-    """Return when this process was started, in seconds since its host was."""
+    """Return the start time of this process, in seconds since its host was started."""
     return _stat(os.getpid())[1]
 
 
 def _stat(process: int) -> tuple[int, float]:
-    """Return a process's parent, and when it was started, as proc_pid_stat(5) tells."""
+    """Return a process's parent and its start time in seconds, see proc_pid_stat(5)."""
     _, _, stat = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
     fields = stat.split()
     return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _helps(launch: Launch) -> bool:
-    """Return whether this process is none of the launcher's, but a rank has started it: its end is not the rank's.
+    """Return whether a rank, not the launcher, has started this process, so that its end is not the rank's end.
 
-    Then a process above it is a Python, too, and has its rank in the environment that it was started with. Between a
-    rank and its launcher may be a shell, or a tool that binds it to cores.
+    Then an ancestor runs the same Python, and has a rank in its initial environment. A shell, or a tool that binds a
+    rank to cores, may stand between a rank and its launcher.
     """
     mark, process = f"{MARKS[launch.launcher]}=".encode(), os.getpid()
     mine = Path("/proc/self/exe").readlink()
@@ -200,6 +202,6 @@ def _helps(launch: Launch) -> bool:
                 return False
             if Path(f"/proc/{process}/exe").readlink() == mine:
                 return True
-    except OSError:  # The process is another user's, and no rank.
+    except OSError:  # The process belongs to another user, and is no rank.
         pass
     return False

@@ -1,8 +1,8 @@
-"""The warning that the ranks of one host have more of torch's threads together than processors.
+"""The warning that torch's threads of all ranks on one host outnumber its processors.
 
-Each rank has as many as its host has processors, unless ``OMP_NUM_THREADS`` says otherwise. Threads that want a
-processor then keep the event loops of other ranks from theirs. A rank whose threads nobody has limited adds them to a
-number in the store once it has met the others. So all are counted when a communicator is formed.
+By default torch makes as many threads in each rank as the host has processors. The threads of one rank then delay the
+event loops of other ranks. A rank without ``OMP_NUM_THREADS`` adds its threads to a number in the store after the
+rendezvous. So all threads are counted when a communicator is formed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 
 _RANK: Final = 1 << 32
-"""The part of the number that stands for one rank; the rest is threads."""
+"""The value that one rank adds to the number in the store, besides its threads."""
 _log = logging.getLogger("aiocomms")
 _counted: dict[int, object] = {}
-"""This process, and what has counted it: ranks that are its tasks or threads share torch's threads."""
+"""The claims of counted processes, by pid. Ranks that are tasks or threads of one process share torch's threads."""
 
 
 def may_crowd(size: int) -> bool:
-    """Return whether to count this process: it is not counted yet, and nobody has limited torch's threads in it."""
+    """Return whether to count this process: it is not counted yet, and its number of torch's threads is unlimited."""
     if size == 1 or clock.simulation is not None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() == 1:
         return False
     claim = object()
@@ -35,21 +35,21 @@ def may_crowd(size: int) -> bool:
 
 
 def count(store: Store) -> str:
-    """Add this process's threads to those of its host, which blocks. Ranks with other processors are counted apart.
+    """Add this process's threads to the number of its host. Blocks. Ranks with other processors have another number.
 
     :param store: the part of the store that belongs to one communicator.
-    :returns: the key of the number, for the one rank of them that is to warn; empty: another one does.
+    :returns: the key of the number on the one rank that warns, and an empty text on the others.
     """
     processors = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     key = f"threads/{hashlib.sha256(f'{host_id()} {processors}'.encode()).hexdigest()[:16]}"
     mine = _RANK + torch.get_num_threads()
-    with contextlib.suppress(RuntimeError):  # Without the store no communicator is formed, which says why.
+    with contextlib.suppress(RuntimeError):  # The store is gone. The forming communicator raises the error.
         return key if store.add(key, mine) == mine else ""
     return ""
 
 
 def warn(store: Store, key: str) -> None:
-    """Warn if the ranks of this host have too many threads together; blocks."""
+    """Warn if the ranks of this host have too many threads together. Blocks."""
     with contextlib.suppress(RuntimeError):
         ranks, threads = divmod(store.add(key, 0), _RANK)
         processors = len(os.sched_getaffinity(0))

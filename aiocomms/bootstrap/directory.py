@@ -1,4 +1,4 @@
-"""The directory of the open communicators, which finds them by name."""
+"""The directory of open communicators by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 _OPEN = "communicators"
-# Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
+# Ranks that are tasks of one process have communicators of the same names. Each task finds its own communicators first.
 _mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")
 
 
@@ -35,7 +35,7 @@ def every_open() -> list[Communicator]:
 
 
 def enter(comm: Communicator) -> None:
-    """Let the current task, and those it starts, find this one among communicators of the same name."""
+    """Make the current task and the tasks that it starts find ``comm`` among communicators of the same name."""
     opened = _opened()
     still = {name: ref for name, ref in _mine.get({}).items() if name in opened}
     _mine.set({**still, comm.name: weakref.ref(comm)})
@@ -54,7 +54,7 @@ def unregister(comm: Communicator) -> None:
 def find(name: str) -> Communicator:
     """Find an open communicator by its name.
 
-    :raises ArgumentError: there is none of that name, or several and this task opened none of them.
+    :raises ArgumentError: no communicator has that name, or several have it and this task opened none of them.
     """
     opened = _opened()
     same = opened.get(name, [])

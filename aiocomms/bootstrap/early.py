@@ -1,6 +1,6 @@
-"""Catch an exception that ends a rank before the rendezvous, and tell the other ranks, which wait for it.
+"""The hook for an exception that ends a rank before the rendezvous. It tells the other ranks, which wait.
 
-:mod:`aiocomms` imports this module where a launcher has started a rank, so it imports nothing but the standard library.
+:mod:`aiocomms` imports this module if a launcher has started a rank, so this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MARKS: Final = {
     "MPICH": "PMI_RANK",
     "Slurm": "SLURM_PROCID",
 }
-"""The variable in which each launcher tells a process its rank."""
+"""The environment variable in which each launcher gives a process its rank."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -31,27 +31,27 @@ class _Start:
 
 
 def has_met() -> bool:
-    """Return whether this process has met the other ranks: from then on communicators tell them what becomes of it."""
+    """Return whether this process has met the other ranks. From then on communicators tell them of failures."""
     return _Start.has_met
 
 
 def meets() -> None:
-    """Note that it has."""
+    """Note that this process has met the other ranks."""
     _Start.has_met = True
 
 
 def watch() -> None:
-    """Tell the others from now on of an exception that ends this process."""
+    """Tell the other ranks from now on of an exception that ends this process."""
     sys.excepthook = _telling(sys.excepthook, os.getpid())
 
 
 def _telling(before: Hook, process: int) -> Hook:
-    """Return a hook that calls another one, and tells the others; in a forked child it does the former alone."""
+    """Return a hook that calls the hook ``before``, and then tells the other ranks, except in a forked child."""
 
     def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if isinstance(error, Exception) and os.getpid() == process and not has_met():
-            with contextlib.suppress(Exception):  # The error that has ended the process has been shown.
+            with contextlib.suppress(Exception):  # The user has already seen the error that ends the process.
                 importlib.import_module("aiocomms.bootstrap.casualties").tell(error)
 
     return told

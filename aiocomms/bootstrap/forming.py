@@ -1,10 +1,10 @@
 """Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
 
-Ranks wait for each other while they form: in the store, and in a transport for connections. One that has failed in
-between comes nowhere any more, and as long as its process lives no connection says so.
+Forming ranks wait for each other in the store, and in a transport for connections. A rank that fails in between arrives
+nowhere, and no connection shows its failure while its process lives.
 
-A communicator that takes another one's place is used once all its ranks, newcomers too, have said that they have formed
-it. So the attempt has one end for all ranks, and what is said of it first counts: it is carried out, or given up.
+The ranks use the successor of a communicator once all its ranks, including newcomers, have reported that they formed
+it. So an attempt has the same end on all ranks, and the first decision on it counts: carried out, or given up.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.1
-"""Seconds between the looks whether another rank has failed; less if the time is short."""
+"""The seconds between two looks for a failure of another rank; less if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""Seconds in which a store says why a rank has closed its connections; else it is taken for lost."""
+"""The seconds in which a store must answer why a rank has closed its connections. Then it counts as lost."""
 _PARTS: Final = 16
-"""Looks at least in the time that a communicator has to form: ranks that recover wait for no late one for a quarter."""
+"""The least number of looks within the timeout: recovery waits for late ranks for only a quarter of the time."""
 _LOOKS: Final = 1000
-"""Looks per second that all ranks of a communicator together take at most."""
+"""The largest number of looks per second of all ranks of a communicator together."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
-"""The errors that the other ranks find out by themselves, or have said."""
+"""The errors that the other ranks find by themselves, or have reported."""
 FORMS_AGAIN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError)
-"""The errors of an attempt after which the ranks that are left make another one."""
+"""The errors of an attempt after which the surviving ranks make another attempt."""
 _END: Final = "end"
 _CARRIED_OUT: Final = b""
 _FORMED: Final = "formed"
@@ -48,23 +48,23 @@ _REASONS: Final = ControlCodec[Reason](Reason, "why a rank has failed")
 
 Transports = dict[ops.Family, Transport]
 Missing = Callable[[], CommError | None]
-"""A function that returns why an attempt is in vain; None: it is not. It is called in a thread."""
+"""A function that returns the error of an attempt that cannot succeed any more, or None. A thread calls it."""
 
 
 async def formed(
     rendezvous: StoreRendezvous, opening: Awaitable[Transports], missing: Missing = lambda: None
 ) -> Transports:
-    """Await what opens this rank's transports, and give up if another rank has.
+    """Await the opening of this rank's transports, and give up if another rank has given up.
 
-    :param missing: is called from time to time.
-    :raises CommAbortedError: it has failed on another rank, or was cancelled there.
+    :param missing: a function that is called from time to time. If it returns an error, this rank gives up.
+    :raises CommAbortedError: the forming has failed on another rank, or was cancelled there.
     """
     if rendezvous.store is None or rendezvous.size == 1:
         return await opening
     opened: Transports = {}
     heard: list[CommError] = []
-    # The task that hears has a scope of its own. To cancel the whole group would throw into this task, too, and CPython
-    # 3.11 then forgets who has awaited it.
+    # The listening task has a separate scope. A cancellation of the whole group would also reach this task, and CPython
+    # 3.11 then loses the reference to its awaiter.
     hearing = anyio.CancelScope()
     try:
         async with anyio.create_task_group() as tasks:
@@ -73,35 +73,38 @@ async def formed(
                 opened = await opening
             finally:
                 hearing.cancel()
-    except BaseExceptionGroup as group:  # The group is around the exception that was raised.
+    except BaseExceptionGroup as group:  # The task group wraps the exception that was raised.
         failure = heard.pop() if heard else group.exceptions[0]
     except BaseException as error:
         failure = error
     else:
         if opened:
             return opened
-        raise heard.pop()  # The error holds this frame, which must not hold the error.
+        raise heard.pop()  # The error refers to this frame, which must not refer to the error.
     try:
         failure = await _break_off(rendezvous, opened, failure)
         raise failure
     finally:
-        del failure  # The error holds this frame, too.
+        del failure  # This error also refers to this frame.
 
 
 async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: BaseException) -> BaseException:
-    """Tell the others why this rank has failed, or hear it from them; return the error that says so."""
+    """Tell the other ranks why this rank has failed, or read the reason from them; return the error to raise."""
     with anyio.CancelScope(shield=True):
         if isinstance(failure, PeerDiedError):
             failure = await explained(rendezvous, failure)
         elif not isinstance(failure, _KNOWN):
             await tell(rendezvous, failure)
-        # There are some here only if this rank was cancelled at the last moment.
+        # Transports are open here only if this rank was cancelled at the last moment.
         await close_transports({*opened.values()})
     return failure
 
 
 async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> CommError:
-    """Return why a rank has closed its connections while it formed a communicator: it may live, and have given up."""
+    """Return the reason why a rank closed its connections while it formed a communicator.
+
+    The rank may be alive, and have given up.
+    """
     if rendezvous.store is None:
         return failure
     with anyio.move_on_after(_ANSWERS):
@@ -114,15 +117,15 @@ async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> Comm
 
 
 async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
-    """Tell the ranks that still form a communicator why this one has failed, if the store answers at once."""
+    """Tell the ranks that still form a communicator why this rank has failed, if the store answers at once."""
     with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
         await run_in_thread(partial(give_up, rendezvous, rendezvous.rank, failure))
 
 
 def give_up(board: Board, rank: int, failure: BaseException) -> bool:
-    """Say that a rank cannot form a communicator, on that one's board. Blocks.
+    """Report on a communicator's board that a rank cannot form the communicator. Blocks.
 
-    :returns: False: it is too late, for the communicator has been formed by all.
+    :returns: False if it is too late, because all ranks have formed the communicator.
     :raises StoreLostError: the store is gone.
     """
     why = failure.message if isinstance(failure, CommError) else "it was cancelled"
@@ -131,7 +134,7 @@ def give_up(board: Board, rank: int, failure: BaseException) -> bool:
 
 
 def given_up(board: Board) -> bool:
-    """Return whether a rank has said that a communicator cannot be formed. Blocks.
+    """Return whether a rank has reported that it cannot form a communicator. Blocks.
 
     :raises StoreLostError: the store is gone.
     """
@@ -139,9 +142,9 @@ def given_up(board: Board) -> bool:
 
 
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
-    """Return whether what this rank has formed is carried out, by all ranks; close it if not.
+    """Return whether all ranks have formed the communicator; close this rank's transports if not.
 
-    :raises StoreLostError: the store is gone before this rank knows, and another one has closed its connections.
+    :raises StoreLostError: the store is gone before this rank knows, and another rank has closed its connections.
     """
     done = False
     try:
@@ -161,18 +164,18 @@ async def _carried_out(rendezvous: StoreRendezvous, transports: Transports) -> b
     try:
         with anyio.move_on_after(max(0.0, rendezvous.left()) + PROBE):
             return await run_in_thread(partial(_wait_for_end, rendezvous, transports, stop))
-        return False  # This rank may have stood still, and the others have gone on.
+        return False  # This process may have been stopped, and the others have gone on.
     except StoreLostError:
         await anyio.sleep(PROBE)
         if any(transport.early_failure for transport in transports.values()):
             raise
-        return True  # The others keep their connections, as ranks do that have formed it.
+        return True  # The others keep their connections, so they have formed the communicator.
     finally:
         stop.set()
 
 
 def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clock.ThreadEvent) -> bool:
-    """Say that this rank has formed it, and wait for the end or bring it about; in a thread."""
+    """Report that this rank has formed its part, and wait for the decision or make it. Runs in a thread."""
     forming = set(range(rendezvous.size))
     rendezvous.tell(_FORMED, b"1")
     for pause in pauses(rendezvous.size):
@@ -188,9 +191,9 @@ def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clo
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
-    """Return why a split ends on this rank: the others would wait for it until their time is up.
+    """Return the error of a failed split on this rank, which the others need, as they wait for this rank.
 
-    :param members: the new communicator's ranks, as ranks of the one that is split.
+    :param members: the new communicator's ranks, as ranks of the communicator that is split.
     """
     if isinstance(error, CommError):
         # An error without an op comes from forming, and names ranks of the new communicator.
@@ -201,7 +204,7 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
 
 def _renumbered(error: CommError, members: Sequence[int]) -> CommError:
-    """Return an error of a new communicator with the ranks of the one that is split."""
+    """Return an error of a new communicator with ranks of the communicator that is split."""
     copy = error.about()
     late = error.late if isinstance(error, CommTimeoutError) else ()
     named = late or (() if error.peer is None else (error.peer,))
@@ -223,7 +226,7 @@ async def _hear(
     hearing: anyio.CancelScope,
     forming: anyio.CancelScope,
 ) -> None:
-    """Cancel what forms this rank's part when another rank has failed; until that is formed."""
+    """Cancel the forming of this rank's part if another rank fails; look until ``hearing`` is cancelled."""
 
     def look() -> CommError | None:
         told = rendezvous.decided(_END)
@@ -232,7 +235,7 @@ async def _hear(
     with hearing:
         while not heard:
             await anyio.sleep(max(min(_PAUSE, rendezvous.timeout / _PARTS), rendezvous.size / _LOOKS))
-            with contextlib.suppress(CommError):  # The task that forms meets the same error, and raises it.
+            with contextlib.suppress(CommError):  # The forming task gets the same error, and raises it.
                 failure = await rendezvous.run("looking whether a rank has failed", look)
                 if failure is not None:
                     heard.append(failure)

@@ -1,17 +1,17 @@
-"""Generations: the ranks find each other on a store that may hold an earlier run's keys.
+"""The arrival of ranks at a store that may hold keys of an earlier run.
 
-A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
-again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. A record
-under such a name was written since, by a process that is, or was, there with it. So
+A store may keep the keys of a crashed run, such as the store of a launcher that restarts ranks, or a reused file. So
+each rank gives every arrival a random name, and writes the name in place of its last one. A record under such a name is
+newer than the name, and its writer was there at the same time. So
 
-1. rank 0 writes down its name, and each rank that finds it adds its own to a list under it;
-2. when the list has a name of every rank, rank 0 signs these names. A rank that finds itself among them has met the
+1. rank 0 writes its name, and each rank that reads the name adds its own name to a list under it;
+2. once the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
    others.
 
-If rank 0 is gone, the list does no harm, for no rank signs it. A rank that waits for long calls the roll. A rank that
-answers under the name of that call is there, whether or not rank 0 is. The keys of a process that is gone are not taken
-for a rank, and neither are records written without the job's token. Names, lists and the words of rank 0 have this
-shape in every version from 3 on. So ranks of two versions can tell each other that they differ.
+If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long calls the roll. A rank that
+answers under the name of that call is present, even if rank 0 is not. Keys of a process that is gone do not count as a
+rank, nor do records without the job's token. Names, lists and the statement of rank 0 have the same format in every
+version from 3 on. So ranks of two versions can report that their versions differ.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
-"""Seconds after which a rank calls the roll, if no rank has since it came."""
+"""The seconds after its arrival at which a rank first calls the roll, unless another rank called it recently."""
 _LEADER: Final = "came/0"
 _SAID: Final = re.compile(
     r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
 )
-"""The words of rank 0: its name, the digest of the names it speaks of, and, if anything is wrong, with whom and why."""
+"""The statement of rank 0: its name, the digest of the signed names, and on an error the rank at fault and the reason.
+"""
 
 
 class Arrival:
-    """One arrival of a rank under a communicator's name. It is used by one thread, which it blocks."""
+    """One arrival of a rank under a communicator's name. One thread uses it, and is blocked meanwhile."""
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal) -> None:
-        """Create an arrival. The other ranks know nothing of it before :meth:`meet`.
+        """Create an arrival. The other ranks do not see it before :meth:`meet`.
 
-        :param store: a store with the keys of this name alone.
+        :param store: the part of the store that belongs to the communicator's name.
         """
         self._store = store
         self._rank = rank
         self._size = size
         self._seal = seal
         self.present: set[int] = {rank}
-        """The ranks that, as this one knows, have come."""
+        """The ranks that have arrived, as far as this rank knows."""
         self._mine = secrets.token_hex(_LENGTH // 2)
         self._came = f"came/{rank}"
         self._answered = ""
@@ -68,13 +69,13 @@ class Arrival:
     def meet(self, given_up: clock.ThreadEvent, seconds: float = math.inf) -> str:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
-        :param seconds: after which it will be.
-        :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store; an
-            empty one if ``given_up`` was set.
-        :raises ArgumentError: another process has come as this rank.
-        :raises CommAbortedError: a rank has failed before it came.
-        :raises AuthError: what a rank has written that sees this rank is not signed, or this rank's own name is not.
-        :raises ProtocolError: a rank that sees this rank is of another version.
+        :param seconds: the time after which ``given_up`` will be set.
+        :returns: a text that is the same on all ranks, and that differs for all other arrivals on this store; an empty
+            text if ``given_up`` was set.
+        :raises ArgumentError: another process has arrived as this rank.
+        :raises CommAbortedError: a rank has failed before it arrived.
+        :raises AuthError: a record of a rank that sees this rank is not signed, or the record with this rank's name.
+        :raises ProtocolError: a rank that sees this rank has another version.
         :raises StoreLostError: the store is gone.
         """
         steps = self.steps(seconds)
@@ -87,7 +88,7 @@ class Arrival:
                 return ""
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
-        """Do what :meth:`meet` does, but wait: yields the seconds to wait before each further step."""
+        """Do what :meth:`meet` does without its waits: yield the seconds to wait before each further step."""
         casualties = Casualties(self._store, self._rank, self._size)
         casualties.arrive()
         write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
@@ -95,7 +96,7 @@ class Arrival:
         if self._rank == 0:
             self._answer(self._mine)
         else:
-            # The key exists from here on, so that one read gets it together with others.
+            # The key must exist, so that one call can read it together with others.
             self._store.compare_set(_LEADER, "", _NOBODY)
         for pause in pauses(self._size):
             key = self._lead(roll) if self._rank == 0 else self._follow(roll)
@@ -109,7 +110,7 @@ class Arrival:
     # ----------------------------------------------------------------------------------------------------- rank 0
 
     def _lead(self, roll: _Roll) -> str:
-        """Look which ranks have come; when all have, say so. Return the meeting's key, or an empty text."""
+        """Read which ranks have arrived, and report it once all have. Return the meeting's key, or an empty text."""
         where = self._list(self._mine)
         came, here, called = self._store.multi_get([_LEADER, where, roll.KEY])
         if self._seal.verify("came", 0, came) != self._mine.encode():
@@ -125,7 +126,7 @@ class Arrival:
         try:
             for rank, theirs in records.items():
                 names[rank] = _name(believed(self._seal, where, rank, theirs))
-        except ProtocolError as error:  # AuthError is a ProtocolError. The others wait for what is said now.
+        except ProtocolError as error:  # AuthError is a ProtocolError. The others wait for this report.
             self._say(text, f"{type(error) is AuthError:d} {error.peer} {error.message}")
             raise
         if _NOBODY in names.values() or len(names) < self._size:
@@ -139,10 +140,10 @@ class Arrival:
         said = f"{self._mine} {_digest(names)} {trouble}"
         write(self._store, self._seal, "came", 0, _LEADER, said.encode())
 
-    # -------------------------------------------------------------------------------------------------- the others
+    # -------------------------------------------------------------------------------------------------- the other ranks
 
     def _follow(self, roll: _Roll) -> str:
-        """Answer rank 0, if another one has come, and look what it says. The meeting's key, or an empty text."""
+        """Answer a new rank 0, and read its statement. Return the meeting's key, or an empty text."""
         leader, came, called = self._store.multi_get([_LEADER, self._came, roll.KEY])
         name, _, said = claimed(leader).decode(errors="replace").partition(" ")
         if name != self._answered and _NAME.fullmatch(name):
@@ -151,7 +152,7 @@ class Arrival:
             names = fetch(self._store, f"met/{name}") or b""
             if names[_LENGTH * self._rank :][:_LENGTH] == self._mine.encode():
                 return self._heard(leader, names)
-            self._refused = leader  # This rank 0 is gone, or knows another process as this rank.
+            self._refused = leader  # This rank 0 is gone, or counts another process as this rank.
         if self._seal.verify("came", self._rank, came) != self._mine.encode():
             self._taken()
         roll.heard(called)
@@ -159,10 +160,10 @@ class Arrival:
         return ""
 
     def _heard(self, leader: bytes, names: bytes) -> str:
-        """Return the key of the meeting that rank 0 says has come about, or raise the error that it has found.
+        """Return the key of the meeting that rank 0 reports, or raise the error that it reports.
 
-        It names this arrival, so it is there, and no process that is gone. So only now is it an error that it has
-        another token or another version.
+        Rank 0 names this arrival, so its process was present after this rank arrived. Only now is another token or
+        another version of rank 0 an error.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -177,7 +178,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of those who have seen this arrival of rank 0, apart for each size that ranks believe in."""
+        """Return the key of the list of ranks that have seen this arrival of rank 0, one list for each size."""
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:
@@ -188,9 +189,9 @@ class Arrival:
 
 
 class _Roll:
-    """The roll: the ranks that answer while this rank waits, so that its error names those that have not come.
+    """The roll of the ranks that answer while this rank waits. With it the rank's error names the missing ranks.
 
-    It does so where rank 0 is one of them, too.
+    The roll also works if rank 0 is missing.
     """
 
     KEY: Final = "roll"
@@ -198,45 +199,45 @@ class _Roll:
     def __init__(self, store: Store, rank: int, size: int, seal: Seal, seconds: float, present: set[int]) -> None:
         """Begin.
 
-        :param seconds: for which this rank waits.
-        :param present: where ranks that answer are added.
+        :param seconds: the time for which this rank waits.
+        :param present: the set to which ranks that answer are added.
         """
         self._store, self._rank, self._size, self._seal = store, rank, size, seal
         self._present = present
         now, last = clock.now(), last_look(size, seconds)
         self._last = last
         self.patience: float = last / 8
-        """The most seconds between two looks, so that each rank answers in time."""
+        """The largest number of seconds between two looks, so that each rank answers in time."""
         self._calls = [now + min(_BORED, seconds / 4), now + seconds - last]
         self._look = now + seconds - last / 2
         self._before = store.compare_set(self.KEY, "", _NOBODY)
         self._known = b""
-        self._heard = ""  # The newest call since this rank came: a rank that answers it is there.
+        self._heard = ""  # This is the newest call since this rank arrived. A rank that answers it is present.
         self._heard_at = -math.inf
 
     def heard(self, called: bytes) -> None:
-        """Answer a call, if it is another one than the last."""
+        """Answer a call if it is new."""
         name = _name(called)
         if called == self._known or name == _NOBODY:
             return
-        self._note()  # This notes the ranks that have answered the call before, and may have given up since.
+        self._note()  # This notes the ranks that answered the previous call, and may have given up since.
         append(self._store, self._seal, f"roll/{name}", self._rank, f"roll/{name}", b"")
         self._known = called
         if called != self._before:
             self._heard, self._heard_at = name, clock.now()
 
     def look(self) -> None:
-        """Call the roll, or note which ranks have answered, if it is time for that."""
+        """Call the roll, or note the ranks that have answered, if it is time for that."""
         now = clock.now()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
-            if now - self._heard_at > self._last:  # Few ranks answer a call that another one replaces at once.
+            if now - self._heard_at > self._last:  # Few ranks answer a call if another call replaces it at once.
                 self._store.set(self.KEY, secrets.token_hex(_LENGTH // 2))
         if now >= self._look:
             self._note()
 
     def _note(self) -> None:
-        """Look which ranks have answered the newest call."""
+        """Note the ranks that have answered the newest call."""
         where = f"roll/{self._heard}"
         with contextlib.suppress(ProtocolError):  # There is no list.
             answers = (fetch(self._store, where) or b"") if self._heard else b""

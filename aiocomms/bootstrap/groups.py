@@ -1,4 +1,4 @@
-"""The groups of a communicator: some of its ranks form one of their own, of which the others need not know."""
+"""The groups of a communicator. Some of its ranks form a group without the other ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Formed(NamedTuple):
 
 
 class Groups:
-    """The groups that the ranks of one communicator have formed; the count is the same on all that take part."""
+    """The groups of one communicator's ranks. All members of a group count the calls that form it alike."""
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
         self._calls: Counter[str] = Counter()
 
     async def form(self, members: Sequence[int], name: str, seconds: float) -> Formed:
-        """Form one; collective over its members.
+        """Form a group. Collective over its members.
 
-        :param members: ranks of the communicator, with this one among them.
-        :param seconds: the time to form in, and then that of its ops.
+        :param members: ranks of the communicator that include this rank.
+        :param seconds: the time for the forming, and then the timeout of the group's ops.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()
         self._calls[own] += 1
@@ -45,7 +45,7 @@ class Groups:
             parent, options = self._transports[family], self._plan.options
             if cls.split_nobody is Transport.split_nobody:
                 return await parent.split(child, members, options)
-            return await cls.open(child, options)  # A split of this class needs the ranks that join none, too.
+            return await cls.open(child, options)  # A split of this class would need all ranks of the communicator.
 
         try:
             transports = await formed(child, open_transports(self._plan, opened))

@@ -1,7 +1,7 @@
 """The environment variables of launchers, in which a process finds its rank, the number of ranks and the store.
 
-This module imports neither torch nor an event loop, and opens no socket. It supports torchrun and all else that sets
-the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MPI, PALS), and Slurm's srun.
+This module imports neither torch nor an event loop, and opens no socket. It supports torchrun and other launchers that
+set the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MPI, PALS), and Slurm's srun.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Launch", "expand_hostlist", "read_environment"]
 
 _log = logging.getLogger("aiocomms")
 
-# Variables that only a process has that the launcher has started as a rank.
+# Only a process that the launcher has started as a rank has these variables.
 _MARKS: Final = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK")),
@@ -38,12 +38,12 @@ _MARKS: Final = {
 }
 _SHARED: Final = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS")
 
-# The ports are below 32768, from where on Linux assigns source ports (net.ipv4.ip_local_port_range). Any outgoing
-# connection of the host may hold such a port. A rank that connects to one before rank 0 listens on it may even be
+# Linux assigns source ports from 32768 on (net.ipv4.ip_local_port_range), so these ports are lower. Any outgoing
+# connection of the host may hold a source port. A rank that connects to one before rank 0 listens there may even be
 # connected to itself.
 _PORTS: Final = range(20000, 32000)
 
-# Step numbers from here on are Slurm's own: a batch script, the shell of an interactive allocation (slurm.h).
+# Step numbers from here on are special: a batch script, or the shell of an interactive allocation (slurm.h).
 _SLURM_FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -51,7 +51,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process in a job, as its launcher has told it.
+    """The rank of this process in a job and the job's store, as its launcher has set them.
 
     :param launcher: ``"torchrun"``, ``"Open MPI"``, ``"MPICH"`` or ``"Slurm"``.
     :param rank: the rank of this process, ``0 <= rank < size``.
@@ -59,7 +59,7 @@ class Launch:
     :param host: the name or address of the store's host, where rank 0 runs; None only if ``size`` is 1.
     :param port: the TCP port of the store, 1 to 65535; None only if ``size`` is 1.
     :param agent_store: whether the launcher itself serves the store there, so that rank 0 must not.
-    :param elsewhere: whether ranks are on other hosts than ``host``, which is the launcher's name of it.
+    :param elsewhere: whether ``host`` is the launcher's name of a host, and ranks may be on other hosts.
     """
 
     launcher: str
@@ -72,15 +72,15 @@ class Launch:
 
 
 def read_environment(environ: Mapping[str, str]) -> Launch | None:
-    """Find out which launcher started this process, with which rank, and how many ranks there are.
+    """Return the launcher of this process, its rank and the number of ranks.
 
     The first launcher that applies is taken: torchrun, Open MPI, MPICH, Slurm. ``MASTER_ADDR`` and ``MASTER_PORT`` take
-    precedence over what the launcher implies. An empty variable counts as missing.
+    precedence over the launcher's host and port. An empty variable counts as missing.
 
     :param environ: the environment, such as ``os.environ``.
-    :returns: the launch, or None if no launcher started this process, which is then a world of one; that is logged.
-    :raises ArgumentError: the environment is incomplete or contradicts itself; the message lists all that is wrong, and
-        which variables of the launcher there are.
+    :returns: the launch; None if no launcher started this process, which is then a world of one. A log record tells so.
+    :raises ArgumentError: the environment is incomplete or contradicts itself. The message lists all faults, and the
+        launcher's variables that are set.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "RANK" in env:
@@ -103,7 +103,7 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _log_world_of_one(env: Mapping[str, str]) -> None:
-    """Log that this process is alone: as a warning if something suggests that it was meant to be one of several."""
+    """Log that this process is alone: as a warning if a variable suggests that it should be one of several ranks."""
     hints = [name for name in ("MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX") if name in env]
     if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
         hints += [name for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID") if name in env]
@@ -150,7 +150,7 @@ def _expand_numbers(inside: str) -> Iterator[str]:
 
 
 class _Reader:
-    """A reader of one launcher's variables, which collects complaints so that one error can list all of them."""
+    """A reader of one launcher's variables. It collects complaints, so that one error lists all of them."""
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -190,7 +190,7 @@ class _Reader:
         return Launch(self.launcher, rank, size, host, port, agent_store, elsewhere)
 
     def error(self) -> ArgumentError:
-        """Return the error with all complaints; and with what is there, if something is missing."""
+        """Return the error with all complaints, and with the variables that are set if one is missing."""
         there = ""
         if any("is missing" in complaint for complaint in self.complaints):
             names = [name for name in (*_MARKS[self.launcher], *_SHARED) if name in self.env]
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether it can be a host: else its name would be looked up until the deadline."""
+    """Return whether a text can name a host, because the look-up of another text would last until the deadline."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -221,7 +221,7 @@ def _is_host(text: str) -> bool:
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
     reader = _Reader("torchrun", env)
     rank, size = reader.rank_and_size("RANK", "WORLD_SIZE")
-    # Each agent counts TORCHELASTIC_RESTART_COUNT by itself, so that it must not become part of a key.
+    # Each agent counts TORCHELASTIC_RESTART_COUNT by itself, so the count must not become part of a key.
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return reader.launch(rank, size, env.get("MASTER_ADDR"), None, agent_store=agent_store)
 
@@ -239,7 +239,7 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
     rank, size = reader.rank_and_size("PMI_RANK", "PMI_SIZE")
     local = "MPI_LOCALNRANKS" if "MPI_LOCALNRANKS" in env else "PMI_LOCAL_SIZE"
     host = _first_host(reader, size, local)
-    # MPICH's own mpiexec puts no id of the job into the environment; if it runs in a Slurm step, the step's id serves.
+    # MPICH's mpiexec puts no id of the job into the environment. If it runs in a Slurm step, the step's id serves.
     ids = ("PALS_APID", "I_MPI_HYDRA_UUID", "PMI_JOBID")
     job = next((env[name] for name in ids if name in env), None) or _slurm_step(env)
     if job is None and "MASTER_PORT" not in env and host == _LOOPBACK:
@@ -248,16 +248,16 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
 
 
 def _starter(mark: str) -> str | None:
-    """Return what tells the process that started all ranks of this host from all its others; None: nothing does.
+    """Return the pid and start time of the process that started all ranks of this host; None if it is not found.
 
-    It is the nearest ancestor without the variable that marks a rank: between them may be a shell, or a tool that binds
-    a rank to its cores.
+    That process is the nearest ancestor without the variable that marks a rank. A shell, or a tool that binds a rank to
+    its cores, may stand between the two.
     """
     pid = os.getppid()
     try:
         while pid:
             _, _, stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-            parent, start = (stat.split()[place] for place in (1, 19))  # proc_pid_stat(5): ppid and starttime
+            parent, start = (stat.split()[place] for place in (1, 19))  # See proc_pid_stat(5) for ppid and starttime.
             marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if not any(it.startswith(f"{mark}=".encode()) for it in marks):
                 return f"{pid}.{start}"
@@ -268,17 +268,17 @@ def _starter(mark: str) -> str | None:
 
 
 def _read_pmix(env: Mapping[str, str]) -> Launch:
-    # PMIx gives a process its number, and the number of processes only by its library.
+    # PMIx gives a process its rank in the environment, but the number of ranks only by its library.
     reader = _Reader("PMIx", env)
     rank, size = reader.rank_and_size("RANK", "WORLD_SIZE")
     return reader.launch(rank, size, env.get("MASTER_ADDR"), None)
 
 
 def _first_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
-    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host; None: nothing tells.
+    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host; None if neither is known.
 
-    On several hosts of a Slurm job it is the job's first one, where mpiexec begins to place ranks unless it is told
-    otherwise. If it is, rank 0 finds that the address is not its own, and says so.
+    For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If rank 0 is
+    elsewhere, it raises an error, because the address is not its own.
     """
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
@@ -306,7 +306,7 @@ def _first_slurm_host(reader: _Reader, *names: str) -> str | None:
         except ValueError as error:
             reader.complaints.append(f"{name} is {reader.env[name]!r}, wanted hosts as node[01-04],gpu3 ({error})")
             return None
-        # If all ranks are on one host, no other host needs to reach the store.
+        # On a single host the loopback address is enough for the store.
         return hosts[0] if len(hosts) > 1 else _LOOPBACK
     return None
 
@@ -315,7 +315,7 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one task of a step.
 
     The shells of sbatch and salloc have ``SLURM_JOB_ID`` too. A batch shell even has ``SLURM_PROCID=0`` and the
-    requested ``SLURM_NTASKS``: as a task it would wait for ranks that are never started. But a batch shell is no step,
+    requested ``SLURM_NTASKS``. As a task it would wait for ranks that are never started. But a batch shell is no step,
     and the shell of an interactive allocation is a special step.
     """
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
@@ -335,15 +335,15 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
 
 
 def _slurm_size_name(env: Mapping[str, str]) -> str:
-    # `srun --preserve-env` keeps the allocation's SLURM_NTASKS; SLURM_STEP_NUM_TASKS is always that of the step.
+    # `srun --preserve-env` keeps the allocation's SLURM_NTASKS. SLURM_STEP_NUM_TASKS always counts the step's tasks.
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
 
 
 def _is_pmi_of_slurm(env: Mapping[str, str]) -> bool:
     """Return whether srun and PMI agree on this process's rank and the number of ranks.
 
-    If they agree, srun started the ranks and speaks PMI to them (``--mpi=pmi2``). If they do not, srun started
-    mpiexec's proxies, and ``SLURM_PROCID`` is the number of a proxy.
+    If both agree, srun started the ranks and speaks PMI to them (``--mpi=pmi2``). Otherwise srun started mpiexec's
+    proxies, and ``SLURM_PROCID`` is the number of a proxy.
     """
     slurm = (env.get("SLURM_PROCID"), env.get(_slurm_size_name(env)))
     return slurm == (env.get("PMI_RANK"), env.get("PMI_SIZE"))

@@ -1,7 +1,8 @@
-"""The meeting of the ranks that are left of a communicator: the store that all of them reach, and the time they have.
+"""The meeting of a communicator's surviving ranks: the store that all of them reach, and the time for recovery.
 
-They meet at the store in which the communicator was formed. If it is gone, and the transport has a side channel, the
-lowest of them serves a new one and tells the others where. Each tells the next one, too, for the lowest may die.
+The survivors meet at the store in which the communicator was formed. If that store is gone, and the transport has a
+side channel, the lowest survivor serves a new store, and tells the others its address. Each one also tells the next
+one, because the lowest may die.
 """
 
 from __future__ import annotations
@@ -27,32 +28,33 @@ from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
-"""The store that is the root of all communicators; and itself, if it is a new one."""
+"""The store that is the root of all communicators, and the same store again if it is new, else None."""
 _OLD: Final = b"the old store"
 _LATE: Final = 0.05
-"""Seconds by which a deadline passes too late where this rank has stood still."""
+"""The seconds of delay after a deadline that show that this process was stopped meanwhile."""
 
 
 class Predecessor(NamedTuple):
-    """The communicator in whose place another one is formed."""
+    """The communicator that a new one replaces."""
 
     rendezvous: StoreRendezvous
     plan: Selection
     notes: Notes
     timeout: float
     reason: CommError | None
-    """The reason why nothing can be started any more; None: the communicator is not lost."""
+    """The error that every later op raises; None if the communicator is not lost."""
     closed: bool
 
 
 class Meeting:
-    """One rank's way to the others."""
+    """The search of one rank for the store at which the survivors meet."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, wanted: int | None, seconds: float) -> None:
-        """Begin, with so many seconds for everything.
+        """Begin.
 
-        :param ranks: those that shall meet; None: all that are left.
+        :param ranks: the ranks that shall meet; None for all survivors.
         :param wanted: the size of the new communicator, if newcomers take the free ranks.
+        :param seconds: the time for the whole recovery.
         """
         self._before = before
         self._old = before.rendezvous
@@ -66,17 +68,17 @@ class Meeting:
         """True if the ranks meet at a new store."""
 
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds that are left."""
         return self._ends - clock.now()
 
     def dead(self, rank: int) -> bool:
-        """Return whether a rank is known not to come."""
+        """Return whether a rank is known to be dead."""
         reason = self._before.reason
         named = isinstance(reason, PeerDiedError) and reason.peer == rank
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> _Place:
-        """Return a store that all survivors reach, as the root of all communicators on it; and itself, if it is new."""
+        """Return a store that all survivors reach, as the root of all communicators, and again if it is new."""
         for pause in pauses(self._old.size):
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
             if place is not None:
@@ -95,7 +97,7 @@ class Meeting:
         return root, None
 
     async def _told_place(self, line: SideChannel) -> _Place | None:
-        """Return the place that the lowest living rank names; the others take its turn if it names none."""
+        """Return the place that the lowest living rank names. If it names none, the next ranks take its turn."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
         places = self._before.notes.places
@@ -108,16 +110,16 @@ class Meeting:
             untold = alive
         else:
             reached = await self._follow(note)
-            untold = alive[alive.index(rank) + 1 :][:1]  # The teller may have died before it told this one.
+            untold = alive[alive.index(rank) + 1 :][:1]  # The teller may have died before it told the next rank.
         if reached is not None:
             for other in untold:
                 self._before.notes.say(other, MeetingPlace(note))
-        elif places.get(teller) == note:  # The place is of an earlier call: that store is gone.
+        elif places.get(teller) == note:  # The place is from an earlier recovery, and its store is gone.
             del places[teller]
         return reached
 
     async def _lead(self, line: SideChannel) -> tuple[bytes, _Place]:
-        """Find a place for all."""
+        """Return a place for all survivors: the old store if it answers, else a new one that this rank serves."""
         old, root = self._old, self._old.root
         if root is not None and await self._answers(PROBE if self._wanted is None else self.left()):
             return _OLD, (root, None)
@@ -128,7 +130,7 @@ class Meeting:
         return f"{host} {port}".encode(), (store, store)
 
     async def _follow(self, note: bytes) -> _Place | None:
-        """Return the place that another rank has found; None: it cannot be reached."""
+        """Return the place that another rank has found; None if this rank cannot reach it."""
         root = self._old.root
         if note == _OLD:
             return (root, None) if root is not None and await self._answers(self.left()) else None
@@ -149,7 +151,7 @@ class Meeting:
             raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
 
     async def _answers(self, seconds: float) -> bool:
-        """Return whether the old communicator's store answers within some seconds; if it is gone, at once."""
+        """Return whether the old communicator's store answers within ``seconds``; if the store is gone, at once."""
         board = self._old
 
         def probe() -> bool:
@@ -165,12 +167,14 @@ class Meeting:
                     return False
             if clock.now() < ends + _LATE or self.left() <= 0:
                 return False
-            # This rank has stood still, and the store may have answered meanwhile.
+            # This process was stopped, and the store may have answered meanwhile.
 
     async def off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
-        """Call in a thread, within the time that is left.
+        """Make a call in a thread, within the time that is left.
 
-        :raises CommTimeoutError: that was too short.
+        :param what: the name of the call, for the error.
+        :param more: additional seconds for the call.
+        :raises CommTimeoutError: the call took longer.
         """
         with anyio.move_on_after(max(0.0, self.left()) + more):
             result: _T = await run_in_thread(call)

@@ -1,4 +1,4 @@
-"""A process takes the place of a rank that a communicator has lost: it claims the rank, and the survivors invite it."""
+"""Newcomers: processes that claim ranks that a communicator has lost, and that the survivors invite."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _INVITATIONS = ControlCodec[Invitation](Invitation, "what the ranks have decided
 
 
 class Claims:
-    """The claims of newcomers: processes that ask for a rank in the next epoch. Blocks as long as the store does.
+    """The claims of newcomers, which ask for a rank in the next epoch. Each call blocks as long as the store does.
 
-    Newcomers know the communicator's first name and nothing else of it, so its ranks meet them at the root of all.
+    Newcomers know only the communicator's first name, so its ranks meet them at the root store.
     """
 
     def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:
-        """Begin; the same for newcomers and survivors."""
+        """Begin, on a newcomer or on a survivor."""
         self._store = PrefixStore(f"aiocomms/{rendezvous.base}", root)
         self._seal = Seal(read_token(os.environ), rendezvous.base)
 
     @store_errors()
     def newest(self, rank: int) -> str:
-        """Return the last claim to a rank if it has no answer yet, and an empty text otherwise.
+        """Return the last claim to a rank if it has no answer yet, else an empty text.
 
         :raises StoreLostError: the store is gone.
         """
@@ -52,7 +52,7 @@ class Claims:
 
     @store_errors()
     def last(self, rank: int) -> str:
-        """Return the last claim to a rank, answered or not; an empty text: there is none.
+        """Return the last claim to a rank, answered or not, or an empty text if there is none.
 
         :raises StoreLostError: the store is gone.
         """
@@ -71,12 +71,12 @@ class Claims:
 
     @store_errors()
     def claim(self, rank: int, given_up: clock.ThreadEvent) -> Invitation | None:
-        """Claim a rank, and wait for the answer, or until ``given_up`` is set.
+        """Claim a rank, and wait for the answer or until ``given_up`` is set.
 
         :returns: the invitation; None if ``given_up`` was set first.
         :raises StoreLostError: the store is gone.
         :raises CommAbortedError: another process has claimed the same rank since.
-        :raises AuthError: who answers does not belong to the job.
+        :raises AuthError: the process that answers does not belong to the job.
         """
         mine = secrets.token_hex(8)
         write(self._store, self._seal, "claim", rank, f"join/{rank}", mine.encode())
@@ -98,12 +98,12 @@ class Claims:
 async def join(
     newcomer: StoreRendezvous, root: Store, form: Callable[[StoreRendezvous], Awaitable[Transports]]
 ) -> tuple[StoreRendezvous, Transports]:
-    """Form the next epoch with the ranks of an earlier one; once more if that is in vain, as long as there is time.
+    """Form the next epoch with the ranks of an earlier one. Retry a failed attempt as long as there is time.
 
-    :param newcomer: says as which rank of how many, and how long it waits.
-    :param form: opens the transports of an epoch.
-    :returns: the rendezvous with them, and what was opened.
-    :raises CommTimeoutError: no rank took this one in.
+    :param newcomer: the rendezvous with this process's rank, the size, and the time to wait.
+    :param form: a function that opens the transports of an epoch.
+    :returns: the rendezvous of the new epoch, and its transports.
+    :raises CommTimeoutError: no rank invited this process.
     :raises StoreLostError: the store is gone.
     """
     while True:
@@ -118,7 +118,7 @@ async def join(
 
 
 async def _invited(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
-    """Wait until the ranks of an earlier epoch invite this one."""
+    """Wait until the ranks of an earlier epoch invite this process, and return the rendezvous of the next epoch."""
     rank, size, given_up = newcomer.rank, newcomer.size, clock.event()
     claims = Claims(newcomer, root)
     try:

@@ -1,6 +1,6 @@
 """The notes that the ranks of one communicator send each other beside their ops, by :meth:`Transport.say`.
 
-Recovery, diagnosis and endpoints use it. What a rank has sent is one of the records that stand here, or it is ignored.
+Recovery, diagnosis and endpoints use notes. A received note is one of the records in this module, or it is ignored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
 LARGEST: Final = 2048
-"""Bytes of a note."""
+"""The largest size of a note in bytes."""
 
 
 class Question(msgspec.Struct, tag=0, array_like=True):
-    """The question what a rank is doing. ``number`` identifies it among the sender's questions."""
+    """A question about the state of a rank. ``number`` identifies it among the sender's questions."""
 
     number: int
 
@@ -31,7 +31,7 @@ class Waiting(msgspec.Struct, array_like=True):
 
     rank: int
     age: float
-    """Seconds since the op was called."""
+    """The seconds since the op was called."""
 
 
 class Late(Waiting, array_like=True):
@@ -39,7 +39,7 @@ class Late(Waiting, array_like=True):
 
     what: str
     ago: float
-    """Seconds since its deadline."""
+    """The seconds since the receive's deadline."""
 
 
 class Answer(msgspec.Struct, tag=1, array_like=True):
@@ -52,19 +52,19 @@ class Answer(msgspec.Struct, tag=1, array_like=True):
 
 
 class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
-    """The survivors of a lost communicator meet there."""
+    """The place at which the survivors of a lost communicator meet."""
 
     where: bytes
 
 
 class Passed(msgspec.Struct, tag=3, array_like=True):
-    """The bytes that are to be passed on as they are."""
+    """Bytes that the notes pass on unchanged."""
 
     what: bytes
 
 
 class Parting(msgspec.Struct, tag=4, array_like=True):
-    """The sender closes the communicator, and takes nothing any more that was sent to it."""
+    """The notice that the sender closes the communicator, and receives nothing more."""
 
 
 Note = Question | Answer | MeetingPlace | Passed | Parting
@@ -72,30 +72,30 @@ NOTES = ControlCodec[Note](Note, "a note", limit=LARGEST)
 
 
 class Notes:
-    """The notes that one rank sends to the others, and hears of them; any thread."""
+    """The notes that one rank sends to the other ranks and receives from them. Any thread may use this object."""
 
     def __init__(self, transports: Sequence[Transport], size: int) -> None:
-        """Begin with nothing heard.
+        """Begin without received notes.
 
-        :param transports: the communicator's, which give what they hear to :meth:`hear`.
+        :param transports: the communicator's transports, which pass each received note to :meth:`hear`.
         """
         self.transports = transports
         self.places: dict[int, bytes] = {}
-        """The places where, as ranks have said, the survivors meet."""
+        """The places at which the survivors meet, by the rank that has named each place."""
         self.tried: set[str] = set()
-        """The keys of the decisions on a successor that this rank has failed to form."""
+        """The keys of decisions on a successor whose forming has ended on this rank."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
-        """The call for a question or an answer of another rank. It waits for nothing."""
+        """The function that gets each question or answer of another rank. It must not block."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
-        """The call for what a rank has passed on; it waits for nothing, either."""
+        """The function that gets each rank's passed bytes. It must not block."""
         self.leaving: set[int] = set()
-        """The ranks that take nothing any more."""
+        """The ranks that have closed the communicator."""
         self.on_leaving: Callable[[], object] = lambda: None
-        """The call when there is another one; it waits for nothing, either."""
+        """The function that is called when another rank leaves. It must not block."""
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:
-        """Send a rank a note, by the first transport that carries notes; False: none does."""
+        """Send a rank a note by the first transport that carries notes. Return False if none does."""
         data = NOTES.encode(note)
         return any(guarded(False, transport.say, rank, data) for transport in self.transports)
 
@@ -117,10 +117,10 @@ class Notes:
 
 
 def read(note: bytes, size: int) -> Note:
-    """Decode what a rank has said.
+    """Decode a note.
 
-    :param size: the ranks there are.
-    :raises ProtocolError: it makes no sense.
+    :param size: the number of ranks.
+    :raises ProtocolError: the note makes no sense.
     """
     found = NOTES.decode(note)
     if isinstance(found, Answer):

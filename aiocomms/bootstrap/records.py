@@ -1,8 +1,8 @@
-"""Signed records in a store: what ranks leave there for each other goes through these. Each call blocks.
+"""Signed records in a store, by which ranks exchange values. Each call blocks.
 
-A record stands under a key of its own, where :func:`write` puts it and only its rank; or in a list, one value to which
-every rank appends, so that all of them are read by one call. ``Store.append`` is atomic on every store of torch's but
-``EtcdStore``, which has none.
+A record stands under a separate key, to which only its rank writes by :func:`write`. Or it stands in a list: one value
+to which every rank appends, so that one call reads all records. ``Store.append`` is atomic on every store of torch
+except ``EtcdStore``, which lacks it.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ _FRAME: Final = struct.Struct("!II")
 """The head that precedes a record in a list: its rank, and its length in bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
-"""Ranks that may look often: each pause is about a fourth of what they have waited by then, so that it adds little."""
+"""The number of ranks up to which ranks look often: each pause is about a fourth of the time waited so far."""
 _LOOKS: Final = 8000
-"""Looks per second that all ranks of a communicator together take at their store while they wait."""
+"""The number of looks per second that all waiting ranks of a communicator together take at their store."""
 
 
 def write(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:
-    """Leave a value of a rank under the key ``where``, in place of an earlier one.
+    """Write a value of a rank under the key ``where``, in place of an earlier value.
 
-    :param what: what it says; the reader has to expect the same.
+    :param what: the purpose of the value, which is signed. The reader must give the same.
     """
     store.set(where, seal.sign(what, rank, value))  # type: ignore[arg-type]  # torch takes bytes, too.
 
 
 def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> bytes | None:
-    """Return what a rank has left, or None if it is not there.
+    """Return a value that a rank has written, or None if there is none.
 
-    :raises AuthError: the rank has not signed it.
-    :raises ProtocolError: it is of another version, or no record.
+    :raises AuthError: the rank has not signed the record.
+    :raises ProtocolError: the record has another version, or is no record.
     """
     record = fetch(store, where)
     return None if record is None else seal.verify(what, rank, record)
 
 
 def fetch(store: Store, where: str) -> bytes | None:
-    """Return a record as it is, unverified, or None if it is not there."""
+    """Return an unverified record, or None if there is none."""
     return store.get(where) if store.check([where]) else None
 
 
 def append(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:
-    """Leave a value of a rank in the list under the key ``where``, behind all that are there."""
-    # torch has this method.
+    """Append a value of a rank to the list under the key ``where``."""
+    # torch's stubs lack this method.
     store.append(where, framed(rank, seal.sign(what, rank, value)))  # type: ignore[attr-defined]
 
 
 def framed(rank: int, record: bytes) -> bytes:
-    """Return a record as it stands in a list."""
+    """Return a record with its head, in the form that it has in a list."""
     return _FRAME.pack(rank, len(record)) + record
 
 
 def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
-    """Return the records of a list by rank, each rank's in the order in which they came, unverified.
+    """Return the unverified records of a list by rank, each rank's records in the order of the list.
 
     :param data: the value of the list.
-    :param size: the number of ranks; records of others are left out.
-    :raises ProtocolError: it is no list of records.
+    :param size: the number of ranks. Records of higher ranks are left out.
+    :raises ProtocolError: ``data`` is no list of records.
     """
     records: dict[int, list[bytes]] = {}
     at = 0
@@ -80,11 +80,11 @@ def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
 
 
 def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> bytes:
-    """Return what a rank says by the newest of its records in a list. A record of another writer does not count.
+    """Return the value of a rank's newest record in a list. Records of other writers do not count.
 
-    :param records: one or more.
+    :param records: one or more records.
     :raises AuthError: the rank has signed none.
-    :raises ProtocolError: they are of another version, or no records.
+    :raises ProtocolError: the records have another version, or are no records.
     """
     for record in reversed(records[1:]):
         try:
@@ -95,9 +95,9 @@ def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> byte
 
 
 def number(data: bytes, where: str) -> int:
-    """Return what a counter of a store says.
+    """Return the value of a counter in a store.
 
-    :raises ProtocolError: it is no counter.
+    :raises ProtocolError: ``data`` is no counter.
     """
     if not data.isdigit() or len(data) > len(str(2**63)):
         raise ProtocolError(f"the counter {where!r} in the store makes no sense")
@@ -105,9 +105,9 @@ def number(data: bytes, where: str) -> int:
 
 
 def pauses(size: int) -> Iterator[float]:
-    """Seconds between the looks of a rank that waits: short at first, and then as long as spares the store.
+    """Yield the seconds between two looks of a waiting rank: short at first, then longer to spare the store.
 
-    :param size: how many ranks look at the store meanwhile.
+    :param size: the number of ranks that look at the store meanwhile.
     """
     longest = max(_LONGEST_PAUSE, size / _LOOKS)
     pause = min(longest, _FIRST_PAUSE * max(1, size / _FEW))
@@ -118,5 +118,5 @@ def pauses(size: int) -> Iterator[float]:
 
 
 def last_look(size: int, timeout: float) -> float:
-    """Seconds before the end of a rank's patience in which it finds out who is missing, for the error to say."""
+    """Return the seconds before a rank's deadline in which the rank finds out which ranks its error must name."""
     return min(timeout / 2, 0.5 + size / 1000)

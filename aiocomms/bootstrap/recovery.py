@@ -1,10 +1,11 @@
-"""The ranks that are left of a communicator, lost or not, agree on who they are, and form a new one.
+"""The recovery of a communicator, lost or not: its surviving ranks agree on the members of a new one, and form it.
 
-They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says that it has come, and the lowest
-proposes: the first proposal is the decision, for the store takes no second one. A rank that is not in it is excluded.
+The ranks meet in a store, see :mod:`aiocomms.bootstrap.meeting`. Each rank reports its arrival there, and the lowest
+one proposes the members. The first proposal is the decision, because the store takes no second one. A rank that the
+decision does not name is excluded.
 
-A decision ends as :mod:`aiocomms.bootstrap.forming` says: it is carried out once all ranks have formed the new
-communicator, or spent when one could not, or is gone. Then all meet at the next board, also those that come later.
+A decision is carried out once all its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`. It
+is spent if one of these ranks fails or is gone. Then all ranks meet at the next board, including late ones.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 _TURN: Final = 0.5
-"""Seconds after which the next higher rank proposes, if no rank below it has."""
+"""The seconds after which the next higher rank proposes, if no rank below it has proposed."""
 _AGAIN: Final = 0.25
-"""Seconds after which a rank that waits says once more that it is here, for those that take it for dead."""
+"""The seconds after which a waiting rank reports again that it is present, for ranks that take it for dead."""
 _GONE: Final = b"0"
 
 
 class Decision(msgspec.Struct, array_like=True):
-    """The decision of the ranks who forms the new communicator."""
+    """The decision on the members of the new communicator."""
 
     key: str
-    """The key that tells it from all others."""
+    """The key that tells this decision from all others."""
     old: dict[int, int]
-    """Survivors: the new rank, and the old one."""
+    """The survivors: old ranks by new ranks."""
     joins: dict[int, str]
-    """Newcomers: the new rank, and the claim to it."""
+    """The newcomers: claims by new ranks."""
 
     @property
     def size(self) -> int:
-        """The number of its ranks."""
+        """The number of ranks of the new communicator."""
         return len(self.old) + len(self.joins)
 
 
@@ -74,13 +75,13 @@ _DECISIONS = ControlCodec[Decision](Decision, "what the ranks have decided")
 
 
 Formed = tuple[StoreRendezvous, Selection, Transports]
-"""The parts that a communicator is made of."""
+"""The parts of a communicator."""
 
 
 async def form_again(
     before: Predecessor, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta
 ) -> Formed:
-    """Form the communicator that takes another one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
+    """Form the communicator that replaces another one; see :meth:`aiocomms.Communicator.reconfigure`."""
     old = before.rendezvous
     try:
         seconds = arguments.seconds("timeout", timeout)
@@ -93,11 +94,11 @@ async def form_again(
 
 
 async def replace(old: Communicator, new: Communicator) -> Communicator:
-    """Close the communicator in whose place is another one."""
+    """Close a communicator that a new one replaces, and return the new one."""
     try:
         await old.aclose()
     except BaseException as error:
-        # This caller will not have the new communicator, and the other ranks have it already.
+        # This caller will not get the new communicator, which the other ranks already use.
         new.abort(error)
         await new.aclose()
         raise
@@ -105,7 +106,7 @@ async def replace(old: Communicator, new: Communicator) -> Communicator:
 
 
 class Recovery:
-    """The part of one rank in a recovery."""
+    """One rank's part in a recovery."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
         """Begin; see :func:`form_again`.
@@ -120,14 +121,14 @@ class Recovery:
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
         self._free: list[int] = []
-        """The ranks that nobody has claimed, when this rank last looked."""
+        """The ranks without a claim, when this rank last looked."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The last claims to the ranks when this one first looked."""
+        """The last claim to each rank, when this rank first looked."""
 
     async def run(self) -> Formed:
-        """Agree and form it; once more, as long as there is time, if a rank or the store goes missing meanwhile."""
+        """Agree on the new communicator and form it. Retry while there is time if a rank or the store is lost."""
         while True:
             root, store = await self._meeting.place()
             try:
@@ -144,7 +145,7 @@ class Recovery:
             decision = await self._agree(board, root)
             if decision is None:
                 continue
-            # The time is half of what is left, so that there is time for another attempt.
+            # An attempt gets half of the time that is left, so that another attempt is possible.
             rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
             failure: CommError = CommAbortedError("another rank could not, or this one has stood still")
             try:
@@ -157,7 +158,8 @@ class Recovery:
                 failure = error
             finally:
                 self._before.notes.tried.add(decision.key)
-            # A rank that does not ask whether the others have formed it could be a second one of its number.
+            # This rank must ask whether the others have formed the new communicator. Otherwise two processes could have
+            # the same rank.
             give = functools.partial(give_up, rendezvous, rendezvous.rank, failure)
             if not await self._meeting.off_loop("giving an attempt up", give, more=PROBE):
                 raise _excluded()
@@ -180,34 +182,34 @@ class Recovery:
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
 
     def _missing(self, decision: Decision, before: Iterable[int]) -> CommError | None:
-        """Return why a decision cannot be carried out any more: one of its ranks is gone. In a thread.
+        """Return an error if one of a decision's ranks is gone, so that the decision must fail. Runs in a thread.
 
-        :param before: the ranks that this one took for dead when they said that they are here.
+        :param before: the ranks that this rank took for dead when they reported that they are present.
         """
         gone = [rank for rank in decision.old.values() if rank not in before and self._dead(rank)]
         gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
         return PeerDiedError(f"rank {gone[0]} is gone", peer=gone[0]) if gone else None
 
     def _will_not_come(self, rank: int, *, lesser: bool) -> bool:
-        """Return whether a rank that has not come is dead for sure.
+        """Return whether an absent rank is dead for certain.
 
-        :param lesser: whether fewer than half of the ranks have come. If the others are only cut off from these, and
-            lose the store, they go on by a store of their own: so these wait for them to come to this one.
+        :param lesser: whether fewer than half of the ranks are present. If the other ranks are only cut off and lose
+            the store, they continue with a new store. So the lesser part waits for them at the old store.
         """
         line = self._meeting.line
         far = lesser and line is not None and line.far(rank)
         return self._dead(rank) and (not far or (self._claims is not None and bool(self._claims.newest(rank))))
 
     def _dead(self, rank: int) -> bool:
-        """Return whether a rank is known to be gone; where no connection says so, because another process claims it."""
+        """Return whether a rank is known to be gone, by a connection or because another process claims the rank."""
         if self._meeting.line is not None or self._claims is None or rank == self._old.rank:
             return self._meeting.dead(rank)
         return self._claims.last(rank) != self._claimed.get(rank) or self._meeting.dead(rank)
 
-    # --------------------------------------------------------------------------------------------- and who they are
+    # ------------------------------------------------------------------------------------- the agreement on the members
 
     async def _agree(self, board: Board, root: Store) -> Decision | None:
-        """Return what the ranks have decided; None: it is spent."""
+        """Return the decision of the ranks; None if it is spent."""
         stop, came = clock.event(), {self._old.rank}
         try:
             return await self._meeting.off_loop("", functools.partial(self._vote, board, root, came, stop), more=PROBE)
@@ -222,7 +224,7 @@ class Recovery:
             stop.set()
 
     def _vote(self, board: Board, root: Store, came: set[int], stop: clock.ThreadEvent) -> Decision | None:
-        """Say that this rank has come, and wait for the decision or make it; in a thread."""
+        """Report that this rank is present, and wait for the decision or make it. Runs in a thread."""
         rank, began, complete, pause = self._old.rank, clock.now(), None, pauses(self._old.size)
         present = Presence(board, self._old.size, self._dead)
         if self._claims is not None and not self._claimed:
@@ -246,17 +248,17 @@ class Recovery:
             self._accept(decision)
             if self._claims is not None:
                 invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
-                for new, claim in decision.joins.items():  # Each rank says so, for the one that proposed may be gone.
+                for new, claim in decision.joins.items():  # Each rank answers, because the proposer may be gone.
                     self._claims.answer(new, claim, invitation)
             return decision
         present.withdraw()
         raise CommTimeoutError("it has taken too long, or nobody waits for it any more")
 
     def _spent(self, board: Board, decision: Decision) -> bool:
-        """Return whether a decision has failed: on another rank, or on this one, which says so.
+        """Return whether a decision has failed on another rank, or on this rank, which then reports it.
 
-        :param board: the new communicator's.
-        :raises CommAbortedError: it has failed on this rank, and was carried out before.
+        :param board: the new communicator's board.
+        :raises CommAbortedError: the decision failed on this rank, but the others have carried it out.
         """
         if decision.key not in self._before.notes.tried:
             return given_up(board)
@@ -265,7 +267,7 @@ class Recovery:
         return True
 
     def _proposal(self, came: set[int], waited: float) -> Decision | None:
-        """Return what this rank would propose, if it is time for that."""
+        """Return the proposal of this rank; None if it is too early for one."""
         if self._ranks is None:
             absent = [r for r in range(self._old.size) if r not in came]
             late = [r for r in absent if not self._will_not_come(r, lesser=len(absent) > len(came))]
@@ -284,7 +286,12 @@ class Recovery:
         return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if not self._free else None
 
     def _check_quorum(self, old: Sequence[int]) -> None:
-        """Check that a part of a divided network does not take itself for all: the old store allows one decision."""
+        """Check that these ranks are a majority if they meet at a new store, as a network may be divided.
+
+        The old store allows one decision only, so the check is not needed there.
+
+        :raises StoreLostError: these ranks are at most half of all, and others are on other hosts.
+        """
         line, size = self._meeting.line, self._old.size
         if self._meeting.moved and line is not None and 2 * len(old) <= size:
             away = [rank for rank in range(size) if rank not in old and line.far(rank)]
@@ -296,7 +303,11 @@ class Recovery:
                 )
 
     def _accept(self, decision: Decision) -> None:
-        """Check that this rank can go along with what was decided."""
+        """Check that a decision agrees with this rank's arguments.
+
+        :raises CommAbortedError: the decision excludes this rank.
+        :raises MismatchError: the decision has other ranks or another size.
+        """
         old = sorted(decision.old.values())
         if self._old.rank not in old:
             raise CommAbortedError(f"this rank is excluded: ranks {old} go on without it")
@@ -307,22 +318,22 @@ class Recovery:
 
 
 class Presence:
-    """The ranks that wait at a board, as one of them knows it.
+    """The ranks that wait at a board, as far as one of them knows.
 
-    A rank that this one takes for dead may only have been silent, or has died since it came: it has to say once more
-    that it is here.
+    A rank that this rank takes for dead may have been silent, or may have died after its arrival. It has to report once
+    more that it is present.
 
-    :param dead: whether a rank is taken for dead.
+    :param dead: a function that returns whether this rank takes a rank for dead.
     """
 
     def __init__(self, board: Board, size: int, dead: Callable[[int], bool]) -> None:
         self._board, self._size, self._dead = board, size, dead
         self._said: dict[int, bytes] = {}
-        """The words of ranks when they were first found to be taken for dead."""
+        """The report that each rank had left when this rank first took it for dead."""
         self._times, self._last = 0, -math.inf
 
     def look(self, came: set[int]) -> None:
-        """Say that this rank is here, also if an earlier call has just taken it back; and look who else is."""
+        """Report that this rank is present, even after an earlier withdrawal, and add present ranks to ``came``."""
         rank, now = self._board.rank, clock.now()
         if now - self._last >= _AGAIN or self._board.told("came", rank) == _GONE:
             self._times, self._last = self._times + 1, now
@@ -330,13 +341,13 @@ class Presence:
         came |= {it for it in range(self._size) if it not in came and self._waits(it)}
 
     def all_wait(self, came: set[int]) -> bool:
-        """Return whether all that have come are still here; a rank that is not is taken out."""
+        """Remove ranks that do not wait any more from ``came``, and return whether there were none."""
         gone = {rank for rank in came if not self._waits(rank)}
         came -= gone
         return not gone
 
     def withdraw(self) -> None:
-        """Say that this rank does not wait any more."""
+        """Report that this rank does not wait any more."""
         self._board.tell("came", _GONE)
 
     def _waits(self, rank: int) -> bool:
@@ -351,7 +362,12 @@ def _excluded() -> CommAbortedError:
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
-    """Check that it is not closed, and that this rank is not out."""
+    """Check the arguments of a recovery, and that the communicator is not closed or lost by this rank's death.
+
+    :raises ArgumentError: an argument is wrong.
+    :raises CommClosedError: the communicator was closed on this rank.
+    :raises CommAbortedError: the other ranks take this rank for dead.
+    """
     reason, rank = before.reason, before.rendezvous.rank
     if before.closed:
         raise CommClosedError("it was closed on this rank: its ranks are found over what it still holds")

@@ -1,4 +1,4 @@
-"""The installed transports: found by entry point, chosen for a communicator, opened, and explained if unavailable."""
+"""The registry of installed transports, which finds them by entry point, chooses them and opens them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """The transports of a communicator: the name and the class of each by family of ops, and the user's hints."""
+    """The transports of a communicator: their names and classes by family of ops, and the user's hints."""
 
     names: dict[ops.Family, str]
     classes: dict[ops.Family, type[Transport]]
     options: Mapping[str, Any]
 
     def advised(self, hints: Mapping[str, Any]) -> Selection:
-        """Return the plan with more hints, which come before those that it has.
+        """Return the selection with more hints, which take precedence over the existing ones.
 
         :raises ArgumentError: a hint is wrong.
         """
@@ -57,7 +57,7 @@ def entries() -> dict[str, EntryPoint]:
 
 @functools.cache
 def _entries(path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Read the metadata of every installed distribution, once for each path: it takes many milliseconds on the loop."""
+    """Read the metadata of every installed distribution, once for each path, because this blocks for milliseconds."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -76,12 +76,12 @@ def find(name: str, device: torch.device) -> type[Transport] | str:
         if device.type not in cls.capabilities.devices:
             return f"it carries tensors on {', '.join(sorted(cls.capabilities.devices))}, not on {device.type}"
         return cls.probe(device) or (no_gpu(device) if device.type == "cuda" else None) or cls
-    except Exception as error:  # a broken plug-in must not keep the others from use
+    except Exception as error:  # A broken plug-in must not prevent the use of the others.
         return f"{type(error).__name__}: {error}"
 
 
 def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
-    """Ask a transport's class; one that raises is passed over: it must not keep the others from use."""
+    """Call a method of a transport's class; return ``otherwise`` if it raises, so that other transports stay usable."""
     try:
         return method(*args)
     except Exception as error:
@@ -90,13 +90,13 @@ def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
 
 
 def available(device: torch.device) -> dict[str, str | None]:
-    """Return every installed transport with the reason why it is not available for ``device``; None if it is."""
+    """Return all installed transports with the reason why each is unavailable for ``device``; None if available."""
     found = {name: find(name, device) for name in sorted(entries())}
     return {name: result if isinstance(result, str) else None for name, result in found.items()}
 
 
 def info(device: torch.device) -> dict[str, Mapping[str, str]]:
-    """Return what each transport that is available for ``device`` says of itself."""
+    """Return the facts that each available transport for ``device`` reports about itself."""
     found = {name: find(name, device) for name in sorted(entries())}
     return {name: _ask({}, cls.info) for name, cls in found.items() if not isinstance(cls, str)}
 
@@ -106,8 +106,8 @@ def choose(
 ) -> Selection:
     """Choose the transports of a communicator.
 
-    :param transport: the name of a transport, for all families that it carries; ``"auto"``; or a mapping of some
-        families to names.
+    :param transport: the name of a transport, for all families that it carries; ``"auto"``; or a mapping of families
+        to names.
     :param device: the device of the communicator's tensors.
     :param size: the number of ranks.
     :param options: the user's hints.
@@ -116,7 +116,7 @@ def choose(
     :raises UnsupportedOperation: a transport is not available; the message lists the reason for each.
     """
     if clock.simulation is not None and isinstance(transport, str | Mapping):
-        picks = _all_of(_simulated(device), device)  # A program runs unchanged, whatever transports it names.
+        picks = _all_of(_simulated(device), device)  # A program runs unchanged, with any transports that it names.
     elif isinstance(transport, str):
         picks = _auto(device, size) if transport == "auto" else _all_of(transport, device)
     elif isinstance(transport, Mapping) and transport and all(isinstance(name, str) for name in transport.values()):
@@ -129,7 +129,7 @@ def choose(
 def _simulated(device: torch.device) -> str:
     """Return the name of the transport of simulations.
 
-    :raises UnsupportedOperation: there is none.
+    :raises UnsupportedOperation: no installed transport runs in simulations.
     """
     for name in entries():
         cls = find(name, device)
@@ -141,7 +141,7 @@ def _simulated(device: torch.device) -> str:
 def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Selection:
     """Choose the transport that can run over another library's communicator.
 
-    :raises ArgumentTypeError: no transport can adopt it.
+    :raises ArgumentTypeError: no transport can adopt the communicator.
     """
     for name in sorted(entries()):
         cls = find(name, device)
@@ -154,7 +154,7 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
 
 
 def in_process() -> str:
-    """Return the name of the preferred transport among those that can run all ranks as tasks of one process.
+    """Return the name of the preferred transport that can run all ranks as tasks of one process.
 
     :raises UnsupportedOperation: no transport can.
     """
@@ -177,7 +177,8 @@ async def open_transports(
 
     :param open_one: a function that opens a transport, given its class and the first family that it carries.
     :returns: the transports by family.
-    :raises CommError: one cannot be opened; also where the system says why, as it does where no descriptors are left.
+    :raises CommError: a transport cannot be opened, also because of an error of the system, such as a lack of
+        descriptors.
     """
     opened: dict[type[Transport], Transport] = {}
     try:
@@ -200,7 +201,7 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:
-    """Close all transports, also if the close of one raises or is cancelled, which no shield prevents in asyncio."""
+    """Close all transports, even if the close of one raises or is cancelled, as no shield stops asyncio's cancel()."""
     async with AsyncExitStack() as closing:
         for transport in transports:
             closing.push_async_callback(_close, transport)
@@ -238,7 +239,7 @@ def _all_of(name: str, device: torch.device) -> dict[ops.Family, tuple[str, type
 
 
 def _carries(cls: type[Transport], family: ops.Family) -> bool:
-    """Return whether a transport carries a family of ops, natively or lowered to its sends and receives."""
+    """Return whether a transport carries a family of ops, natively or by its sends and receives."""
     own = cls.capabilities.ops
     return bool(own & FAMILIES[family]) or (family == "collectives" and ops.Send in own)
 

@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks of a communicator find each other through a store, or a single rank is alone."""
+"""The rendezvous: the ranks of a communicator find each other through a store, unless there is only one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 PROBE: Final = 0.5
-"""Seconds in which a store answers. Callers that can do without the store wait no longer."""
+"""The seconds in which a store answers. Callers that can do without the store do not wait longer."""
 
 
 class StoreRendezvous(Board):
-    """Ranks that share a ``torch.distributed.Store``: transports meet there, and ranks meet again for recovery.
+    """The rendezvous of ranks in a shared ``torch.distributed.Store``, for transports and for recovery.
 
-    Transports use the part that is :class:`aiocomms.transport.Rendezvous`. The rest serves recovery alone, with
+    Transports use the methods of :class:`aiocomms.transport.Rendezvous`. Recovery also uses the other methods and
     :class:`Board`.
     """
 
@@ -41,11 +41,11 @@ class StoreRendezvous(Board):
     ) -> None:
         """Begin to count the time.
 
-        :param timeout: the seconds to form in; infinity: :data:`FORMING`.
+        :param timeout: the seconds for the forming; infinity stands for :data:`FORMING`.
         """
         super().__init__(store, rank, seal)
         self.root: Store | None = None
-        """The store that the ranks' communicators share; :attr:`store` is the part of this communicator alone."""
+        """The store that the ranks' communicators share. :attr:`store` is the part of this communicator alone."""
         self.base = name
         """The name before the first reconfiguration."""
         self.epoch = 1
@@ -56,9 +56,9 @@ class StoreRendezvous(Board):
         self.hosts: Sequence[str] = ()
         self.home: dict[Any, Any] | None = None
         self.timeout: float = FORMING if timeout == math.inf else timeout
-        """The seconds to form in; once formed, the timeout in seconds of ops that are given none."""
+        """The seconds for the forming, and later the default timeout of ops in seconds."""
         self._ends = clock.now() + self.timeout
-        # The store at the bottom: a PrefixStore does not keep a store that is in Python.
+        # This attribute holds the store at the bottom, because a PrefixStore holds no reference to a store in Python.
         self._kept: Store | None = None
 
     def child(
@@ -66,9 +66,9 @@ class StoreRendezvous(Board):
     ) -> StoreRendezvous:
         """Return the rendezvous of a communicator of some of these ranks.
 
-        :param key: tells it from every other child; the same on all its ranks.
-        :param store: in place of :attr:`store`.
-        :param timeout: in place of :attr:`timeout`.
+        :param key: a text that tells the child from every other child. It is the same on all the child's ranks.
+        :param store: the store to use in place of :attr:`store`.
+        :param timeout: the seconds to use in place of :attr:`timeout`.
         """
         parent = self.store if store is None else store
         child = StoreRendezvous(
@@ -82,7 +82,7 @@ class StoreRendezvous(Board):
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
         """Return the rendezvous of the next epoch.
 
-        :param key: the name of that rendezvous among all others; the same on all its ranks.
+        :param key: a text that tells this rendezvous from all others. It is the same on all its ranks.
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
@@ -92,10 +92,10 @@ class StoreRendezvous(Board):
         return new
 
     async def arrive(self, root: Store) -> None:
-        """Meet the ranks that come to a store now, and share nothing with earlier ranks there."""
+        """Meet the ranks that arrive at a store now, apart from ranks of earlier runs."""
         self.root = root
         here = PrefixStore(f"aiocomms/{self.base}", root)
-        if self.size == 1:  # The rank has no other to wait for.
+        if self.size == 1:  # There is no other rank to wait for.
             self.store = PrefixStore(secrets.token_hex(8), here)
             return
         arrival, given_up = Arrival(here, self.rank, self.size, self._seal), clock.event()
@@ -103,9 +103,9 @@ class StoreRendezvous(Board):
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
     async def leave(self) -> None:
-        """Release the store, because no ranks meet here again. Another communicator may hold it still."""
+        """Release the store, because no ranks meet here again. Another communicator may still hold the store."""
         root = self.root
-        if isinstance(root, JobStore) and root.serves:  # the last release waits for the server's thread
+        if isinstance(root, JobStore) and root.serves:  # The last release waits for the server's thread.
             del root
             with anyio.CancelScope(shield=True):
                 await run_in_thread(self._forget, anyhow=True)
@@ -138,7 +138,7 @@ class StoreRendezvous(Board):
     async def _meeting(
         self, what: str, call: Callable[[], Any], got: Collection[int], given_up: clock.ThreadEvent
     ) -> Any:
-        """Wait for the other ranks in a thread, which adds to ``got`` those that have come."""
+        """Wait for the other ranks in a thread, which adds ranks that have arrived to ``got``."""
         try:
             return await self.run(f"meeting the other ranks ({what})", call)
         except CommTimeoutError as error:
@@ -152,22 +152,23 @@ class StoreRendezvous(Board):
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
         """Take the steps of an exchange.
 
-        Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
-        once would wait too, and for a wait that was given up as long as for any other.
+        This never waits in the store, because a connection carries one call at a time. Such a wait would block other
+        communicators that form over the same connection, even after this exchange has been given up.
         """
         for pause in self.steps(store, key, got):
             if given_up.wait(pause):
                 return
 
     def steps(self, store: Store, key: str, got: dict[int, bytes]) -> Iterator[float]:
-        """Append this rank's value to the list of all, count it, and read the list when all are counted.
+        """Append this rank's value to a list, count it, and read the list when all values are counted.
 
-        A stranger that can write to the store can raise the counter, so the list says which ranks are there. Before it
-        is complete, only a rank whose time is nearly up reads the list: if all did, the bytes would grow as the square.
+        A stranger that can write to the store can raise the counter, so only the list tells which ranks are present.
+        Before the count is complete, only a rank whose time is nearly over reads the list. Reads by all ranks would
+        transfer bytes that grow with the square of their number.
 
         :param got: the dictionary that gets the values by rank.
         :returns: the seconds to wait before each further step.
-        :raises ProtocolError: a record makes no sense; AuthError is one.
+        :raises ProtocolError: a record makes no sense, or is not signed (AuthError).
         :raises RuntimeError: as torch's stores raise it.
         """
         append(store, self._seal, key, self.rank, key, got[self.rank])

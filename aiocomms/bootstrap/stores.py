@@ -1,7 +1,7 @@
 """The connection of a rank to its job's key-value store: rank 0's ``JobStore``, or a launcher's ``TCPStore``.
 
-Everything here blocks. It is meant for a thread that may be abandoned, because torch waits without limit for a server
-that accepts a connection and then sends nothing.
+All functions of this module block. Call them in a thread that may be abandoned, because torch waits without limit for a
+server that accepts a connection and then sends nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
 
-from torch.distributed import TCPStore  # torch.distributed lists no exports
+from torch.distributed import TCPStore  # The module torch.distributed lists no exports.
 
 from aiocomms.errors import ArgumentError, ProtocolError, StoreLostError
 from aiocomms.lowlevel import clock
@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.5
-# Seconds for one connection attempt: one silent address of a host must not use up the time for the other addresses.
+# One connection attempt gets so many seconds, so that a silent address does not use up the time for other addresses.
 _ATTEMPT: Final = 5.0
 
-# The servers of this process. Its second communicator uses the server of the first one, also while another rank still
-# needs that server and this one does not.
+# These are the servers of this process. Its second communicator uses the server of the first one, even if only another
+# rank still needs that server.
 _served: WeakSet[StoreServer] = WeakSet()
 _serving = threading.Lock()
 
@@ -76,9 +76,9 @@ class _Target(NamedTuple):
 def connect_store(
     host: str, port: int, rank: int, size: int, *, agent_store: bool, elsewhere: bool = False, timeout: float
 ) -> Store:
-    """Serve the job's store if this is rank 0; else wait until the store is served, and connect to it.
+    """Serve the job's store if this is rank 0. Otherwise wait until the store is served, and connect to it.
 
-    Rank 0 listens on the address of ``host`` only, never on every interface, and lets in ranks of this job only. A
+    Rank 0 listens on the address of ``host`` only, never on every interface, and accepts ranks of this job only. A
     second call of rank 0 in the same process shares the server, which lives as long as one of the stores.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
@@ -87,13 +87,13 @@ def connect_store(
     :param size: the number of ranks.
     :param agent_store: whether the launcher serves the store, so that rank 0 connects as the others do.
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
-    :param timeout: the deadline for the connection, in seconds; afterwards the store's default timeout.
-    :returns: a connection of the caller's own.
-    :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, loopback or not this
-        machine's, in use; or other hosts could reach the store, and the job has no token.
+    :param timeout: the deadline for the connection, in seconds, and then the store's default timeout.
+    :returns: a store object that only the caller uses.
+    :raises ArgumentError: the host does not resolve, or is a wildcard, loopback or another machine. Or the port is in
+        use. Or other hosts could reach the store, and the job has no token.
     :raises StoreLostError: no server answered there in time.
-    :raises AuthError: who answers there has another token.
-    :raises ProtocolError: it is a store of another version, or no store of a job at all.
+    :raises AuthError: the server there has another token.
+    :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     """
     target = _Target(host, port, rank, size, timeout, clock.now() + timeout)
     serves = rank == 0 and not agent_store
@@ -104,7 +104,7 @@ def connect_store(
 
 def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
     addresses = _resolve_patiently(target)
-    # A machine's own name may resolve to loopback too (/etc/hosts), where other machines cannot reach the store.
+    # The name of this machine may also resolve to loopback (/etc/hosts), where other machines cannot reach the store.
     addresses.sort(key=lambda address: _is_loopback(address.literal))
     if elsewhere and _is_loopback(addresses[0].literal):
         raise target.refused(
@@ -124,7 +124,7 @@ def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
 
 
 def _served_here(target: _Target, addresses: list[_Address]) -> StoreServer | None:
-    """Return the server of this process at this address, for one user more, or None.
+    """Return the server of this process at this address, with one user more, or None.
 
     :raises ArgumentError: this process serves the same port on another address.
     """
@@ -157,7 +157,7 @@ def _join(target: _Target, *, agent_store: bool) -> Store:
 
 
 def _agents_store(target: _Target, literal: str) -> TCPStore:
-    """Open a TCPStore at an address that is known to answer, as torch prints a stack trace for each failed attempt."""
+    """Open a TCPStore at an address that has answered, as torch prints a stack trace for each failed attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
         store = TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)
@@ -166,9 +166,10 @@ def _agents_store(target: _Target, literal: str) -> TCPStore:
 
 
 def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> Store | str:
-    """Return the store at the first address where one is served, or why the last has none.
+    """Return the store at the first address that serves one, or the reason why the last address serves none.
 
-    A text, for an error would hold the frames of its traceback, and so the store, until a collection.
+    The reason is a text, because an error would hold the frames of its traceback, and so the store, until a garbage
+    collection.
     """
     failure = "connection refused"
     for address in addresses:
@@ -178,7 +179,7 @@ def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> 
                 probe = stack.enter_context(socket.socket(address.family, socket.SOCK_STREAM))
                 probe.settimeout(patience)
                 probe.connect(address.sockaddr)
-                # While no server listens, the kernel may choose that very port as the source port and connect the
+                # While no server listens, the kernel may choose the same port as the source port, and connect the
                 # socket to itself.
                 if probe.getsockname() == probe.getpeername():
                     continue
@@ -203,14 +204,15 @@ def _entered(connection: socket.socket, address: _Address, target: _Target, pati
 def _listen(target: _Target, addresses: list[_Address]) -> socket.socket:
     """Listen on the first address that belongs to this machine.
 
-    :raises ArgumentError: none does, the port cannot be used, or other hosts could reach it and the job has no token.
+    :raises ArgumentError: no address belongs to it, the port cannot be used, or other hosts could reach the port and
+        the job has no token.
     """
     failures: list[OSError] = []
     for address in addresses:
         try:
             listener = socket.create_server(address.sockaddr, family=address.family, backlog=socket.SOMAXCONN)
         except OSError as error:
-            # With its traceback the error would hold this frame, and the frame the store.
+            # With its traceback the error would hold this frame, and the frame would hold the store.
             failures.append(error.with_traceback(None))
         else:
             if not _is_loopback(address.literal):
@@ -237,7 +239,7 @@ def _cannot_listen(target: _Target, failures: list[OSError]) -> ArgumentError:
 
 
 def _resolve_patiently(target: _Target) -> list[_Address]:
-    """Resolve the host's addresses, and try again until the deadline: a name may be known only once its machine is up.
+    """Resolve the host's addresses. Retry until the deadline, as a name may be unknown until its machine is up.
 
     :raises ArgumentError: the name does not resolve in time.
     """

@@ -1,10 +1,9 @@
-"""The line between a rank and ``aiocomms run``: the rank reports which communicators it has formed and what they lose.
+"""The line from a rank to ``aiocomms run``, on which the rank reports formed communicators and lost ranks.
 
 It also reports that it leaves, so that another process takes its place. The launcher gives each process that it starts
-a socket of its own, and says in the environment which descriptor that is, and of which process. So a program that a
-rank starts, or a fork of it, reports nothing. Before the launcher ends a process to replace it by another, it says so
-there. This module imports nothing but the standard library, and a process that another launcher has started does no
-more than look for one variable.
+a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports nothing.
+Before the launcher replaces a process, it announces this on the line. This module imports only the standard library. A
+process of another launcher only looks for one variable.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ import os
 from typing import Final
 
 LINE: Final = "AIOCOMMS_SUPERVISOR"
-"""The variable with the descriptor of the line and the number of the process whose it is: ``"17:4711"``."""
+"""The variable with the descriptor of the line and the pid of its process, such as ``"17:4711"``."""
 REPLACED: Final = b"replaced\n"
-"""The launcher's word that another process takes this one's place."""
+"""The launcher's announcement that another process replaces this one."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
-"""The variable that says how many processes have been this rank before, since all ranks were started together."""
+"""The variable with the number of earlier processes of this rank, since all ranks were started together."""
 
 
 def is_newcomer() -> bool:
-    """Return whether the launcher has started this rank anew, while the others go on."""
+    """Return whether the launcher has restarted this rank while the other ranks continue."""
     return os.environ.get(RESTARTS, "0") != "0"
 
 
 def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
-    """Report a communicator of all ranks that this process has formed; one of other ranks is none of the launcher's.
+    """Report a communicator of all ranks that this process has formed. Others do not concern the launcher.
 
     :param base: the communicator's name in its first epoch.
     """
@@ -35,7 +34,7 @@ def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
 
 
 def report_lost(rank: int, size: int, base: str, epoch: int, peer: int) -> None:
-    """Report a rank that is lost to a communicator of all ranks."""
+    """Report a rank that a communicator of all ranks has lost."""
     _report(rank, size, f"lost {peer} {epoch} {base}")
 
 
@@ -53,9 +52,9 @@ def is_supervised() -> bool:
 
 
 def is_replaced() -> bool:
-    """Return whether the launcher ends this process so that another takes its place; read once, at the end."""
+    """Return whether the launcher ends this process to replace it. Call this once, at the end of the process."""
     line = _line()
-    with contextlib.suppress(OSError):  # The launcher has said nothing, or is gone.
+    with contextlib.suppress(OSError):  # The launcher has announced nothing, or is gone.
         return line is not None and os.read(line, len(REPLACED)) == REPLACED
     return False
 
@@ -68,5 +67,5 @@ def _line() -> int | None:
 def _report(rank: int, size: int, text: str) -> None:
     line = _line()
     if line is not None and (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(size)):
-        with contextlib.suppress(OSError):  # The launcher is gone, or does not read: then it needs no report.
+        with contextlib.suppress(OSError):  # A launcher that is gone or does not read needs no report.
             os.write(line, f"{text[:1000]}\n".encode())

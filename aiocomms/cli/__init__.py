@@ -1,4 +1,4 @@
-"""The command ``aiocomms``: it starts ranks, measures, simulates, and says what is there, goes on and went wrong."""
+"""The command ``aiocomms``, which starts ranks, measures, simulates, and reports on installations and programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from aiocomms.errors import CommError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    :param arguments: the arguments without the program's name; None: those of the process.
-    :returns: the exit status: 1 if something is wrong with the input, or with the ranks.
+    :param arguments: the arguments without the program's name; None for the arguments of the process.
+    :returns: the exit status; 1 if the input is wrong, or ranks have failed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
@@ -90,7 +90,7 @@ def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.set_defaults(run=_simulate)
 
 
-# Each command imports its module only when it is run.
+# Each command imports its module only when it runs.
 
 
 def _info(options: argparse.Namespace) -> int:

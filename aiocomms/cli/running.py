@@ -1,4 +1,4 @@
-"""The command ``aiocomms run``: starts a program's ranks, and a new process in the place of one that dies."""
+"""The command ``aiocomms run``, which starts a program's ranks, and replaces a process that dies."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def run(options: argparse.Namespace) -> int:
     given["program"] = options.program if options.module is None else ["-m", *options.module]
     try:
         return anyio.run(supervise, Job(**given))
-    except KeyboardInterrupt:  # Ctrl-C came before signals were heard.
+    except KeyboardInterrupt:  # Ctrl-C came before the signal handlers were installed.
         return 130

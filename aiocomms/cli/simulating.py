@@ -1,4 +1,4 @@
-"""The command ``aiocomms simulate``: runs a function of a file as simulated ranks, by many seeds or by one."""
+"""The command ``aiocomms simulate``, which runs a function of a file as simulated ranks, with many seeds or one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KINDS = ("deaths", "pauses", "slow", "cuts", "partitions", "stores")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the histories and print what came of them.
+    """Run the histories and print the result.
 
-    :returns: 1 if one has failed.
-    :raises ValueError: the function is not there, or an option is wrong.
+    :returns: the exit status; 1 if a history has failed.
+    :raises ValueError: the function does not exist, or an option is wrong.
     """
     faults = Faults(restarts=options.restarts, **{kind: getattr(options, kind) for kind in KINDS})
     trial = SimulatedTrial(_program(options.program), options.ranks, faults, LATENCY, LONGEST)
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 def _program(text: str) -> Program:
     """Return the function ``FUNCTION`` of the file ``FILE.py``.
 
-    :raises ValueError: it is not there, or is no async function that can be called without arguments.
+    :raises ValueError: the function does not exist, or is no async function.
     """
     name, _, function = text.rpartition(":")
     path = Path(name)
@@ -58,7 +58,7 @@ def _program(text: str) -> Program:
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # Pickles name their classes by it.
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # Pickles refer to classes by this name.
     spec.loader.exec_module(module)
     names = vars(module)
     found: Any = names.get(function)
@@ -70,7 +70,7 @@ def _program(text: str) -> Program:
 
 
 def _report(failure: FailedHistory, options: argparse.Namespace) -> None:
-    """Print the error with the program's lines alone, and the command that repeats it."""
+    """Print the error with the frames of the program only, and the command that repeats the history."""
     error = failure.error
     ours = os.sep + "aiocomms" + os.sep
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if ours not in frame.filename]

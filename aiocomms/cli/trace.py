@@ -1,6 +1,6 @@
-"""The command ``aiocomms trace``: merges the ranks' flight recorders, explains who waits for whom, and draws a trace.
+"""The command ``aiocomms trace``, which merges flight recorders, explains the waits of ranks, and draws a trace.
 
-The files come from other processes: each line is decoded into a closed type, and an error names what is wrong.
+The files come from other processes. Each line is decoded into a closed type, and an error names a fault in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocomms.diagnosis.happenings import Happening, WorldHeader
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0
-"""The difference in seconds between the ranks' files above which they may come from different runs."""
+"""The largest difference in seconds between the times of files of one run; later files cause a note."""
 
 _format = msgspec.json.Decoder(Format)
 _header = msgspec.json.Decoder(Header)
@@ -42,10 +42,10 @@ class TraceRecord(NamedTuple):
 def run(paths: Sequence[Path], output: Path | None, name: str = "*") -> int:
     """Print an explanation of the files.
 
-    :param paths: files, or folders of them.
-    :param output: the file for the trace; None: no trace.
-    :param name: a pattern of the shell's: of other operations nothing is said.
-    :returns: 1 if some rank waits for another.
+    :param paths: files, or folders of files.
+    :param output: the file for the trace; None for no trace.
+    :param name: a shell pattern for the names of operations, lanes, streams, windows and plans to explain.
+    :returns: the exit status; 1 if some rank waits for another.
     :raises ValueError: a path is no flight recorder.
     """
     stuck = False
@@ -84,7 +84,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _read(path: Path) -> TraceRecord | list[Happening]:
-    """Read the flight recorder of a rank, or what has happened in a simulated world."""
+    """Read the flight recorder of a rank, or the events of a simulated world."""
     with path.open("rb") as file:
         data = file.read(LARGEST + 65537)
     if len(data) > LARGEST + 65536:
@@ -100,7 +100,7 @@ def _read(path: Path) -> TraceRecord | list[Happening]:
                 items.append(tidied(_item.decode(text)))
         if header is None or len(items) > 2 * MOST:
             raise ValueError("it is empty" if header is None else "it holds too many operations")
-    except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
+    except ValueError as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
         line = 1 if header is None else len(items) + len(events) + 2
         raise ValueError(f"{path} is no flight recorder: line {line}: {printable(str(error))}") from None
     return events if isinstance(header, WorldHeader) else TraceRecord(path, header, items)
@@ -150,7 +150,7 @@ def _notes(ranks: Ranks, size: int) -> Iterator[str]:
 
 
 def judged(ranks: Ranks) -> Iterator[str]:
-    """Say which ranks are behind in a collective, which wait for which others' messages, and whether in a circle."""
+    """Yield lines about ranks that are late in a collective, ranks that wait for messages of others, and circles."""
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     pending = {rank: list(filter(_waits, record.items)) for rank, record in ranks.items()}
     numbered: dict[tuple[str, int], Item] = {}
@@ -161,11 +161,11 @@ def judged(ranks: Ranks) -> Iterator[str]:
             if item.collective is not None:
                 numbered.setdefault((item.lane, item.collective), item)
             for peer in _peers(item):
-                if peer not in waits[rank]:  # only the oldest op with that peer is shown
+                if peer not in waits[rank]:  # Only the oldest op with that peer is shown.
                     waits[rank].append(peer)
                     waiting_lines.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
     for lane in sorted({lane for lane, _ in numbered}):
-        first = numbered[min(key for key in numbered if key[0] == lane)]  # the later collectives wait for this one
+        first = numbered[min(key for key in numbered if key[0] == lane)]  # Later collectives wait for this one.
         yield f"{msgspec.structs.replace(first, args={})}: {judge(first, briefs)}"
         behind = [rank for rank, brief in briefs.items() if instead_of(first, brief)]
         for rank, brief in briefs.items():
@@ -180,7 +180,7 @@ def judged(ranks: Ranks) -> Iterator[str]:
 
 
 class _TraceWait(NamedTuple):
-    """An op that waits for another rank's, or did until its deadline; times as the ranks' clocks agree on them."""
+    """An op that waits for another rank, or waited until its deadline. Times are on the clock common to all ranks."""
 
     peer: int
     begin: float
@@ -189,7 +189,7 @@ class _TraceWait(NamedTuple):
 
 
 def _waited(ranks: Ranks) -> Iterator[str]:
-    """Say which ranks waited for each other in a circle when the deadline of a receive passed that is now withdrawn."""
+    """Yield lines about ranks that waited in a circle when the deadline of a receive, now withdrawn, passed."""
     ahead = _clocks(ranks)
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_TraceWait]] = {}
@@ -214,17 +214,17 @@ def _waited(ranks: Ranks) -> Iterator[str]:
 
 
 def _waits(item: Item) -> bool:
-    """Return whether an op is pending, and does not just stand ready for what may come."""
+    """Return whether an op is pending, and is no idle receive that only stands by for messages."""
     return item.state == "pending" and not item.idle
 
 
 def _peers(item: Item) -> list[int]:
-    """Return the ranks that a message or wait is for."""
+    """Return the ranks to which an op sends, or for which it waits."""
     return [item.args[name] for name in ("src", "dst") if name in item.args]
 
 
 def _awaited(item: Item, briefs: Mapping[int, Brief]) -> list[int]:
-    """Return the ranks that an op waits for: of a collective those that are neither in it nor done with it."""
+    """Return the ranks for which an op waits; for a collective, the ranks that have not called it."""
     if item.collective is None:
         return _peers(item)
     return [rank for rank, brief in briefs.items() if instead_of(item, brief)]
@@ -247,14 +247,14 @@ def _clocks(ranks: Ranks) -> dict[int, float]:
 
 
 def _since(record: TraceRecord, item: Item) -> str:
-    """Say for how long an op has been pending, and where in the program it was called."""
+    """Return text with the time for which an op has been pending, and the place of its call in the program."""
     since = "" if item.posted is None else f", for {record.header.monotonic - item.posted:.1f} s"
     task = f", in task {item.task!r}" if item.task else ""
     return f"{since}{task}{f' at {item.where}' if item.where else ''}"
 
 
 def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a circle of ranks, each of which waits for the next, with the first again at the end; empty: none."""
+    """Return a circle of ranks where each rank waits for the next, closed by the first rank; empty if there is none."""
     finished: set[int] = set()
     for start in waits:
         path, left = [start], [iter(waits[start])]
@@ -277,10 +277,10 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[dict[str, Any]]:
-    """Make the events of Chrome's Trace Event Format.
+    """Yield the events of Chrome's Trace Event Format.
 
-    A rank is drawn as a process, numbered from 1. Ops that overlap in time are drawn as threads of it. To Perfetto the
-    numbers of threads are those of a whole machine: 0 is none, and a process's own one is its main thread.
+    A rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as threads of the process. To
+    Perfetto, thread numbers count for the whole machine: 0 is invalid, and the process's number is its main thread.
     """
     records = [record for ranks in groups for _, record in sorted(ranks.items())]
     clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]
@@ -301,7 +301,7 @@ def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[
 
 
 def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Make the events of a simulated world: of each rank in its first row, or in one of its own if it has none.
+    """Yield the events of a simulated world, each in the first row of its rank, or in a new row if the rank has none.
 
     :param ranks: the ranks of the rows.
     """
@@ -321,7 +321,7 @@ def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[d
 
 
 def _micros(wall: float) -> float:
-    """Return a time in µs, to a quarter: so a float holds it, and ops that follow each other at once do not overlap."""
+    """Return a time in µs, rounded down to quarters. A float holds these exactly, so successive ops do not overlap."""
     return math.floor(4e6 * wall) / 4
 
 
@@ -337,6 +337,6 @@ def _event(item: Item, pid: int, tid: int, begin: float, end: float) -> dict[str
 
 
 def _span(header: Header, item: Item) -> tuple[float, float]:
-    """Return when an op began and ended. An op that ended within its call is a point in time."""
+    """Return the times at which an op began and ended. An op that ended within its call is a point in time."""
     end = header.monotonic if item.finished is None else item.finished
     return min(end, end if item.posted is None else item.posted), end

@@ -1,1 +1,1 @@
-"""The classes that users hold: communicators, lanes, windows, streams, portals, and how they are opened."""
+"""The classes that users hold: communicators, lanes, windows, streams and portals; and the code that opens them."""

@@ -16,12 +16,12 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class Collectives(Reducing):
-    """Every rank calls the same collectives in the same order, with arguments that fit each other.
+    """The methods for collectives: every rank calls the same ones in the same order, with arguments that match.
 
-    The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be under way at
+    The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be pending at
     once. Each call returns at once. Tensors are contiguous and on the communicator's device, and have any dtype of
     :data:`aiocomms.ops.checks.DTYPES`. Empty tensors are legal. A tensor that an op writes must not share memory with
-    any other that it reads or writes, except in the in-place forms named below.
+    another tensor of the op, except in the in-place forms named below.
     """
 
     def broadcast(
@@ -34,7 +34,8 @@ class Collectives(Reducing):
     ) -> Work[Given]:
         """Copy the root's tensor to every rank.
 
-        :param tensor: read on the root and written elsewhere; of one shape and dtype on every rank.
+        :param tensor: the tensor, read on the root and written on other ranks; its shape and dtype are the same on all
+            ranks.
         :param root: the rank whose tensor is copied.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
@@ -127,7 +128,7 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
+        """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive that rank's chunk for this rank.
 
         :param output: a tensor of the shape of ``input``, written.
         :param input: a tensor whose dimension 0 is divisible by ``size``.
@@ -148,7 +149,7 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Call :meth:`all_to_all_single` with a number of rows that may differ from pair to pair of ranks.
+        """Exchange rows as :meth:`all_to_all_single` does, with a number that may differ for each pair of ranks.
 
         :param output: the rows received, in rank order, written.
         :param input: the rows to send, in rank order.
@@ -174,7 +175,7 @@ class Collectives(Reducing):
         """Give every rank ``r`` the root's ``inputs[r]``.
 
         :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
-        :param inputs: one tensor per rank on the root; not looked at elsewhere.
+        :param inputs: one tensor per rank on the root; ignored elsewhere.
         :param root: the rank that has the inputs.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
@@ -196,7 +197,7 @@ class Collectives(Reducing):
     ) -> Work[list[Given] | None]:
         """Gather every rank's tensor on the root; all tensors have one shape.
 
-        :param outputs: one tensor per rank on the root, written; not looked at elsewhere.
+        :param outputs: one tensor per rank on the root, written; ignored elsewhere.
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
@@ -219,7 +220,7 @@ class Collectives(Reducing):
     ) -> Work[Given | None]:
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
-        :param output: ``size`` times the elements of ``input`` on the root, written; not looked at elsewhere.
+        :param output: ``size`` times the elements of ``input`` on the root, written; ignored elsewhere.
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
@@ -240,5 +241,5 @@ class Collectives(Reducing):
 
 
 def _of_root(given: Any, root: int, rank: int) -> Any:
-    """Return what is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
+    """Return the argument on the root, and None on other ranks, where MPI and torch ignore it."""
     return None if type(root) is int and root != rank else given

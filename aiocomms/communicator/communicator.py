@@ -1,4 +1,4 @@
-"""The class users hold: one rank's handle on a fixed, ordered group of ranks."""
+"""The class that users hold: one rank's handle on a fixed, ordered group of ranks."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from aiocomms.transport import Transport
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
-    Every operation is started by its call and returns a :class:`~aiocomms.Work` at once. A communicator belongs to the
-    event loop, thread and process that made it; :meth:`abort`, :meth:`dump` and :meth:`statistics` may be called on any
-    thread.
+    Each operation starts when it is called, and returns a :class:`~aiocomms.Work` at once. A communicator belongs to
+    the event loop, thread and process that made it; Any thread may call :meth:`abort`, :meth:`dump` and
+    :meth:`statistics`.
     """
 
     rank: int
@@ -120,7 +120,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def timeout(self) -> float | None:
-        """The deadline of ops that are given none, in seconds; None: they have none. See :meth:`set_timeout`."""
+        """The default deadline of ops, in seconds; None: no deadline. See :meth:`set_timeout`."""
         return None if self._seconds == inf else self._seconds
 
     @property
@@ -130,7 +130,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def aborted(self) -> bool:
-        """True once it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
+        """True once the communicator is lost: a rank aborted it, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.life.failure is not None
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
@@ -155,28 +155,30 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _issue_in_current_lane(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """Issue an op on the lane that is current here, if one is and the op goes by it."""
+        """Issue an op in the current lane of this task, if there is one and the op may run in a lane."""
         lane = current(self._core) if _follows(op) else None
         return (self._issue_in_order if lane is None else lane._issue)(op, hints, timeout)
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Go on with an op that a shortcut has posted, and that has not ended by then."""
+        """Follow an op that a shortcut has posted and that is still pending."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
-        """Look at this communicator through a lane, whose operations match those of the same key on the other ranks.
+        """Return a lane of this communicator, whose operations match operations of the same key on the other ranks.
 
-        It sends nothing and keeps nothing: lanes of one key are the same lane, also after one of them is gone.
+        The call sends and stores nothing. All lane objects of one key are views of the same lane, even if others are
+        deleted.
 
-        :param key: what the ranks call it, a request's number say; a str, bytes and an int are different keys.
-        :raises ArgumentTypeError: the key is none of these.
+        :param key: the lane's name on all ranks, such as the number of a request; a str, bytes and an int are different
+            keys.
+        :raises ArgumentTypeError: the key is no str, bytes or int.
         """
         return Lane(self, key)
 
     def _follow_lanes(self) -> None:
-        """Look from now on whether a lane is current.
+        """Check for a current lane at every call from now on.
 
-        A program that makes no lane the current one pays nothing for it.
+        A program that enters no lane does not pay for this check.
         """
         self._issue = self._issue_in_current_lane  # type: ignore[method-assign]
         if self._shortcuts is not None:
@@ -185,23 +187,24 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     # ------------------------------------------------------------------------------------- aborting and closing
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give up, on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
+        """Abort the communicator on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
 
-        It may be called on any thread and in a signal handler. Nothing can be started any more when it returns; what is
-        pending ends on the loop's next turn. The first reason stays: later calls do nothing.
+        Any thread and any signal handler may call this. Once the call returns, no operation can start. Pending works
+        end on the loop's next turn. The first reason stays: later calls do nothing.
 
-        :param reason: why; the peers are told.
+        :param reason: the reason, which the peers get, too.
         """
         self._core.abort(as_reason(reason))
 
     async def lost(self) -> CommError:
-        """Wait until the communicator is lost, for whatever reason: an abort, a death, a deadline, ranks that disagree.
+        """Wait until the communicator is lost by an abort, a rank's death, a missed deadline, or ranks that disagree.
 
-        Any number of tasks may wait. They go on when the pending works have ended, and at once if it is lost already.
+        Any number of tasks may wait. They resume when the pending works have ended, or at once if the communicator is
+        already lost.
 
-        :returns: why: the same error on every call, which the abort hooks get, too.
-        :raises CommClosedError: it was closed on this rank, and had not been lost by then.
-        :raises RuntimeError: this is not the communicator's thread.
+        :returns: the reason: the same error on every call, which the abort hooks also get.
+        :raises CommClosedError: this rank closed the communicator before it was lost.
+        :raises RuntimeError: the caller is on another thread than the communicator's.
         """
         core = self._core
         if get_ident() != core.thread:
@@ -213,13 +216,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         raise core.life.closed.about(comm=self.name, op="lost", rank=self.rank)
 
     async def aclose(self) -> None:
-        """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
+        """Close the communicator: let pending ops end, withdraw unmatched receives, and release all resources.
 
-        It waits 5 seconds for the former. A cancelled close still releases everything.
-        Idempotent.
+        Idempotent. Pending ops have up to 5 seconds to end. A cancelled close still releases all resources.
 
-        :raises RuntimeError: this is not the communicator's thread.
-        :raises CommError: a transport broke while it closed; everything else is released.
+        :raises RuntimeError: the caller is on another thread than the communicator's.
+        :raises CommError: a transport failed while it closed; everything else is released.
         """
         if get_ident() != self._core.thread:
             raise wrong_thread(f"aclose on '{self.name}'")
@@ -229,7 +231,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._leave()
 
     async def _leave(self) -> None:
-        """Let go of what others may share, with what blocks in a thread."""
+        """Leave the live view and the rendezvous, which others may share. A thread runs the part that may block."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
             await shielded(lambda: run_in_thread(leaving.finish, anyhow=True))
@@ -256,25 +258,27 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.abort(error)  # the peers may be waiting for ops that this rank will never call
+            self.abort(error)  # The peers may wait for ops that this rank will never call.
         await self.aclose()
 
-    # ------------------------------------------------------------------------------------------ and the rest
+    # ------------------------------------------------------------------------------------------ other methods
 
     def portal(self) -> Portal:
-        """Return this communicator's operations for other threads, on which they block; any thread may ask for it.
+        """Return the portal: this communicator's operations in blocking form, for other threads.
 
-        :returns: always the same object.
+        Any thread may call this.
+
+        :returns: the same object at every call.
         """
         if self._portal is None:
             self._portal = Portal(self)
         return self._portal
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the deadline of ops that are given none, from the next call on.
+        """Set the default deadline of ops, from the next call on.
 
-        :param timeout: seconds; None: they have no deadline, and wait until they are done or the communicator is lost.
-        :raises ArgumentError: it is neither None nor a number of seconds above 0.
+        :param timeout: seconds; None: no deadline: ops wait until they are done or the communicator is lost.
+        :raises ArgumentError: the timeout is neither None nor a number of seconds above 0.
         """
         self._seconds = arguments.deadline("timeout", timeout)
 
@@ -286,34 +290,34 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         timeout: OpTimeout = COMM_TIMEOUT,
         hints: Mapping[str, Any] | None = None,
     ) -> Communicator | None:
-        """Form communicators of some of the ranks. Collective over this one.
+        """Form communicators of some of the ranks. Collective over this communicator.
 
-        :param ranks: the new communicator's members, as ranks of this one, in their new order; the same on each of
-            them, and with this rank among them. Empty on a rank that joins none.
-        :param name: the new communicator's name, the same on all of them; None: this one's with a number.
-        :param timeout: its timeout in seconds, within which it forms, as of :func:`aiocomms.new_comm`; by default that
-            with which this one was formed.
-        :param hints: advice to the transports, which comes before that with which this one was formed.
-        :returns: the new communicator, or None where ``ranks`` is empty.
-        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or another argument is
-            wrong. Nothing was sent.
+        :param ranks: the new communicator's members, as ranks of this one, in their new order. All members pass the
+            same list. A rank that joins no new communicator passes an empty list.
+        :param name: the new communicator's name, the same on all members; None: this communicator's name with a number.
+        :param timeout: the new communicator's timeout in seconds, also for its formation, as in
+            :func:`aiocomms.new_comm`; by default the timeout with which this communicator was formed.
+        :param hints: advice to the transports; it takes precedence over the hints of this communicator.
+        :returns: the new communicator, or None if ``ranks`` is empty.
+        :raises ArgumentError: ``ranks`` is no list of distinct ranks or lacks this rank, or another argument is wrong.
+            Nothing was sent.
         :raises MismatchError: two ranks name groups that overlap and differ.
-        :raises StoreLostError: the store is gone, and the transport cannot do without it; this communicator goes on.
-        :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
+        :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
+        :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
         members = membership.members(ranks, self._core)
         child = f"{self.name}/{self._children + 1}" if name is None else arguments.label(name)
         seconds = arguments.op_deadline(timeout, self._rendezvous.timeout)
         plan = self._plan if hints is None else self._plan.advised(hints)
-        number = self._children = self._children + 1  # another split may begin before this one goes on
+        number = self._children = self._children + 1  # Another split may begin before this one continues.
         core = self._core
         with anyio.CancelScope() as scope:
-            # An abort also ends the part of this that meets the others elsewhere.
+            # An abort also ends the part of the split that runs outside this communicator.
             hook = self.register_abort_hook(lambda _: scope.cancel())
             try:
                 return await self._form_child(members, child, number, plan, seconds)
             except StoreLostError:
-                raise  # Every rank that needs the store raises this; this communicator needs none.
+                raise  # Every rank that needs the store raises this error. This communicator needs no store.
             except BaseException as error:
                 hook.remove()
                 reason = broken_off(error, members).about(comm=self.name, op="split", rank=self.rank)
@@ -328,7 +332,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def _form_child(
         self, members: list[int], child: str, number: int, plan: Selection, seconds: float
     ) -> Communicator | None:
-        """Agree on the groups of a split, and form this rank's."""
+        """Agree on the groups of a split, and form the group of this rank."""
         gather = AllGatherObject(0, False, (self._parcel("split", members, False),))
         claims: list[list[int]] = await self._issue_in_order(gather)
         for rank, claim in enumerate(claims):
@@ -354,13 +358,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Communicator(rendezvous, plan, opened)
 
     async def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Communicator:
-        """Form a communicator of some of the ranks; collective over these alone, as ``MPI_Comm_create_group`` is.
+        """Form a communicator of some of the ranks. Collective over these ranks only, like ``MPI_Comm_create_group``.
 
-        :param ranks: its members, as of :meth:`split`.
-        :param name: its name, the same on all of them; it tells it from others that they form at the same time.
-        :param timeout: as of :meth:`split`.
+        :param ranks: the members, as in :meth:`split`.
+        :param name: the name, the same on all members; it distinguishes groups that the members form at the same time.
+        :param timeout: see :meth:`split`.
         :raises ArgumentError: an argument is wrong. Nothing was sent.
-        :raises CommError: it was not formed, as of :func:`aiocomms.new_comm`; this communicator goes on.
+        :raises CommError: the communicator was not formed, as in :func:`aiocomms.new_comm`; this communicator stays
+            usable.
         """
         self._core.demand("create_group")
         members = membership.members(ranks, self._core, "create_group", least=1)
@@ -370,17 +375,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
-        """Form the communicator that takes the place of this one, lost or not; collective over the ranks that are left.
+        """Form a communicator that replaces this one, lost or not. Collective over the remaining ranks.
 
-        This one is closed when the new one stands. Until then what is under way on it goes on, if it is not lost.
+        This communicator is closed once the new one is formed. Until then its pending ops go on, unless it is lost.
 
-        :param ranks: the ranks that are left, the same on all; None: those that call this within a quarter of
+        :param ranks: the remaining ranks, the same on all of them; None: the ranks that call this within a quarter of
             ``timeout`` seconds.
-        :param size: the new size; a rank that is left keeps its number, and newcomers (``new_comm(join=True)``) fill
-            the gaps. None: they are numbered anew, in the old order.
-        :raises CommAbortedError: this rank is excluded: the others go on without it.
-        :raises CommTimeoutError: a rank or newcomer did not come in time.
-        :raises StoreLostError: the store is gone, and the transport cannot do without it.
+        :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
+            gaps. None: the remaining ranks get new numbers in the old order.
+        :raises CommAbortedError: this rank is excluded: the other ranks go on without it.
+        :raises CommTimeoutError: a rank or newcomer did not arrive in time.
+        :raises StoreLostError: the store is lost, and the transport needs it.
         """
         core, failure = self._core, self._core.life.failure
         reason = None if failure is None else failure.error
@@ -388,18 +393,18 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def statistics(self) -> Statistics:
-        """Say what the communicator is doing and has done, as a plain record; any thread.
+        """Return the communicator's present and past activity as a plain record. Any thread may call this.
 
-        Nothing is counted for it while ops run: it is read from what the communicator keeps anyway.
+        Running ops do no extra work for this record.
         """
         return statistics_of(self._core, self.transports)
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Write the flight recorder to a file: the last ops and those that are pending; any thread.
+        """Write the flight recorder, with the last and the pending ops, to a file. Any thread may call this.
 
-        :param folder: where to; None: ``AIOCOMMS_RECORDER_DIR``, or else a folder of the user's own.
+        :param folder: the folder of the file; None: ``AIOCOMMS_RECORDER_DIR``, or else a folder of the user's own.
         :returns: the file's path.
-        :raises CommError: it cannot be written.
+        :raises CommError: the file cannot be written.
         """
         try:
             return dumps.write(self._core.recorder.snapshot("asked for"), folder)
@@ -407,14 +412,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
 
     def _sight(self) -> Sight:
-        """Return what the live view shows of this communicator; on any thread, whatever its loop is doing."""
+        """Return this communicator's entry in the live view. Any thread may call this, even while the loop is busy."""
         failure = self._core.life.failure
         snapshot = self._core.recorder.snapshot("" if failure is None else failure.error.message)
         return sight_of(snapshot, self._rendezvous.secret("live view"), self.statistics())
 
 
 def _follows(op: Op) -> bool:
-    """Return whether an op goes by the current lane."""
+    """Return whether an op runs in the current lane."""
     return op.family == "collectives" or (op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER)
 
 

@@ -12,19 +12,17 @@ from aiocomms.progress.loops import Waiter
 
 
 class Expected:
-    """The receives that this library keeps pending of its own accord, by tags, with the tasks that wait for each.
+    """The receives that this library itself keeps pending, by tag, with the tasks that wait for each.
 
-    So a receive for which no task waits is not reported as a wait.
-
-    A hang report names only the receives that a task waits for.
+    A hang report names only the receives for which a task waits.
 
     See :class:`aiocomms.progress.inflight.Stands`.
     """
 
     def __init__(self, in_flight: InFlight, of: str) -> None:
-        """Begin with nothing.
+        """Begin without receives.
 
-        :param of: what it belongs to, in words.
+        :param of: the owner of the receives, in words.
         """
         self._of = of
         self._works: dict[int, tuple[StartedWork[Any], str]] = {}
@@ -35,21 +33,21 @@ class Expected:
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
         """Note the last receive of a tag.
 
-        :param what: of that to which it belongs, in words.
+        :param what: further words about the owner, in reports.
         """
         self._works[tag] = work, what
 
     async def change(self, tag: int) -> None:
-        """Wait until something has changed.
+        """Wait until the owner calls :meth:`changed`.
 
-        :param tag: of the message that may change what this task waits for.
+        :param tag: the tag of the message for which this task waits.
         """
         if tag not in self._awaited:
             self._awaited[tag] = Promise(self._driver)
         await self._awaited[tag]
 
     def changed(self) -> None:
-        """Let all who wait go on, and look."""
+        """Wake all waiting tasks, which then check what has changed."""
         awaited, self._awaited = self._awaited, {}
         for promise in awaited.values():
             promise.set()

@@ -34,7 +34,7 @@ async def form(
     transport: str | Mapping[str, str], device: str | torch.device, store: Store | None, rank: int, size: int,
     name: str, timeout: float, hints: Mapping[str, Any], join: bool,
 ) -> Communicator:  # fmt: skip
-    """Form a communicator, as :class:`aiocomms.new_comm` is asked to."""
+    """Form a communicator with the arguments of :class:`aiocomms.new_comm`."""
     if clock.simulation is not None and store is not None:
         clock.simulation.check_store(store)
     where = await settled(device)
@@ -43,14 +43,14 @@ async def form(
     plan = await run_in_thread(functools.partial(choose, transport, where, size, hints), anyhow=True)
     try:
         return await _form(plan, store, rank, size, name, where, timeout, join)
-    except StoreLostError:  # another attempt finds the store that is served by then
+    except StoreLostError:  # The next attempt connects to the store that is served by then.
         for place in [place for place, known in list(_launched.items()) if known is store]:
             del _launched[place]
         raise
 
 
 async def adopt(pg: Any, device: str | torch.device, name: str, timeout: float) -> Communicator:
-    """Form a communicator over a process group, as :func:`aiocomms.from_process_group` is asked to."""
+    """Form a communicator over a process group with the arguments of :func:`aiocomms.from_process_group`."""
     where = await settled(device)
     plan = await run_in_thread(functools.partial(choose_adopter, pg, where, {}), anyhow=True)
     return await _form(plan, None, pg.rank(), pg.size(), name, where, timeout)
@@ -78,7 +78,7 @@ def _starts_cuda() -> bool:
 
 
 async def launched(name: str, timeout: float) -> tuple[Store | None, int, int]:
-    """Reach the launcher's store, and return it with this rank and the number of ranks."""
+    """Connect to the launcher's store, and return it with this rank and the number of ranks."""
     if clock.simulation is not None:
         return clock.simulation.launched()
     launch = await run_in_thread(lambda: read_environment(os.environ), anyhow=True)
@@ -125,7 +125,7 @@ async def _form(
 
 
 async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
-    """Count torch's threads; return what warns of them once all are counted, on the one rank that is to."""
+    """Count torch's threads. On one rank, return a call that warns of too many once all ranks have counted."""
     store = rendezvous.store
     if store is None or not crowding.may_crowd(rendezvous.size):
         return None
@@ -134,16 +134,17 @@ async def _counted(rendezvous: StoreRendezvous) -> Callable[[], None] | None:
 
 
 _launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
-"""The launcher's store, which the communicators over it share and keep."""
+"""The launcher's stores by host and port; the communicators that use a store keep it."""
 
 
 @uncompiled
 def get_comm(group: Communicator | str | None = None) -> Communicator:
-    """Find an open communicator.
+    """Return an open communicator.
 
-    :param group: a communicator, which is returned as it is; its name; ``""`` or None for the default one, ``"world"``.
-    :raises ArgumentError: there is none of that name, or several and this task opened none of them.
-    :raises ArgumentTypeError: it is neither; where it is a process group of torch, says how to form one over it.
+    :param group: a communicator, which is returned unchanged; or a name; ``""`` or None for the default, ``"world"``.
+    :raises ArgumentError: no open communicator has the name, or several have it and this task opened none of them.
+    :raises ArgumentTypeError: ``group`` is neither a communicator nor a name. For a process group of torch, the message
+        says how to form a communicator over it.
     """
     if isinstance(group, Communicator):
         return group

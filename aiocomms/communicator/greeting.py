@@ -1,4 +1,4 @@
-"""The first message of each end of a stream to the other: where it receives, its capacity, items and name."""
+"""The greeting: the first message of each end of a stream, with the end's tag, capacity, type of items and name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from aiocomms.lowlevel.versions import Dialect
 
 MAX_CAPACITY = 2**20
 MAX_NAME = 100
-"""The length that a stream's name may have, in bytes of UTF-8."""
+"""The largest length of a stream's name, in bytes of UTF-8."""
 
 MAX_BYTES = 2**62
 _MAX_TEXT = 100
 _STREAMS = Dialect("streams", b"aioS", 3)
-# Head, tag of the messages to this end, capacity in messages and in bytes (0: any), what the items are, to be compared
-# and for people, length of the name, name.
+# The fields are the head, the tag of the messages to this end, the capacity in messages and in bytes (0: any), the
+# type of items as a digest and as text, the length of the name, and the name.
 _GREETING = struct.Struct(f"<6sIIQ8s{_MAX_TEXT}sB{MAX_NAME}s")
 
 GREETING_BYTES = _GREETING.size
@@ -37,9 +37,9 @@ class Greeting(NamedTuple):
 
 
 def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
-    """Check what the program has given.
+    """Check the arguments of a stream.
 
-    :raises ArgumentError: one of them is wrong.
+    :raises ArgumentError: an argument is wrong.
     """
     _check_count("capacity", capacity, MAX_CAPACITY, "messages")
     if capacity_bytes is not None:
@@ -58,7 +58,7 @@ def _check_count(argument: str, value: int, most: int, unit: str) -> None:
 
 
 def tag_of(name: str) -> int:
-    """Return the tag under which the ends of a stream of this name find each other."""
+    """Return the tag of the greetings of streams of this name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
@@ -69,9 +69,9 @@ def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
 
 
 def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
-    """Return what the other end tells.
+    """Parse and check the other end's greeting.
 
-    :raises ProtocolError: it opened something else, or is of another version.
+    :raises ProtocolError: the other end opened something else, or speaks another version of the protocol.
     """
     _STREAMS.check(greeting, f"rank {peer}", peer)
     _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)

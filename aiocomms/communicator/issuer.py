@@ -28,7 +28,7 @@ class Inside(checks.CheckedComm, Protocol):
         """See :meth:`Transport.caller_stream`."""
 
     def lose(self, error: CommError) -> None:
-        """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
+        """Lose the communicator on all ranks: this rank cannot do its part of a collective that they have begun."""
 
 
 class Issuer(Handle, ABC):
@@ -40,7 +40,7 @@ class Issuer(Handle, ABC):
     device: torch.device
     _core: Inside
     _shortcuts: Shortcuts | None
-    """Native code that starts plain ops; a subclass of a program's own has none, for it may do so in its own way."""
+    """Native code that starts plain ops; None for a program's own subclass, which may start ops in its own way."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
@@ -49,5 +49,5 @@ class Issuer(Handle, ABC):
     def _issue_in_order(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """Issue an op that is matched by the order of the calls, whatever lane is current."""
+        """Issue an op outside every lane: the ranks match it by the order of their calls."""
         return self._issue(op, hints, timeout)

@@ -1,7 +1,7 @@
 """The items of a stream: the conversion of an item to messages, and of messages to an item.
 
-An item is a header of fixed size and, if need be, more messages. A tensor is described by the header and is a message
-itself; a mapping or a dataclass travels as an object does, see :mod:`aiocomms.communicator.parcels`.
+An item is a header of fixed size and, if needed, more messages. A tensor is a header that describes it and one message
+of data. A mapping or a dataclass travels as an object does, see :mod:`aiocomms.communicator.parcels`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ DATA: Final = 0
 _TENSOR_BYTES: Final = 8 + codec.TENSOR_BYTES
 
 Arriving = Generator[list[Tensor] | Callable[[], None], None, tuple[Any, int]]
-"""A generator that yields tensors to receive into, or a call to be made in a thread.
+"""A generator that yields tensors to receive into, or a call to make in a thread.
 
-It is resumed when that is done. It ends with what :meth:`Kind.make` takes, and its size in bytes.
+The caller resumes the generator when the receives or the call are done. The generator returns the argument of
+:meth:`Kind.make`, and the item's size in bytes.
 """
 
 
@@ -41,9 +42,9 @@ class Packed(NamedTuple):
     header: Tensor
     messages: list[Tensor]
     nbytes: int
-    """The number of bytes that the item takes of the other end's room."""
+    """The number of bytes of the other end's room that the item takes."""
     prepare: Callable[[], Packed] | None
-    """The call that makes the messages what they must be, on a thread; None: they are."""
+    """The blocking call that makes the messages ready, for a thread; None: they are ready."""
 
 
 class Kind(ABC, Generic[T]):
@@ -54,7 +55,7 @@ class Kind(ABC, Generic[T]):
     def __init__(self, items: type[T], text: str) -> None:
         self.items = items
         self.text = text
-        """The type on which both ends must agree, in words for people."""
+        """The type in words, for people; both ends must agree on it."""
 
     @property
     def digest(self) -> bytes:
@@ -65,19 +66,19 @@ class Kind(ABC, Generic[T]):
     def pack(self, item: T, group: CheckedComm) -> Packed:
         """Turn an item into messages.
 
-        :raises ArgumentError: it cannot be sent.
+        :raises ArgumentError: the item cannot be sent.
         """
 
     @abstractmethod
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """Receive the item that a header announces.
 
-        :raises ProtocolError: raised by a step: the messages make no sense.
+        :raises ProtocolError: raised by a step: the messages are invalid.
         """
 
     @abstractmethod
     def make(self, arrived: Any) -> T:
-        """Make the item of what has arrived, for the program that takes it."""
+        """Make the program's item of the value that has arrived."""
 
 
 class Tensors(Kind[Tensor]):
@@ -139,7 +140,7 @@ class Mappings(Kind[T]):
     def taken_apart(self, item: T) -> dict[Any, Any]:
         """Return the item as a dict.
 
-        :raises ArgumentTypeError: it is no mapping.
+        :raises ArgumentTypeError: the item is no mapping.
         """
         if not isinstance(item, Mapping):
             raise arguments.wrong_type("item", item, "a mapping, as the stream was opened for")
@@ -157,9 +158,9 @@ class Mappings(Kind[T]):
         return self.checked(arrival.open(pickle=False)), arrival.nbytes
 
     def checked(self, arrived: Any) -> Any:
-        """Check what has arrived.
+        """Check a value that has arrived, and return it.
 
-        :raises ProtocolError: it is no item.
+        :raises ProtocolError: the value is no item of this kind.
         """
         if not isinstance(arrived, dict):
             raise ProtocolError(f"a {type(arrived).__name__} came on a stream of {self.text}")
@@ -179,9 +180,9 @@ class Dataclasses(Mappings[T]):
         super().__init__(items, f"{items.__name__}({', '.join(self._names)})")
 
     def taken_apart(self, item: T) -> dict[Any, Any]:
-        """Return the item's fields.
+        """Return the item's fields as a dict.
 
-        :raises ArgumentTypeError: it is of another class.
+        :raises ArgumentTypeError: the item is of another class.
         """
         if type(item) is not self.items:
             raise arguments.wrong_type("item", item, f"a {self.items.__name__}, as the stream was opened for")
@@ -199,7 +200,7 @@ class Dataclasses(Mappings[T]):
 
 
 def kind_of(items: Any) -> Kind[Any]:
-    """Return the kind of a stream's items, by the type that the program gives.
+    """Return the kind for a type of items.
 
     :raises ArgumentTypeError: no stream carries such items.
     """

@@ -1,4 +1,4 @@
-"""Lanes: views of a communicator, on each of which operations match those of the same key on the other ranks."""
+"""Lanes: views of a communicator whose operations match operations of the same key on the other ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from aiocomms.communicator.communicator import Communicator
 
 LONGEST = 60
-"""Characters of a key that errors and records show as it is."""
+"""The number of characters of a key that errors and records show unchanged."""
 
 
 class _Current(NamedTuple):
-    """The lane that a ``with`` block has made the current one, and what was current before."""
+    """The lane that a ``with`` block has made the current one, and the entry that was current before."""
 
     lane: Lane
     before: _Current | None
@@ -51,17 +51,17 @@ def current(core: Core) -> Lane | None:
 
 
 class Lane(PointToPoint, Collectives, Objects):
-    """A view of a communicator for one request, say: its operations match those of the same key on the other ranks.
+    """A view of a communicator, for one request for example; made by :meth:`Communicator.lane`.
 
-    Made by :meth:`Communicator.lane`. Within a lane all ranks call the same collectives in the same order, and these
-    run one after the other; lanes of different keys wait for each other nowhere, in whatever order they are called. Its
-    messages match those of the lane only. What loses the communicator, as a deadline or ranks that disagree, loses all
-    its lanes.
+    Operations of a lane match only operations of the same key on the other ranks. Within a lane all ranks call the same
+    collectives in the same order, and these run one after the other. Lanes of different keys never wait for each other,
+    in any order of the calls. A failure that loses the communicator, such as a missed deadline or ranks that disagree,
+    loses all its lanes.
 
-    ``with comm.lane(key):`` makes it the current lane of the task, and of the tasks and threads that are started
-    within: there ``comm.all_reduce(x)`` goes by it, as do all collectives, messages and objects of the communicator.
-    An exception that leaves the block gives the lane up on all ranks, see :meth:`abort`: the others may be waiting for
-    operations that this rank will never call.
+    ``with comm.lane(key):`` makes the lane current in this task, and in the tasks and threads that are started within
+    the block. There ``comm.all_reduce(x)`` runs in the lane, as do all collectives, messages and objects of the
+    communicator. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`. Without this, the
+    other ranks might wait for operations that this rank will never call.
     """
 
     name: str
@@ -85,14 +85,14 @@ class Lane(PointToPoint, Collectives, Objects):
         self._shortcuts = comm._shortcuts
         self._own: float | None = None  # The deadline of this view in seconds; None: the communicator's.
         self._closed = False
-        self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
+        self._known: tuple[int, str] | None = None  # The number and the key in words, once an op has begun.
 
     def __repr__(self) -> str:
         return f"<Lane {arguments.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
 
     @property
     def timeout(self) -> float | None:
-        """The deadline of operations that are given none, in seconds: the communicator's, until it is set."""
+        """The default deadline in seconds: the communicator's until :meth:`set_timeout`. None: no deadline."""
         seconds = self._seconds
         return None if seconds == inf else seconds
 
@@ -101,10 +101,10 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._comm._seconds if self._own is None else self._own
 
     def set_timeout(self, timeout: arguments.Timeout) -> None:
-        """Set the deadline of operations on this view of the lane that are given none.
+        """Set the default deadline of operations on this view of the lane.
 
-        :param timeout: seconds; None: they have no deadline.
-        :raises ArgumentError: it is neither None nor a number of seconds above 0.
+        :param timeout: seconds; None: no deadline.
+        :raises ArgumentError: the timeout is neither None nor a number of seconds above 0.
         """
         self._own = arguments.deadline("timeout", timeout)
 
@@ -114,13 +114,13 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._closed
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give the lane up, on every rank: what is pending in it there fails with :class:`LaneAbortedError`.
+        """Abort the lane on every rank: its pending operations fail with :class:`LaneAbortedError`.
 
-        So does every later operation of the key, on all views of it: use another key. The communicator and its other
-        lanes go on. An operation that is under way ends when the transport uses its tensors no more. It may be called
-        on any thread; the first reason stays. Nothing happens if the communicator is lost or closed.
+        Every later operation of the key fails, too, on all views: use another key. The communicator and its other lanes
+        go on. A pending operation ends when the transport no longer uses its tensors. Any thread may call this. The
+        first reason stays. The call does nothing if the communicator is lost or closed.
 
-        :param reason: why; the other ranks are told.
+        :param reason: the reason, which the other ranks get, too.
         """
         core, why = self._core, as_reason(reason)
         if get_ident() == core.thread:
@@ -133,11 +133,11 @@ class Lane(PointToPoint, Collectives, Objects):
             self._core.router.lane_aborts.give_up(*self._names(), why)
 
     async def aclose(self) -> None:
-        """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
+        """Withdraw unmatched receives of the lane, and wait until its other operations have ended.
 
-        It need not be called: a lane has nothing to release. The other ranks are told nothing. Idempotent.
+        The call is optional, because a lane has no resources to release. The other ranks are not told. Idempotent.
 
-        :raises RuntimeError: this is not the communicator's thread.
+        :raises RuntimeError: the caller is on another thread than the communicator's.
         """
         core, (number, _) = self._core, self._names()
         if get_ident() != core.thread:
@@ -164,7 +164,7 @@ class Lane(PointToPoint, Collectives, Objects):
             raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
         CURRENT.set(found.before)
         if error is not None:
-            self.abort(error)  # the other ranks may be waiting for ops that this rank will never call
+            self.abort(error)  # The other ranks may wait for ops that this rank will never call.
 
     def _names(self) -> tuple[int, str]:
         """Return the lane's number, and its key in words."""
@@ -174,7 +174,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Listen before the first op for the lanes that other ranks have given up, and keep what the lane is called."""
+        """Prepare the first op: listen for lanes that other ranks abort, and store this lane's number and words."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.ledger.refusing:
             core.router.lane_aborts.listen()
@@ -200,21 +200,21 @@ class Lane(PointToPoint, Collectives, Objects):
         return core.start(work, seconds, words)
 
     def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Go on as :meth:`Communicator._posted` does; a message was given to :meth:`_adopted` before."""
+        """Follow a posted op as :meth:`Communicator._posted` does. A message has passed :meth:`_adopted` before."""
         return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Go on with a message that a shortcut has posted."""
+        """Give the router a message that a shortcut has posted."""
         self._core.router.adopt(work, part)
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
-        """Check what is seldom given, and return the deadline in seconds."""
+        """Check the hints and the timeout of a call, and return the deadline in seconds."""
         if hints is not None:
             arguments.mapping("hints", hints)
         return self._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
-        """Return why an op cannot be called now, or not here."""
+        """Return the error of an op that cannot be called now, or not on this thread."""
         core = self._core
         if core.ledger.refusing or get_ident() != core.thread:
             return core.life.refusal() or core.refused(op)

@@ -232,12 +232,14 @@ class Objects(Issuer):
     """The methods that send Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size. Encoded it takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes, its tensors included.
-    These belong to the op until the work is done, as that of ``send`` does; the rest may be changed as soon as the call
-    returns. Large tensors and bytes are sent from their own memory, and received into that of the result. A tensor on a
-    GPU arrives on the receiver's communicator's device if that is a GPU; any other arrives on the CPU. With
-    ``pickle=True`` it may be any object that pickles. Every rank concerned must say so, as unpickling runs code that
-    the sender chose.
+    device and Size. The encoding takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes, tensors included. As
+    with ``send``, tensors must not be changed until the work is done. The rest may be changed as soon as the call
+    returns. Large tensors and bytes are sent from their own memory, and received into the memory of the result. A
+    tensor on a GPU arrives on the device of the receiver's communicator if that is a GPU. Any other tensor arrives on
+    the CPU.
+
+    With ``pickle=True`` the object may be any object that pickles. Every rank concerned must pass ``pickle=True``,
+    because unpickling runs code that the sender chose.
     """
 
     def send_object(
@@ -250,12 +252,12 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[None]:
-        """Send an object to a rank: another one or, if tensors are on the CPU, this one.
+        """Send an object to another rank or, if the communicator's device is the CPU, to this rank.
 
         :param obj: the object.
         :param dst: the receiving rank.
-        :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. It never matches
-            the tag of a tensor.
+        :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. Objects never match
+            receives of tensors.
         :param pickle: send a pickle.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
@@ -273,14 +275,14 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
-        """Receive an object from a rank: another one or, if tensors are on the CPU, this one.
+        """Receive an object from another rank or, if the communicator's device is the CPU, from this rank.
 
         :param src: the sending rank.
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
         :param pickle: expect a pickle, and load it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-            A receive that nothing has matched by then fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A receive
+            that is unmatched at its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
         :raises ProtocolError: raised by the work: the bytes encode no object, or only one end uses pickle.
@@ -364,7 +366,7 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
-        """Give every rank the object that the root has for it.
+        """Give every rank ``r`` the root's ``objs[r]``.
 
         :param objs: one object per rank on the root; ignored elsewhere.
         :param root: the rank that has the objects.
@@ -388,7 +390,7 @@ class Objects(Issuer):
 
     def _parcel(self, op: str, obj: Any, pickle: bool) -> Parcel:
         try:
-            self._core.caller_stream()  # This call refuses a capture, before anything is copied to a GPU.
+            self._core.caller_stream()  # This call refuses a CUDA capture before anything is copied to a GPU.
             return Parcel(obj, self.device, pickle=pickle)
         except CommError as error:
             raise error.about(comm=self.name, op=op, rank=self.rank) from error.__cause__

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Streams(Issuer):
-    """The method that opens streams of tensors."""
+    """The method that opens streams."""
 
     _streams = 0
 
@@ -43,10 +43,10 @@ class Streams(Issuer):
         :param name: distinguishes streams between the same two ranks. Streams of one name are paired in the order
             opened. At most 100 bytes of UTF-8.
         :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; ``dict``, such as
-            ``dict[str, Tensor]``; or a dataclass. The values of the latter two are what objects may hold.
-        :param capacity_bytes: the number of bytes that this end holds, at least 1; an item that is larger comes alone.
-            None: any number.
-        :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; a :class:`TensorStream` of tensors.
+            ``dict[str, Tensor]``; or a dataclass. The values in a dict or a dataclass are what objects may hold.
+        :param capacity_bytes: the number of bytes that this end holds, at least 1; a larger item is held alone. None:
+            any number.
+        :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; for tensors a :class:`TensorStream`.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: the other rank opened something else.
         :raises CommError: the communicator is lost.

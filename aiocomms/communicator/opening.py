@@ -1,7 +1,7 @@
-"""The functions that open a communicator: through a launcher, a store, alone, over a process group, and by its name.
+"""The functions that open a communicator: through a launcher or a store, alone, or over a process group.
 
-A program names this module first perhaps on a running loop. So the module loads only what the checks of arguments need.
-A thread loads the rest when the communicator is awaited.
+A program may first use this module while its loop runs. So the module loads only what the checks of arguments need. A
+thread loads the rest when the communicator is awaited.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
 
 class Opening(ABC, Generic[_Opened]):
-    """An object that opens another one: it is awaited for it, or is used itself by ``async with``."""
+    """An object that opens another one: ``await`` it, or use it in ``async with``."""
 
     _example: str
-    """An example of a program that does not forget the ``await``."""
+    """The example in the error about a forgotten ``await``."""
     _it: _Opened | None = None
 
     @abstractmethod
     async def _open(self) -> _Opened:
-        """Open it."""
+        """Open the object, and return it."""
 
     def __await__(self) -> Generator[Any, Any, _Opened]:
         return self._open().__await__()
 
-    # Type checkers see a forgotten await by themselves, and would take any attribute for granted.
+    # Type checkers find a forgotten await themselves. With this method they would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -63,33 +63,34 @@ class Opening(ABC, Generic[_Opened]):
 class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called like a function, as asyncpg.create_pool is.
     """Form a communicator with the other ranks; collective.
 
-    Await it for a :class:`~aiocomms.communicator.communicator.Communicator`, or use it as
-    ``async with new_comm(...) as comm:``, which closes the communicator at the end, and aborts it on all ranks if the
-    body raises.
+    Await the call to get a :class:`~aiocomms.communicator.communicator.Communicator`, or write
+    ``async with new_comm(...) as comm:``. The block closes the communicator at its end, and aborts it on all ranks if
+    the body raises.
 
-    :param transport: a transport's name; ``"auto"`` for the best that is available; or a name for each of some of the
+    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping to names from some of the
         families ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
-    :param store: where the ranks meet, with ``rank`` and ``size``; the communicator keeps it until it is closed, for
-        its splits and its recovery. With none of the three the launcher's environment says (torchrun, Open MPI, MPICH,
-        Slurm), and without a launcher it is a world of one.
+    :param store: the store at which the ranks meet; pass ``rank`` and ``size`` with it. The communicator keeps the
+        store until it is closed, for splits and recovery. Without these three arguments the launcher's environment
+        decides (torchrun, Open MPI, MPICH, Slurm). Without a launcher the communicator has one rank.
     :param rank: this rank.
-    :param size: how many ranks there are.
-    :param name: the communicator's name, the same on all ranks; tells apart communicators that share a store.
-    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: these
-        have no deadline, and forming has 600 s.
-    :param hints: advice to the transports, by name; and ``"heartbeat"``: seconds without a sign of life after which a
-        rank is taken for dead, 0 for never. Without it ``AIOCOMMS_HEARTBEAT`` says, or else it is 5.
-    :param join: take the place of a rank that was lost, or an additional one, in a communicator that exists: the others
-        call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None: do so if
-        the launcher has started this rank anew while the others go on, as ``aiocomms run --restart on-failure`` does.
-    :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
-    :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
-    :raises CommTimeoutError: some rank did not come in time; says which.
-    :raises CommAbortedError: another rank could not form its part, was cancelled meanwhile, or has failed before it
-        came; says which.
+    :param size: the number of ranks.
+    :param name: the communicator's name, the same on all ranks; it distinguishes communicators that share a store.
+    :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have
+        no deadline, and the formation has 600 s.
+    :param hints: advice to the transports, by name; and ``"heartbeat"``: the seconds without a sign of life after which
+        a rank counts as dead, 0 for never. The default is ``AIOCOMMS_HEARTBEAT``, or else 5.
+    :param join: whether to join an existing communicator, in the place of a lost rank or as an additional one. The
+        other ranks call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None:
+        join if the launcher has restarted this rank while the others go on, as ``aiocomms run --restart on-failure``
+        does.
+    :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all problems.
+    :raises UnsupportedOperation: the transport is not available; the message gives the reason and names the others.
+    :raises CommTimeoutError: a rank did not arrive in time; the message names it.
+    :raises CommAbortedError: another rank could not form its part, was cancelled, or failed before it arrived; the
+        message names it.
     :raises StoreLostError: the store cannot be reached.
-    :raises AuthError: some rank has not the same token; says which.
+    :raises AuthError: a rank has a different token; the message names it.
     """
 
     _example = "comm = await new_comm(...)"
@@ -130,7 +131,7 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
         return await form(*given, self._options, bool(join))
 
     async def _launched(self) -> tuple[Store | None, int, int]:
-        """Return where the ranks meet, this rank, and how many there are, as the launcher says."""
+        """Return the launcher's store, this rank and the number of ranks."""
         from aiocomms.communicator.formation import launched
 
         return await launched(self._name, self._timeout)
@@ -139,16 +140,17 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
 async def from_process_group(
     pg: Any, device: str | torch.device = "cpu", *, name: str = DEFAULT, timeout: Timeout = FORMING
 ) -> Communicator:
-    """Form a communicator over a ``torch.distributed`` process group that exists already; collective.
+    """Form a communicator over an existing ``torch.distributed`` process group; collective.
 
-    The group stays its owner's: it is neither closed nor aborted, and may go on being used.
+    The group stays its owner's: the communicator neither closes nor aborts it, and other code may go on using it.
 
-    :param pg: the process group. The ranks meet over it: until this returns nothing else may use it, nor another call.
+    :param pg: the process group, over which the ranks meet. Until this call returns, nothing else may use the group,
+        another such call included.
     :param device: the device of all tensors.
     :param name: the communicator's name.
-    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: these
-        have no deadline, and forming has 600 s.
-    :raises ArgumentTypeError: no available transport can run over it.
+    :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have
+        no deadline, and the formation has 600 s.
+    :raises ArgumentTypeError: no available transport can run over the group.
     """
     where, seconds = checked(device), deadline("timeout", timeout)
     await loaded(_FORMATION)
@@ -158,8 +160,8 @@ async def from_process_group(
 
 
 def checked(device: str | torch.device) -> str | torch.device:
-    """Check the name of a device; where torch is not loaded yet, whoever has it loaded does.
+    """Check the name of a device if torch is loaded. Otherwise the formation checks it later.
 
-    :raises ArgumentError: it names none.
+    :raises ArgumentError: the argument names no device.
     """
     return device_of(device) if "torch" in sys.modules else device

@@ -1,4 +1,4 @@
-"""The point-to-point methods: ``send`` and ``recv``, those that name no source or several, and ``batch``."""
+"""The point-to-point methods: ``send``, ``recv``, receives from any of several ranks, and ``batch``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class PointToPoint(Issuer):
     """The methods ``send``, ``recv``, ``recv_any``, ``recv_message``, ``probe`` and ``batch``.
 
     Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order in
-    which they were sent. A send may complete before or after its receive is posted; programs must not rely on either.
-    One to this rank itself never does before.
+    which they were sent. A send may complete before or after its receive is posted; programs must not rely on either. A
+    send to this rank itself never completes before its receive is posted.
 
-    A receive that names one source comes before one that names none, or several, whichever was called first. Those that
-    name none or several take messages in the order of the calls, and from each source in turn.
+    A receive that names one source has priority over receives that name none or several, in any order of the calls.
+    Receives that name none or several take messages in the order of the calls, and from each source in turn.
     """
 
     def send(
@@ -40,7 +40,7 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Send a tensor to a rank: another one or, if tensors are on the CPU, this one.
+        """Send a tensor to another rank or, if the communicator's device is the CPU, to this rank.
 
         :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
         :param dst: the receiving rank.
@@ -61,14 +61,14 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Receive a tensor from a rank: another one or, if tensors are on the CPU, this one.
+        """Receive a tensor from another rank or, if the communicator's device is the CPU, from this rank.
 
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the sending rank.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-            A receive that nothing has matched by then fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A receive
+            that is unmatched at its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -85,15 +85,15 @@ class PointToPoint(Issuer):
     ) -> Work[int]:
         """Receive a tensor from any rank, or from any of several.
 
-        A rank that has closed is waited for no more. The work fails when all others that ``src`` names have closed.
+        The receive does not wait for a rank that has closed. The work fails when all other ranks of ``src`` have
+        closed.
 
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
-        :param src: the ranks of which one sends, or one rank; None: any rank, this one included if tensors are on the
-            CPU.
+        :param src: the possible senders, or one rank; None: any rank, this one included if the device is the CPU.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: as of :meth:`recv`.
-        :returns: the work; its result is the rank that has sent the message.
+        :param timeout: see :meth:`recv`.
+        :returns: the work; its result is the sender's rank.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the transport cannot probe.
         """
@@ -108,17 +108,17 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Received]:
-        """Receive a message of whatever size and dtype, from any rank or from some.
+        """Receive a message of any size and dtype, from any rank or from some ranks.
 
-        :param src: as of :meth:`recv_any`.
+        :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
-        :param into: returns the tensor to receive a message into; it is called on the loop when the message is there,
-            and no other receive of this loop can take that meanwhile. None: a new tensor, flat, on the communicator's
-            device.
+        :param into: a function that returns the tensor to receive the message into. The loop calls it when the message
+            has arrived; no other receive of this loop can take this message. None: a new flat tensor on the
+            communicator's device.
         :param hints: advice to the transport.
-        :param timeout: as of :meth:`recv`.
-        :returns: the work; its result is the rank that has sent the message, and the tensor. If ``into`` raises or
-            returns no fitting tensor, the work fails, and the message is left for the next receive.
+        :param timeout: see :meth:`recv`.
+        :returns: the work; its result is the sender's rank and the tensor. If ``into`` raises or returns no fitting
+            tensor, the work fails, and the message stays for the next receive.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the transport cannot probe.
         """
@@ -132,16 +132,15 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Message]:
-        """Wait until a message is there that a receive would take, and leave it there.
+        """Wait until a matching message has arrived, and leave the message to a receive.
 
-        Another receive may take it before its program goes on. :meth:`recv_message` leaves no such gap.
+        Another receive may take the message before the program resumes. :meth:`recv_message` has no such gap.
 
-        :param src: as of :meth:`recv_any`.
+        :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the probe matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: as of :meth:`recv`.
-        :returns: the work, which is done at once if a message has come; its result says who has sent it, and how large
-            it is.
+        :param timeout: see :meth:`recv`.
+        :returns: the work, which is done at once if a message has arrived; its result has the sender and the size.
         :raises ArgumentError: an argument is wrong.
         :raises UnsupportedOperation: the transport cannot probe.
         """
@@ -182,7 +181,7 @@ class Batch(Handle):
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
-            fails, receives that nothing has matched are withdrawn, and the work fails when all other parts have ended.
+            fails, unmatched receives are withdrawn, and the work fails when all other parts have ended.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
         """
         if not self._parts:

@@ -1,7 +1,7 @@
 """The messages of an object: a header of fixed size, its encoding, and one for each value left out of the encoding.
 
-A small encoding stands in the header itself. Large tensors, bytes and strings are left out of the encoding, which
-describes them, and are sent from their own memory and received into new memory; see :mod:`aiocomms.ops.apart`.
+A small encoding stands in the header itself. The encoding describes large tensors, bytes and strings, but leaves out
+their data. Their data is sent from its own memory and received into new memory; see :mod:`aiocomms.ops.apart`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _OBJECTS = Dialect("objects", b"aioO", 3)
 _INLINE = HEADER_BYTES - _HEADER.size
 _PICKLED = 1
 
-# The tag of each object's other messages, so that those between one pair of ranks differ; one count for all ranks of a
-# process.
+# The tags of objects' further messages differ between one pair of ranks. All ranks of a process share one count.
 _tags = itertools.count()
 
 
 class Parcel:
-    """An encoded object: its header, its encoding if that does not fit into the header, and what travels apart."""
+    """An encoded object: its header, its encoding unless the header holds it, and the values that travel apart."""
 
     __slots__ = ("_copied", "_device", "_items", "body", "header", "nbytes", "tag", "tensors")
 
@@ -50,12 +49,12 @@ class Parcel:
         """The program's tensors that are sent from their own memory."""
         self._device = device
         self._copied = False
-        # A copy from a GPU keeps the order of the caller's stream; one on the CPU is left to a thread.
+        # A copy from a GPU starts now, in the order of the caller's stream. A thread makes a copy on the CPU.
         self._items = [apart.message(i, device) if _at_once(i, device) else i for i in items if apart.size_of(i)]
 
     @property
     def late(self) -> bool:
-        """True if something must be copied by :meth:`prepare` before it can be sent."""
+        """True if :meth:`prepare` must copy something before the object can be sent."""
         return any(not _at_once(item, self._device) for item in self._items)
 
     @property
@@ -64,32 +63,32 @@ class Parcel:
         return [apart.message(item, self._device) for item in self._items]
 
     def prepare(self) -> None:
-        """Copy what is not contiguous, or elsewhere than on the communicator's device. Blocks."""
+        """Copy the values that are not contiguous, or not on the communicator's device. The call blocks."""
         self._copied = True
         self._items = [apart.message(item, self._device) for item in self._items]
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
     def prepared(self) -> Steps:
-        """Yield the step in which that is done, if it has to be."""
+        """Yield the step that calls :meth:`prepare`, if it is needed."""
         if self.late:
             yield [Offload(self.prepare)]
 
     def let_go(self) -> None:
-        """Free the copies. Blocks: to give back 64 MiB takes the kernel some milliseconds."""
+        """Free the copies. The call blocks: the kernel takes some milliseconds to free 64 MiB."""
         self._items = []
 
     def released(self) -> Steps:
-        """Yield the step in which that is done, if there are any, once all has been sent."""
+        """Yield the steps that free the copies, if there are any, once everything has been sent."""
         if self._copied:
-            yield [Offload(int)]  # A turn of the loop later the callers that held the last message are gone.
+            yield [Offload(int)]  # One turn of the loop later no caller holds the last message.
             yield [Offload(self.let_go)]
 
 
 class ArrivingObject:
-    """An object that arrives: its parsed header, memory for its encoding, and then for what travels apart.
+    """An object that arrives: its parsed header, memory for its encoding, then memory for the values that travel apart.
 
-    :raises ProtocolError: the header makes no sense.
+    :raises ProtocolError: the header is invalid.
     """
 
     __slots__ = ("_landing", "_value", "body", "inline", "nbytes", "pickled", "tag")
@@ -113,9 +112,9 @@ class ArrivingObject:
         self._value: Any = None
 
     def unpack(self) -> list[Tensor]:
-        """Decode the object, and return memory for what travels apart; :attr:`body` must have been received.
+        """Decode the object, and return memory for the values that travel apart. Receive :attr:`body` before.
 
-        A pickle is left alone.
+        The call does not decode a pickle.
 
         :raises ProtocolError: the bytes encode no object.
         """
@@ -129,16 +128,16 @@ class ArrivingObject:
 
     @property
     def settle(self) -> Callable[[], None] | None:
-        """The call to make when all has arrived, which blocks; None: there is none to make."""
+        """The blocking call to make when everything has arrived; None: no call is needed."""
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:
-        """Yield the step in which that is called."""
+        """Yield the step that makes the call :attr:`settle`, if there is one."""
         if self.settle is not None:
             yield [Offload(self.settle)]
 
     def open(self, *, pickle: bool) -> Any:
-        """Return the object; :meth:`unpack` must have been called, and what travels apart have been received.
+        """Return the object. Call :meth:`unpack` before, and receive the values that travel apart.
 
         :raises ProtocolError: one end uses pickle and the other does not, or the object cannot be unpickled.
         """
@@ -151,7 +150,7 @@ class ArrivingObject:
 
 
 def own_copy(parcel: Parcel, arrival: ArrivingObject) -> Steps:
-    """Have an object arrive at the rank that sends it; the program may go on to change what it has sent."""
+    """Deliver a copy of an object to the rank that sends it, because the program may change the original."""
     arrival.body = parcel.body
     into = arrival.unpack()
     if into and into[0].device.type == "cpu":

@@ -30,8 +30,8 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's tensor in place, and give all ranks the result.
 
-        :param tensor: of one shape and dtype on every rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -53,9 +53,9 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
-        :param tensor: of one shape and dtype on every rank; written on the root only.
+        :param tensor: the tensor to reduce, of one shape and dtype on all ranks; written on the root only.
         :param root: the rank that gets the result.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -74,12 +74,12 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce in place, on each rank, the tensors of the ranks up to it, its own among them; MPI's ``Scan``.
+        """Reduce in place the tensors of ranks 0 to this rank, inclusive, as MPI's ``Scan`` does.
 
-        A rank need not wait for those behind it, though on some transports it does.
+        A rank need not wait for higher ranks, but does so on some transports.
 
-        :param tensor: of one shape and dtype on every rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -98,14 +98,14 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce in place, on each rank, the tensors of the ranks before it; MPI's ``Exscan``.
+        """Reduce in place the tensors of all lower ranks, as MPI's ``Exscan`` does.
 
-        Rank 0 gets the reduction of no tensors, which changes no others, where MPI leaves it open: zeros for SUM,
-        PREMUL_SUM, BOR and BXOR, ones for PRODUCT, every bit for BAND, and for MIN and MAX the largest and the smallest
-        value of the dtype, which of floating point are the infinities. AVG has none: rank 0 gets NaN.
+        Rank 0 gets the operator's neutral element, where MPI leaves the result undefined: zeros for SUM, PREMUL_SUM,
+        BOR and BXOR; ones for PRODUCT; every bit for BAND. For MIN and MAX it gets the largest and the smallest value
+        of the dtype, which are the infinities for floating point. AVG has no neutral element, and rank 0 gets NaN.
 
-        :param tensor: of one shape and dtype on every rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -129,7 +129,7 @@ class Reducing(Issuer):
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
@@ -149,11 +149,11 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Call :meth:`reduce_scatter` with a shape that may differ from rank to rank.
+        """Reduce and scatter as :meth:`reduce_scatter` does, with a shape that may differ from rank to rank.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of the shape of that rank's output.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
@@ -177,7 +177,7 @@ class Reducing(Issuer):
 
         :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
         :param input: ``size`` times the elements of ``output``.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.

@@ -26,7 +26,7 @@ class OneSided(Issuer):
     """The method that opens windows."""
 
     async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
-        """Open a tensor to the other ranks. Collective.
+        """Open a tensor to one-sided access by the other ranks. Collective.
 
         :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
@@ -40,13 +40,13 @@ class OneSided(Issuer):
     def _begin_window(
         self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT, name: str | None = None
     ) -> Coroutine[Any, Any, Window]:
-        """Call the collectives that open a window; what is returned waits for their ends.
+        """Start the collectives that open a window, and return a coroutine that awaits them.
 
-        :param name: what reports call it; None: by its number; empty: they do not.
+        :param name: the window's name in reports; None: a name with its number; empty: reports leave the window out.
         """
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         name = f"window {next(self._core.recorder.window_numbers)}" if name is None else name
-        # The tensor is the array's, where the window is opened with one.
+        # The record of the op has the tensor over the memory of an array.
         memory = cast("ops.WindowOpen", works[0].op).tensor
         mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
         table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
@@ -64,9 +64,9 @@ class OneSided(Issuer):
         self._core.recorder.windows.add(info)
         window = Window(self, info, given)
         if len(set(dtypes)) > 1:
-            # If the close fails, the communicator is lost, which the next operation says.
+            # If the close fails, the communicator is lost, and the next operation raises the reason.
             with contextlib.suppress(CommError):
-                await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
+                await window.aclose(timeout=timeout)  # All ranks see the same dtypes, and all of them close the window.
             names = sorted(map(str, checks.DTYPES))
             dtypes_of = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
             raise MismatchError(
@@ -77,13 +77,13 @@ class OneSided(Issuer):
 
     @contextlib.contextmanager
     def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
-        """Lose the communicator if a part of opening a window fails: the others may have the window, and wait."""
+        """Lose the communicator if a part of the opening fails: other ranks may have the window, and wait."""
         try:
             yield
         except CommError as error:
             for work in works:
                 if work.done():
-                    work.exception()  # This call counts as asking for the error, for the error of new_window says all.
+                    work.exception()  # This call marks the error as seen: new_window raises it.
             failure = error.within("new_window", works[0].seq)
             self._core.lose(failure)
             raise failure from failure.__cause__
@@ -93,11 +93,12 @@ class Window(Handle):
     """Memory that all ranks may read and write: a tensor on each rank. Offsets and sizes are in elements.
 
     Operations of one rank on one other rank's part take effect in the order of the calls. A ``put`` is done when its
-    source may be reused. It has arrived when a later ``flush`` is done, or when the peer gets a later ``signal``.
+    source may be reused. The data of a ``put`` has arrived when a later ``flush`` is done, or when the peer gets a
+    later ``signal``.
 
-    ``async with`` closes the window. If its body raises, the closing is started but not awaited, and the error goes on
-    at once: the peers close the window only when their bodies end, and these may wait for ops that this rank will never
-    call. The window is closed once every rank has closed it.
+    ``async with`` closes the window. If the body raises, the exit starts the close without awaiting it, and raises the
+    error at once. The peers' bodies may wait for ops that this rank will never call, and the peers close the window
+    only afterwards. The window is closed once every rank has closed it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -112,12 +113,12 @@ class Window(Handle):
 
     @property
     def tensor(self) -> Any:
-        """This rank's part: the tensor or array that it was opened with."""
+        """This rank's part of the window: the tensor or array that was passed to ``new_window``."""
         return self._given
 
     @property
     def name(self) -> str:
-        """Its name in reports: ``window 2`` is the second of its communicator, on all ranks."""
+        """The window's name in reports: ``window 2`` is the second of its communicator, on all ranks."""
         return self._info.name
 
     @property
@@ -160,12 +161,12 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Write a tensor into a rank's part of the window, and signal that rank behind it.
+        """Write a tensor into a rank's part of the window, then signal that rank.
 
-        What :meth:`put` and :meth:`signal` do one after the other, in one call: OpenSHMEM's ``shmem_put_signal``.
+        The call does the same as :meth:`put` followed by :meth:`signal`, like OpenSHMEM's ``shmem_put_signal``.
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
-        :param dst: the rank whose part is written, and which is signalled; may be this rank.
+        :param dst: the rank whose part is written, and that gets the signal; may be this rank.
         :param offset: the first element of that part to write.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
@@ -187,14 +188,14 @@ class Window(Handle):
     ) -> Work[Given]:
         """Write equal runs of a tensor's elements into a rank's part of the window, in one operation.
 
-        What MPI does by ``MPI_Put`` with types that ``MPI_Type_create_indexed_block`` has made.
+        The call corresponds to ``MPI_Put`` with datatypes of ``MPI_Type_create_indexed_block``.
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offsets: where each run goes: its first element in that part; a list, or an int64 tensor on the CPU,
-            which is quicker.
-        :param starts: where each run comes from: its first element in the tensor. As many as ``offsets``.
-        :param count: the elements of a run.
+        :param offsets: the first element of each run in that part: a list, or an int64 tensor on the CPU, which is
+            faster.
+        :param starts: the first element of each run in the tensor; as many as ``offsets``.
+        :param count: the number of elements of each run.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -218,9 +219,9 @@ class Window(Handle):
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
-        :param offsets: where each run comes from: its first element in that part.
-        :param starts: where each run goes: its first element in the tensor. As many as ``offsets``.
-        :param count: the elements of a run.
+        :param offsets: the first element of each run in that part, as in :meth:`put_v`.
+        :param starts: the first element of each run in the tensor; as many as ``offsets``.
+        :param count: the number of elements of each run.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -261,7 +262,7 @@ class Window(Handle):
     ) -> Work[int]:
         """Add to an element of a rank's part of the window, atomically.
 
-        :param dst: the rank whose part it is; may be this rank.
+        :param dst: the rank whose part is changed; may be this rank.
         :param offset: the element; the window's dtype is int32 or int64.
         :param value: the number to add; the sum wraps around.
         :param hints: advice to the transport.
@@ -284,13 +285,13 @@ class Window(Handle):
     ) -> Work[int]:
         """Replace an element of a rank's part of the window if it has the expected value, atomically.
 
-        :param dst: the rank whose part it is; may be this rank.
+        :param dst: the rank whose part is changed; may be this rank.
         :param offset: the element; the window's dtype is int32 or int64.
         :param expected: the value that the element must have.
         :param value: the value that the element gets then.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is the element's value before, which is ``expected`` if it was replaced.
+        :returns: the work; its result is the element's old value, which equals ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
@@ -299,9 +300,9 @@ class Window(Handle):
     def signal(
         self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Tell a rank that all puts of this rank to it so far have arrived; it waits for that by :meth:`wait_signal`.
+        """Tell a rank that all earlier puts of this rank to it have arrived; the peer awaits it by :meth:`wait_signal`.
 
-        :param dst: the rank to tell; may be this rank.
+        :param dst: the rank that gets the signal; may be this rank.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
@@ -316,8 +317,8 @@ class Window(Handle):
 
         :param src: the rank that signals; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-            A wait that no signal has ended by then fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A wait
+            without a signal by its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -326,9 +327,9 @@ class Window(Handle):
     def flush(
         self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Wait until all puts that this rank has issued so far are visible.
+        """Wait until all earlier puts of this rank are visible.
 
-        :param dst: the rank in whose part they must be visible; None: in every rank's.
+        :param dst: the rank whose part was written; None: every rank.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
@@ -341,7 +342,7 @@ class Window(Handle):
     ) -> Work[Tensor]:
         """Map a rank's part of the window as a tensor of this process: the memory itself, not a copy.
 
-        :param rank: the rank whose part it is; may be this rank.
+        :param rank: the rank whose part is mapped; may be this rank.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
@@ -350,14 +351,14 @@ class Window(Handle):
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     def mapped(self, rank: int) -> bool:
-        """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
+        """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` returns it.
 
-        It is known since the window was opened. On the CPU this process then reads and writes that part by itself, as
-        in a window of ``MPI_Win_allocate_shared``; on a GPU it has the GPU copy. Any other takes messages, or the
-        network's RMA.
+        The answer is known since the window was opened. On the CPU this process reads and writes a mapped part
+        directly, as in a window of ``MPI_Win_allocate_shared``; on a GPU it has the GPU copy the data. Access to other
+        parts takes messages, or the network's RMA.
 
-        :param rank: the rank whose part it is; may be this rank.
-        :raises ArgumentError: it is no rank of this communicator.
+        :param rank: the rank whose part is asked about; may be this rank.
+        :raises ArgumentError: ``rank`` is no rank of this communicator.
         :raises CommClosedError: the window is closed.
         """
         rank = as_int(rank)
@@ -389,5 +390,5 @@ class Window(Handle):
         if error is None:
             await self.aclose()
         elif not self.closed:
-            with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
-                self._start_closing().add_done_callback(Work.exception)  # the body raises
+            with contextlib.suppress(CommError):  # The communicator is lost or closed, and so is the window.
+                self._start_closing().add_done_callback(Work.exception)  # The body's error is raised.

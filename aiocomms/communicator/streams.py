@@ -1,10 +1,10 @@
 """Streams: anyio object streams between two ranks.
 
-Each end announces the tag under which it receives, and its capacity: the messages and bytes that it holds, which are
-the other end's first credits. What an item is made of is said in :mod:`aiocomms.communicator.items`. The receiving end
-receives messages ahead of the program, so that the next one is there when the program wants it. It returns the credits
-of each item that the program has taken. No task runs for a stream: the completion of one message's receive posts the
-next receive.
+Each end announces the tag under which it receives, and its capacity in messages and bytes. The capacity is the other
+end's initial credit. :mod:`aiocomms.communicator.items` defines the messages of an item. The receiving end receives
+messages ahead of the program, so that the next item is there when the program wants it. The receiving end returns the
+credits of each item that the program has taken. No task runs for a stream: the completion of one message's receive
+posts the next receive.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from aiocomms.progress.work import Work
 
 T = TypeVar("T")
 
-_HELLO = -1  # The value in place of a tag in the first message of the other end.
-_EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
+_HELLO = -1  # This key stands for the receive of the other end's greeting.
+_EOF, _GONE = 1, 3  # The first byte of a header is one of these after send_eof, or after aclose alone.
 _CLOSED = -1  # The value that a closed end sends in place of a number of credits.
-_BROKEN = -2  # The same from an end that can do nothing with a message it got, and so takes no more.
+_BROKEN = -2  # The value that an end sends after an invalid message; it takes no more.
 
 
 class ItemStream(Handle, ObjectStream[T]):
@@ -53,12 +53,12 @@ class ItemStream(Handle, ObjectStream[T]):
         """The name with which the stream was opened."""
         self._kind = kind
         self._end = end
-        self._in_tag = end.tag  # The tag of headers; +1: of what follows them; +2: of credits for this end's sends.
+        self._in_tag = end.tag  # The tag of headers; +1: that of the messages behind them; +2: that of credits.
         self._out_tag = 0
         self._credits = 0
-        self._room = self._held = 0  # the bytes that the other end holds, and how many it has; no room: any number
-        self._line: deque[object] = deque()  # the senders that wait for credits, in their order
-        self._owed = self._owed_bytes = 0  # credits that this end has yet to return
+        self._room = self._held = 0  # The bytes that the other end can hold (0: any number), and that it holds.
+        self._line: deque[object] = deque()  # The senders wait here for credits, in the order of their calls.
+        self._owed = self._owed_bytes = 0  # This end has yet to return these credits.
         self._returning = False
         self._messages: deque[tuple[Any, int]] = deque()
         self._counts = StreamCounts(name, number, peer, end.capacity, self._messages)
@@ -68,7 +68,7 @@ class ItemStream(Handle, ObjectStream[T]):
         # The reason why nothing more can be sent; messages may still be received.
         self._send_failure: CommError | None = None
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
-        self._gone = False  # the other end was closed without an end of what it sends
+        self._gone = False  # True once the other end was closed without send_eof.
         self._under_way: dict[StartedWork[Any], None] = {}
         """The payloads that this end sends."""
         self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
@@ -79,16 +79,16 @@ class ItemStream(Handle, ObjectStream[T]):
     # -------------------------------------------------------------------------------------------- for the program
 
     async def send(self, item: T) -> None:
-        """Send an item. Waits for room at the other end, and returns when the send is done and the item may be changed.
+        """Send an item: wait for room at the other end, and return when the send is done and the item may be changed.
 
-        :param item: of the stream's type. A tensor is contiguous, on the communicator's device, of any dtype and at
-            most 14 dimensions; what mappings and dataclasses hold is what objects may hold, at most 64 MiB in all.
+        :param item: an item of the stream's type. A tensor is contiguous, on the communicator's device, and has any
+            dtype and at most 14 dimensions. Mappings and dataclasses hold what objects may hold, at most 64 MiB in all.
         :raises ArgumentError: the item cannot be sent; nothing was sent.
         :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
-        self._comm._core.caller_stream()  # This call refuses a capture, before anything is copied to a GPU.
+        self._comm._core.caller_stream()  # This call refuses a CUDA capture before anything is copied to a GPU.
         packed = self._kind.pack(item, self._comm._core)
         self._check_sending()
         if packed.prepare is not None:
@@ -108,10 +108,11 @@ class ItemStream(Handle, ObjectStream[T]):
     async def receive(self) -> T:
         """Receive the next item.
 
-        :returns: a new item. A tensor is on the communicator's device; those in mappings and dataclasses arrive as in
+        :returns: a new item. A tensor is on the communicator's device; tensors in mappings and dataclasses arrive as in
             objects.
         :raises anyio.EndOfStream: the other end has called :meth:`send_eof`, and all its items have been received.
-        :raises anyio.BrokenResourceError: the other end was closed without that, and all its items have been received.
+        :raises anyio.BrokenResourceError: the other end was closed without :meth:`send_eof`, and all its items have
+            been received.
         :raises anyio.ClosedResourceError: this end was closed.
         :raises CommError: the communicator is lost.
         """
@@ -145,7 +146,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._finish(_EOF)
 
     async def aclose(self) -> None:
-        """Close both directions, and drop what the program has not received. Idempotent."""
+        """Close both directions, and drop the items that the program has not received. Idempotent."""
         if not self._closed:
             self._finish(_GONE)
             self._closed = True
@@ -155,11 +156,11 @@ class ItemStream(Handle, ObjectStream[T]):
             self._notify()
 
     def statistics(self) -> StreamStatistics:
-        """Say what this end has carried and holds, and for how long tasks were suspended in it; any thread."""
+        """Return counts of this end's items, and how long tasks were suspended in it. Any thread may call this."""
         return self._counts.statistics()
 
     async def __anext__(self) -> T:
-        """Receive the next item. The one that anyio has would be the line that reports name, not the program's."""
+        """Receive the next item. With anyio's own method reports would name a line of anyio, not of the program."""
         try:
             return await self.receive()
         except anyio.EndOfStream:
@@ -181,7 +182,7 @@ class ItemStream(Handle, ObjectStream[T]):
     def _shake_hands(self) -> None:
         tag = greeting.tag_of(self.name)
         self._counts.has("recv", self._in_tag)
-        if self.name:  # Ends without a name are paired in their order; their greetings say nothing of which is which.
+        if self.name:  # Ends without a name are paired in their order. No greeting identifies them.
             self._counts.has("send", tag, ops.STREAM)
             self._counts.has("recv", tag, ops.STREAM)
         self._comm._core.recorder.streams.add(self._counts)
@@ -204,7 +205,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._counts.open()
         self._fetch()
         self._await_credits()
-        if self._closed:  # this end was closed before the other one was opened
+        if self._closed:  # This end was closed before the other end was opened.
             self._eof_sent = False
             self._finish(_GONE)
             self._return_credits()
@@ -226,7 +227,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._go_on(self._kind.arriving(header, self._comm.device))
 
     def _go_on(self, steps: Arriving) -> None:
-        """Take the next step of an item that arrives."""
+        """Run the next step of an item that arrives."""
         try:
             step = next(steps)
         except StopIteration as end:
@@ -270,7 +271,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- credits
 
     def _return_credits(self) -> None:
-        """Return the credits that are owed, in one message at a time. A closed end says that it is closed instead."""
+        """Return the credits that are owed, in one message at a time. A closed end instead says that it is closed."""
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
@@ -308,11 +309,11 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the other end has room for an item of that size; one larger than all the room comes alone."""
+        """Return whether the other end has room for an item. An item above all its room needs an empty end."""
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:
-        """Wait in line: a large item is not overtaken by small ones for ever."""
+        """Wait for room in the order of the calls, so that small items never overtake a large one."""
         place = object()
         self._line.append(place)
         self._sending.begin()
@@ -353,7 +354,7 @@ class ItemStream(Handle, ObjectStream[T]):
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
-        """Send a message whose end is not awaited. If the send fails, nothing more is sent."""
+        """Send a message, and do not await its end. If the send fails, this end sends nothing more."""
         self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
@@ -381,9 +382,9 @@ class ItemStream(Handle, ObjectStream[T]):
             raise failure.about()
 
     def _send_failed(self, work: Work[Any]) -> bool:
-        """Note whether a send failed, after which nothing more is sent.
+        """Return whether a send failed, and note the failure: this end then sends nothing more.
 
-        What has been received stays valid: the other end may have sent its last tensor and closed its communicator.
+        Received items stay valid: the other end may have sent its last tensor and closed its communicator.
         """
         error = work.exception()
         if error is not None:
@@ -403,14 +404,14 @@ class ItemStream(Handle, ObjectStream[T]):
         self._notify()
 
     def _break_at(self, error: Exception) -> None:
-        """See :meth:`_break`; the error does not say where it was."""
+        """Break off as :meth:`_break` does, with an error that names the rank and the stream."""
         text = error.message if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
         self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
 
     def _break(self, error: ProtocolError) -> None:
-        """Break off: this end can do nothing with what it got. The other one, which has no deadline, is told.
+        """Break off after an invalid message, and tell the other end, which has no deadline.
 
-        Before the stream is open there is no way to tell it but the communicator's end.
+        Before the stream is open, only the loss of the communicator tells the other end.
         """
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
@@ -419,7 +420,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """Note that the other end has broken off, and never takes the messages that are left."""
+        """Note that the other end has broken off, and fail the messages that it never takes."""
         error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)

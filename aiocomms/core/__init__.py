@@ -1,1 +1,1 @@
-"""One communicator from the inside: its life, its works, its failures, and what they leave behind."""
+"""The internals of one communicator: its life, its works, its failures, and the reports about them."""

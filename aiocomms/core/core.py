@@ -1,11 +1,11 @@
 """The class ``Core``: one communicator's transports, works in flight, and the actions of its loss and its close.
 
-What users hold is :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. When its life changes is
-decided in :mod:`aiocomms.core.lifecycle`; here stands what is done then.
+Users hold an :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. The module
+:mod:`aiocomms.core.lifecycle` decides when the life of a communicator changes. This module carries out the changes.
 
-Who may call what: :meth:`Core.lose` and :meth:`Core.expire` on any thread; :meth:`Core.abort` on any thread and in a
-signal handler, which may have interrupted anything; everything else on the loop's thread. What a transport raises where
-it must not raise passes :mod:`aiocomms.progress.guard`, and ends this communicator and nothing else.
+Any thread may call :meth:`Core.lose` and :meth:`Core.expire`. Any thread and any signal handler, which may have
+interrupted anything, may call :meth:`Core.abort`. All other calls come on the loop's thread. If a transport raises
+where it must not, :mod:`aiocomms.progress.guard` ends this communicator and nothing else.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from aiocomms.transport import Transport
 from aiocomms.transport.native import Ledger, PlainLedger, Shortcuts
 
 CLOSE_GRACE = 5.0
-"""Seconds that closing waits for ops which are already under way."""
+"""The seconds for which a close waits for pending ops."""
 
 
 class Core(Posting):
-    """One communicator from the inside; made once its transports are open."""
+    """The internals of one communicator; made once its transports are open."""
 
     rank: int
     size: int
@@ -77,7 +77,7 @@ class Core(Posting):
     abort_hooks: Hooks
     shortcuts: Shortcuts | None
     marks: CallerMarks | None
-    """The places in threads' streams from which ops were called; None: no transport has streams."""
+    """The record of the positions in threads' CUDA streams at their calls; None: no transport has streams."""
     worded: Callable[[CommError], CommError]
 
     def __init__(
@@ -96,7 +96,7 @@ class Core(Posting):
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
-        """Each transport once: one may carry several families."""
+        """Each transport once, because one transport may carry several families."""
         self.fast_check, self.marks = find_check(self.transports), CallerMarks.of(self.transports)
         self.life, self.worded = Life(), lambda error: error
         self._lock = RLock()  # The lock guards every step. A signal handler may abort what it interrupts.
@@ -110,7 +110,7 @@ class Core(Posting):
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
         self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up
-        """The lanes that are refused, by their numbers, and why."""
+        """The aborted lanes by number, with their errors."""
         self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
@@ -120,7 +120,7 @@ class Core(Posting):
         self._serve()
 
     def _serve(self) -> None:
-        """Begin to hear of failures; and of those before, for a peer may be through with opening before this rank."""
+        """Listen for failures and notes, and handle earlier ones: a peer may finish opening before this rank."""
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
             transport.on_note = self.notes.hear  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ class Core(Posting):
                 self.lose(transport.early_failure)
 
     def mark(self, op: ops.Op) -> CallerMark | None:
-        """Note from where in this thread's stream an op is called, which the loop begins later; any thread."""
+        """Mark this thread's position in its stream for an op that the loop starts later. Any thread may call this."""
         if self.marks is None:
             return None
         # An op that names no tensor may return new ones, which belong to the memory pool of the caller's stream.
@@ -150,11 +150,11 @@ class Core(Posting):
         return self.ledger.refusing
 
     def refusal(self) -> CommError | None:
-        """Return why it refuses whatever comes; None: it does not."""
+        """Return the error of an op that is called now; None: it may start."""
         return self.life.refusal()
 
     def demand(self, what: str) -> None:
-        """Refuse something that is no op, on another thread than its own, or after its end."""
+        """Refuse a call that is no op, on another thread than the communicator's or after its end."""
         if get_ident() != self.thread:
             raise wrong_thread(f"{what} on '{self.name}'")
         if (error := self.refusal()) is not None:
@@ -175,19 +175,19 @@ class Core(Posting):
         return self.life.failure is not None
 
     def abort(self, reason: str) -> None:
-        """Give up on every rank; any thread or signal handler."""
+        """Abort the communicator on every rank. Any thread and any signal handler may call this."""
         error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
         self._lose(Failure(error, clock.now()), here=False)
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator by a failure; any thread."""
+        """Lose the communicator through a failure. Any thread may call this."""
         failure = failure_of(error, clock.now(), self.rank)
         self._lose(failure, here=get_ident() == self.thread)
 
     def _lose(self, failure: Failure, *, here: bool) -> None:
-        """Take the step, and run what it asks for.
+        """Make the transition, and run its actions.
 
-        :param here: this is the loop's thread, and nothing was interrupted.
+        :param here: whether this is the loop's thread, and nothing was interrupted.
         """
         with self._lock:
             self.life, actions = lifecycle.lose(self.life, failure, here=here)
@@ -234,9 +234,10 @@ class Core(Posting):
     def expire(self, work: StartedWork[Any], why: str = "") -> None:
         """End a pending op whose deadline has passed; on the watchdog's thread, while the loop may be busy.
 
-        Called again while it has not ended: what was to end it was then cut short by a signal handler that raised.
+        The watchdog repeats the call while the op has not ended: a signal handler that raised may have cut its end
+        short.
 
-        :param why: the words for why it ends before its deadline; empty: the deadline has passed.
+        :param why: the reason, in words, why the op ends before its deadline; empty: the deadline has passed.
         """
         failure = self.life.failure
         if failure is not None:
@@ -250,7 +251,7 @@ class Core(Posting):
             self._expire_all(work, why)
 
     def _inquire(self, work: StartedWork[Any], why: str) -> None:
-        """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
+        """Ask the peer of a late receive or wait what it is doing, then let the op expire."""
         queue, now = work.queue, clock.now()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # A work without an entry has become done meanwhile.
@@ -259,7 +260,7 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report, why))
 
     def _expire_alone(self, work: StartedWork[Any], report: str, why: str) -> None:
-        """Fail a late receive or wait alone, or with everything else if something has matched it."""
+        """Fail a late receive or wait alone. If something has matched it, lose the communicator."""
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)}{'' if why else ' before its deadline'}; it was withdrawn{report}"
@@ -279,23 +280,23 @@ class Core(Posting):
         self.lose(error)
 
     def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
-        """Return the ranks that a pending op waits for, as far as that is known; any thread."""
+        """Return the ranks for which a pending op waits, as far as known. Any thread may call this."""
         absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
         if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
             absent = list(guarded((), transport.waiting_for, work))
         return absent or self._others(work.op)
 
     def _others(self, op: ops.Op) -> list[int]:
-        """Return the ranks that an op is to and from; this one only where there is no other."""
+        """Return the other ranks that an op names; this rank only if there is no other."""
         ranks = peers(op)
         return [rank for rank in ranks if rank != self.rank] or ranks
 
     # ---------------------------------------------------------------------------------------------- closing
 
     async def posted_elsewhere(self, lane: int | None = None) -> None:
-        """Wait, for a moment, until what other threads are posting is in flight, or done.
+        """Wait until ops that other threads are posting are in flight or done.
 
-        :param lane: of this lane; None: of the communicator and all lanes.
+        :param lane: the number of a lane, to wait only for its ops; None: wait for all ops.
         """
         shortcuts = self.shortcuts
         with anyio.CancelScope(shield=True):
@@ -303,7 +304,7 @@ class Core(Posting):
                 await anyio.lowlevel.checkpoint()
 
     async def aclose(self, released: Callable[[], object]) -> None:
-        """Let ops under way end, withdraw receives that nothing has matched, and release everything. Idempotent.
+        """Let pending ops end, withdraw unmatched receives, and release everything. Idempotent.
 
         :param released: called once, when ops have ended and the transports are about to be closed.
         """
@@ -337,9 +338,9 @@ class Core(Posting):
             await self._part()
 
     async def _part(self) -> None:
-        """Let sends end, and tell the other ranks that this one takes nothing any more.
+        """Let sends end, and tell the other ranks that this rank receives nothing any more.
 
-        Else two ranks that have sent each other what neither receives any more would wait for each other's end.
+        Without this, two ranks that never receive each other's last messages would wait for each other.
         """
         if self.in_flight:
             self.notes.on_leaving = lambda: self.driver.call_threadsafe(self._end_lost_sends)
@@ -350,7 +351,7 @@ class Core(Posting):
             await self.in_flight.drained()
 
     def _end_lost_sends(self) -> None:
-        """End the sends to ranks that take nothing any more."""
+        """End the sends to ranks that receive nothing any more."""
         for work in self.in_flight:
             if isinstance(work.op, ops.Send) and work.op.dst in self.notes.leaving:
                 work.abandon(closed_by(work.op.dst))
@@ -367,7 +368,7 @@ class Core(Posting):
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
                 work.abandon(CommClosedError("it was closed on this rank"))
-        self.router.turns.clear()  # The works have ended, and their tensors are the program's.
+        self.router.turns.clear()  # The works have ended, and their tensors belong to the program.
         self.over.set()
         self.in_flight.unwatch()
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
@@ -381,7 +382,7 @@ class Core(Posting):
                 await self.in_flight.unwatched()
 
     def disown(self) -> None:
-        """Disown it in a forked child, which must neither use nor close its parent's sockets."""
+        """Disown the communicator in a forked child, which must neither use nor close its parent's sockets."""
         self.life = lifecycle.disown(os.getppid())
         self.ledger.refusing = True
         self._closing = self.over = Promise(self.driver)

@@ -1,9 +1,9 @@
-"""Inquiry: the questions of a rank whose receive is late, by which its error says what the other ranks were doing.
+"""Inquiry: a rank whose receive is late asks other ranks what they are doing, and adds the answers to its error.
 
-The communicator goes on. The rank asks the one that it has waited for, by a note of the transport. It then asks the
-rank that this one waits for, or has waited for until a deadline, and so on. It stops where a rank waits for no other,
-or where a rank closes a circle. A rank answers on a thread in the background, so that a busy loop does not hide what
-the rank is doing. A question without an answer leaves the error as it was.
+The communicator stays usable. The rank first asks the rank for which its receive has waited, by a note of the
+transport. It then asks the rank for which that rank waits, or has waited until a deadline, and so on. The inquiry stops
+at a rank that waits for no other, or that closes a circle. Each rank answers on a background thread, so that a busy
+loop does not prevent the answer. Without an answer the error stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 PERIOD: Final = 0.5
-"""Seconds between two inquiries of a communicator: who polls by short deadlines is not to load the others."""
+"""Seconds between two inquiries of a communicator, so that polls by short deadlines do not load other ranks."""
 _ROOM: Final = 1200
-"""Bytes of what a rank says it is doing; what is more is cut off."""
+"""The number of bytes of a rank's description of its activity; the rest is cut off."""
 _LOOKED_AT: Final = 64
-"""Pending ops, the oldest ones, whose ranks are told."""
+"""The number of pending ops, oldest first, whose ranks an answer names."""
 
 
 class Wait(NamedTuple):
@@ -38,13 +38,13 @@ class Wait(NamedTuple):
     peer: int
     since: float
     until: float
-    """The deadline of a receive that was late; of an op that is pending, when its rank was asked."""
+    """The deadline of a late receive; for a pending op, the time at which its rank was asked."""
     what: str = ""
     """The receive that was late."""
 
 
 class Inquiry:
-    """The inquiries of one communicator about the others, and its answers when this rank is asked."""
+    """The inquiries of one communicator about other ranks, and its answers to their questions."""
 
     def __init__(self, comm: Core, notes: Notes) -> None:
         self._comm = comm
@@ -54,7 +54,7 @@ class Inquiry:
         self._late: Wait | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[int, Reply[Answer]]] = {}
-        """The questions that have no answer yet: for each the rank that was asked, and the place of its answer."""
+        """The unanswered questions by number: the rank that was asked, and the place of its answer."""
         self._lock = threading.Lock()
         self._askers: dict[int, int] = {}
         """The ranks that wait for an answer, and the number of each one's last question."""
@@ -64,7 +64,7 @@ class Inquiry:
     def begin(self, late: Wait, end: Callable[[str], object]) -> None:
         """Follow a late receive from rank to rank; on the watchdog's thread.
 
-        :param end: called once, on any thread, with what is to be added to the error.
+        :param end: called once, on any thread, with the text to add to the error.
         """
         self._late = late
         now = clock.now()
@@ -82,7 +82,7 @@ class Inquiry:
             end(report)
 
     def _follow(self, wait: Wait) -> str:
-        """Ask one rank after the other, and say what they do, and whether they wait in a circle."""
+        """Ask one rank after the other, and return what they do, and whether they wait in a circle."""
         ends = clock.now() + PATIENCE
         chain, words = [self._comm.rank], list[str]()
         while wait.peer not in chain:
@@ -104,7 +104,7 @@ class Inquiry:
     def _ask(self, rank: int, ends: float) -> Answer | str:
         """Ask a rank what it is doing, and wait for its answer until ``ends``, by the monotonic clock.
 
-        :returns: the answer; or what is said of a rank that gives none: nothing where no rank can be asked.
+        :returns: the answer; or the words for a rank that gives none, which are empty if no rank can be asked.
         """
         number, reply = next(self._numbers), Reply[Answer]()
         self._asked[number] = rank, reply
@@ -121,14 +121,14 @@ class Inquiry:
     # ---------------------------------------------------------------------------------------------------- answering
 
     def hear(self, rank: int, said: Question | Answer) -> None:
-        """Take a rank's question or answer; on any thread. It waits for nothing."""
+        """Take a rank's question or answer. The call never waits, and any thread may make it."""
         if isinstance(said, Answer):
             asked, reply = self._asked.get(said.number, (None, None))
             if reply is not None and asked == rank:
                 said.doing = printable(said.doing, 4 * LONGEST)
                 reply.put(said)
             return
-        with self._lock:  # one thread answers all who ask before it has looked
+        with self._lock:  # One thread answers all ranks that ask before it has looked.
             first = not self._askers
             self._askers[rank] = said.number
         if first and not dumps.in_background(self._answer):
@@ -140,7 +140,7 @@ class Inquiry:
         return askers
 
     def _answer(self) -> None:
-        """Tell all who have asked what this rank is doing."""
+        """Tell all ranks that have asked what this rank is doing."""
         try:
             text, waits, late, now = self._look()
         finally:
@@ -152,7 +152,7 @@ class Inquiry:
             self._notes.say(rank, Answer(number, text, few, told))
 
     def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:
-        """Return what this rank is doing, whom it waits for, the receive that was late last, and the time."""
+        """Return this rank's activity, the ranks for which it waits, its last late receive, and the time."""
         comm, late = self._comm, self._late
         flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
         now = clock.now()
@@ -165,13 +165,13 @@ class Inquiry:
 
 
 def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
-    """Return the wait of a rank for another, at a time at which all ranks before it in the chain have waited, too.
+    """Return a rank's wait for another during which all earlier ranks in the chain have waited, too.
 
-    Of several one that closes a circle, or else the oldest that is pending.
+    A wait that closes a circle comes first, then the oldest pending one. None: there is no such wait.
 
-    :param wait: the time at which all before it have waited.
-    :param asked: between then and when it was ``heard`` the rank has counted its seconds. A rank that may not have
-        waited is not said to have.
+    :param wait: the period in which all earlier ranks have waited.
+    :param asked: the time of the question; ``heard`` is the time of the answer. The rank has measured its ages between
+        them. In doubt the rank counts as not waiting.
     """
     found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
     if (late := answer.late) is not None:
@@ -182,7 +182,7 @@ def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, h
 
 
 def _report(words: Sequence[str], circle: Sequence[int] = ()) -> str:
-    """Put together what is said of the others, and the circle that they wait in."""
+    """Join the words about the other ranks, and the circle in which they wait."""
     if not words:
         return ""
     more = [f"and {len(words) - SHOWN} more"] if len(words) > SHOWN else []

@@ -1,8 +1,8 @@
-"""A communicator that is still open when its event loop ends is closed then, with a warning.
+"""The guards that close a communicator which is still open when its event loop ends, with a warning.
 
-Loops have no hook for their end, but they close the async generators that were begun in them and are left:
-``asyncio.run``, ``asyncio.Runner``, uvloop and trio do, and a program that closes a loop by hand is to call
-``loop.shutdown_asyncgens()`` first. The loop still runs then, so that it is a close like any other.
+Loops have no hook for their end, but they close the remaining async generators that were started in them.
+``asyncio.run``, ``asyncio.Runner``, uvloop and trio do this. A program that closes a loop itself must call
+``loop.shutdown_asyncgens()`` first. The loop still runs at that time, so the close is a normal one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Comm = TypeVar("_Comm", bound="Closable")
 
 
 class Closable(Protocol):
-    """A communicator, as far as its close goes."""
+    """The part of a communicator that a guard uses."""
 
     @property
     def closed(self) -> bool:
@@ -43,17 +43,17 @@ class LeakGuard(Generic[_Comm]):
         _guards.add(self)
 
     def opened(self, advice: str) -> None:
-        """Note that the caller has opened it, and the advice for a caller who leaves it open."""
+        """Note where the caller has opened the communicator, and the advice for a caller that leaves it open."""
         self._place, self._advice = caller(), advice
 
     def dismiss(self) -> None:
-        """Note that it is closed. A second call changes nothing."""
+        """Note that the communicator is closed. A second call changes nothing."""
         _guards.discard(self)
         if not self._ending:
             self._step()
 
     def warn(self) -> None:
-        """Say that it was left open."""
+        """Warn that the communicator was left open."""
         message = f"unclosed {self.comm!r}, opened at {self._place}: {self._advice}"
         warnings.warn(message, ResourceWarning, stacklevel=2, source=self.comm)
 
@@ -88,7 +88,7 @@ def guards() -> Sequence[LeakGuard[Any]]:
 
 
 def _end_of_process() -> None:
-    """Report what is open at the end of the process. The transports have stopped, and no generator is closed."""
+    """Report open communicators at the end of the process. The transports have stopped; no generator is closed."""
     for guard in guards():
         try:
             guard.warn()

@@ -1,4 +1,4 @@
-"""The life of a communicator, as a state machine: what ends it, and the error that each pending op gets then.
+"""The life of a communicator, as a state machine: the events that end it, and the errors that pending ops then get.
 
 ::
 
@@ -6,9 +6,9 @@
       |                |                   ^
       +------lose------+--> lost --release-+
 
-While it is closing, what is under way may end and nothing new starts; a death, an abort and a deadline are still heard
-and acted upon. The first :class:`Failure` wins. A transition is a pure function from a :class:`Life` and an event to
-the next life and the actions that it asks for; :class:`aiocomms.core.core.Core` runs them.
+While a communicator is closing, pending ops may end and no new op starts. A death, an abort or a missed deadline still
+takes effect. The first :class:`Failure` wins. A transition is a pure function from a :class:`Life` and an event to the
+next life and its actions, which :class:`aiocomms.core.core.Core` runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LOST: Final = "the communicator is lost: "
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a communicator is lost; it alone decides what error each work gets."""
+    """The reason why a communicator is lost; it alone decides the error of each work."""
 
     error: CommError
-    """The event and the rank concerned: the op, its number and this rank where it happened to an op of this rank."""
+    """The error. It names the rank concerned and, for an op of this rank, the op, its number and this rank."""
     since: float
     """The time of the failure, by ``clock.now()``."""
 
     @property
     def timed_out(self) -> bool:
-        """True if a deadline has passed, here or elsewhere: then every rank that waited gets a ``TimeoutError``."""
+        """True if a deadline has passed on any rank: every rank that waited then gets a ``TimeoutError``."""
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
@@ -52,9 +52,9 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(lost, peer=error.peer)
 
     def for_peers(self, rank: int) -> CommError:
-        """Return what the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`.
+        """Return the error that this rank sends to the other ranks; see :meth:`aiocomms.transport.Transport.abort`.
 
-        A rank that is excluded tells them of its death, as those do that took it for dead.
+        An excluded rank reports its own death, as the ranks that excluded it do.
         """
         error = self.error
         if isinstance(error.__cause__, PeerDiedError) and error.__cause__.peer == rank:
@@ -67,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(f"aborted by rank {rank}: {error}", peer=rank)
 
     def explained(self, verdict: Verdict, path: Path | None) -> Failure:
-        """Return the error with what has been learnt since of who was missing, and the recorder's file."""
+        """Return the failure with the verdict and the path of the recorder's file added to its error."""
         old, report = self.error, verdict.report
         assert isinstance(old, CommTimeoutError)
         message = old.message + (f": {report}" if report and report not in old.message else "")
@@ -81,16 +81,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The findings about a deadline that has passed; the rank that was late tells them to the others."""
+    """The findings about a missed deadline; the late rank sends them to the other ranks."""
 
     report: str
-    """The text that says where the ranks were; empty: nothing was learnt."""
+    """The text that says where the ranks were; empty: nothing was found."""
     late: tuple[int, ...]
-    """The ranks that were missing."""
+    """The missing ranks."""
 
 
 def failure_of(error: CommError, since: float, rank: int) -> Failure:
-    """Return what has happened to this rank. One that was stopped or cut off hears of its death as an exclusion."""
+    """Return the failure for an error. If this rank is reported dead, the error says that it is excluded."""
     if isinstance(error, PeerDiedError) and error.peer == rank:
         excluded = CommAbortedError(
             f"this rank is excluded: the others took it for dead and go on without it: {error.message}"
@@ -110,7 +110,7 @@ class State(enum.Enum):
 
 
 class Life(msgspec.Struct, frozen=True):
-    """The state of a communicator, with why it is in it."""
+    """The state of a communicator, and the reason for it."""
 
     state: State = State.OPEN
     failure: Failure | None = None
@@ -144,10 +144,10 @@ Step = tuple[Life, tuple[Action, ...]]
 
 
 def lose(life: Life, failure: Failure, *, here: bool) -> Step:
-    """Note a failure. Later ones change nothing.
+    """Note a failure. Later failures change nothing.
 
-    :param here: works may end at once, as their tasks go on when all actions have run. Elsewhere they go on at any
-        time, and may close what the other actions need.
+    :param here: whether this is the loop's thread. Works then end first, because their tasks resume only after all
+        actions. On another thread works end last, because resumed tasks may close what the other actions need.
     """
     if life.state in (State.LOST, State.CLOSED):
         return life, ()
@@ -166,18 +166,18 @@ def explain(life: Life, verdict: Verdict, path: Path | None) -> Life:
 
 
 def close(life: Life) -> Step:
-    """Begin to close it on this rank."""
+    """Begin to close the communicator on this rank."""
     if life.state is not State.OPEN:
         return life, ()
     return Life(State.CLOSING, None, CommClosedError("it was closed on this rank")), (Action.WITHDRAW,)
 
 
 def release(life: Life) -> Life:
-    """Ops have had their time to end: nothing is heard any more, and everything is released."""
+    """Enter the state closed: ops have had their time to end, and later failures have no effect."""
     return Life(State.CLOSED, life.failure, life.closed)
 
 
 def disown(parent: int) -> Life:
-    """Note that it is another process's, from which this one was forked."""
+    """Note that the communicator belongs to the parent process, from which this process was forked."""
     why = f"it was created in process {parent} and cannot be used after a fork"
     return Life(State.CLOSED, None, CommClosedError(why))

@@ -1,6 +1,6 @@
-"""The part of a core that posts ops, keeps and records them, whichever object they were called on.
+"""The part of a core that posts, tracks and records the ops of a communicator and its lanes.
 
-All of it is called on the loop's thread, except where a docstring says otherwise.
+All calls come on the loop's thread, except where a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aiocomms.transport.native import Ledger
 
 
 class Posting:
-    """A communicator's core, as far as it starts ops, and hears of their end."""
+    """The part of a communicator's core that starts ops and handles their end."""
 
     name: str
     rank: int
@@ -47,7 +47,7 @@ class Posting:
     """True once the works that were pending when the communicator was lost have ended."""
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator by a failure; any thread."""
+        """Lose the communicator through a failure. Any thread may call this."""
         raise NotImplementedError
 
     def _end_works(self) -> None:
@@ -57,9 +57,10 @@ class Posting:
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
         """Post an op that has been checked, after it was numbered and recorded.
 
-        :param seconds: until its deadline.
-        :param lane: the key of its lane, in words; None: it is of none, and counted if it is a collective.
-        :returns: its work, done or pending.
+        :param seconds: the seconds until the op's deadline.
+        :param lane: the key of the op's lane, in words; None: the op is in no lane, and is counted if it is a
+            collective.
+        :returns: the op's work, done or pending.
         """
         if not dispatch_modes() and not in_inference_mode():
             started = self._start(work, seconds, lane)
@@ -73,7 +74,7 @@ class Posting:
         op, ledger = work.op, self.ledger
         kind, before = type(op), ledger.posting
         try:
-            # The number is asked for again, for another thread's op may have come first.
+            # The number is read again, because another thread's op may have come first.
             work.seq = ledger.begin(kind, lane is None and op.family == "collectives", lane)
             if self.pre_hooks or self.post_hooks:
                 self._ask(work)
@@ -94,7 +95,7 @@ class Posting:
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
     ) -> StartedWork[Any]:
-        """Go on as :meth:`start` does with an op that a shortcut has posted, and that has not ended by then.
+        """Handle an op that a shortcut has posted, as :meth:`start` does after its post.
 
         :param look_after: the rest of the transport's ``post``, which is called with ``index``.
         """
@@ -112,7 +113,8 @@ class Posting:
     def post(self, op: ops.Op, work: Completion) -> None:
         """Hand one message of a lowered op to the transport that carries it.
 
-        :raises CommError: it could not be posted; it names the transport if that has raised another exception.
+        :raises CommError: the message could not be posted. If the transport raised another exception, the error names
+            the transport.
         """
         try:
             self.router[type(op)](op, work)
@@ -136,7 +138,7 @@ class Posting:
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
     def _ask(self, work: StartedWork[Any]) -> None:
-        """Call the hooks that come before an op, and note for those that come after it when that was."""
+        """Call the pre-hooks of an op, and note the time of the call for the post-hooks."""
         work.called = clock.now() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
@@ -147,7 +149,7 @@ class Posting:
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
         """Take back the number of an op that is not posted: the next collective of all ranks has the same one.
 
-        Hooks that have heard of the op hear that it has ended.
+        The post-hooks are called for the op.
         """
         self.refusals += 1
         if self.post_hooks:
@@ -168,7 +170,7 @@ class Posting:
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:
         """Return the error of a refused op that is not counted.
 
-        :param where: what it was called on, in words.
+        :param where: the communicator or lane on which the op was called, in words.
         """
         if isinstance(error, CommError):
             return error.about(comm=where, op=op.name, rank=self.rank)
@@ -193,10 +195,10 @@ class Posting:
             self.driver.call_soon(self._end_works)
         return work
 
-    # ---------------------------------------------------------------------------------- what another thread has posted
+    # ------------------------------------------------------------------------------------------ ops of other threads
 
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
-        """Note that an op is pending; on the thread that has posted it, and before its end is told."""
+        """Note that an op is pending, on the thread that has posted it, before its end is reported."""
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
         if self._ended or work._state:
@@ -208,12 +210,12 @@ class Posting:
         self._end_works()
 
     def look_after(self, look_after: Callable[[int], object], index: int) -> None:
-        """Go on with an op that another thread has posted, and that is kept; see :meth:`NativeTransport.shortcuts`."""
+        """Look after a pending op that another thread has posted; see :meth:`NativeTransport.shortcuts`."""
         look_after(index)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
 
-    # ------------------------------------------------------------------------------------------------ what has ended
+    # ----------------------------------------------------------------------------------------------------- ended ops
 
     def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
@@ -222,7 +224,7 @@ class Posting:
             self.after(work)
 
     def after(self, work: StartedWork[Any]) -> None:
-        """Call the hooks of an op that has ended; an error that concerns all ranks ends the communicator."""
+        """Call the post-hooks of an op that has ended. An error that concerns all ranks ends the communicator."""
         fault = work.fault
         if self.post_hooks:
             context, work.context = work.context, None
@@ -234,7 +236,7 @@ class Posting:
             self.lose(fault)
 
     def ended_at_once(self, work: StartedWork[Any]) -> None:
-        """Record an op that has failed, or is watched by hooks, and ended within its call."""
+        """Handle an op that has ended within its call, and has failed or has post-hooks."""
         if work.fault is not None:
             self.ledger.end(self.recorder.row(work, None, work.error))
         self.after(work)
@@ -244,7 +246,7 @@ class Posting:
         return self.by_family["p2p"].caller_stream() if "p2p" in self.by_family else None
 
     def withdraw(self, work: Completion) -> bool:
-        """Take an unmatched receive or wait back from its transport."""
+        """Withdraw an unmatched receive or wait from its transport; return whether that was possible."""
         return self.router.withdraw(work)
 
     def collective(self, seq: int) -> int | None:

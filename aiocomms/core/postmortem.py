@@ -1,8 +1,8 @@
-"""The post mortem of a lost communicator: it explains a hang, before the pending works end, by who was missing and why.
+"""The post mortem of a lost communicator: before the pending works end, it explains which ranks were missing and why.
 
-When a deadline passes, every rank says through the store of the rendezvous what it is doing. The late rank waits a
-moment for the others' words and makes a verdict of them, which it passes on. All of it is off the loop, bounded in time
-and size, and best effort: without an answer the error stays as it was.
+When a deadline passes, every rank writes its activity to the store of the rendezvous. The late rank waits briefly for
+the other ranks' reports, derives a verdict from them, and publishes it. All of this runs off the loop, is bounded in
+time and size, and is best effort: without an answer the error stays unchanged.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
-wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
+"""Seconds after a rank has lost the communicator: how long the late rank reads the other ranks' reports, and how long
+works wait in all. A late op must fail within 0.5 s, and a busy machine needs the remaining time."""
 WRITING = 1.0
-"""Seconds that works wait at most for the flight recorder's file, whose path their errors name. It takes about 1 ms, or
-for ever if the file system hangs."""
+"""The most seconds for which works wait for the flight recorder's file, whose path their errors name. Writing takes
+about 1 ms, but may never end if the file system hangs."""
 ASKED = 64
-"""Ranks that are asked at most: those that are missing first."""
+"""The most ranks that are asked, missing ranks first."""
 
 _DOING, _VERDICT = "doing", "verdict"
-"""The keys of the records that a rank leaves in the store: what it is doing; the verdict of the late rank."""
+"""The keys of the records that a rank leaves in the store: its activity, and the late rank's verdict."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
-"""Bytes of what another rank says."""
+"""The most bytes of another rank's report."""
 _BRIEFS = ControlCodec[Brief](Brief, "what a rank says it is doing", limit=_LARGEST)
 _VERDICTS = ControlCodec[Verdict](Verdict, "a verdict", limit=_LARGEST)
 
 
 class PostMortem:
-    """The post mortem of one lost communicator, whose works wait until it has found out why a deadline has passed."""
+    """The post mortem of one lost communicator, whose works wait until the missed deadline is explained."""
 
     def __init__(self, comm: Core, board: Board, failure: Failure) -> None:
-        """Begin to count the time, from when it was lost.
+        """Begin to count the time from the loss.
 
-        :param failure: why it is lost.
+        :param failure: the reason of the loss.
         """
         self._comm, self._board, self._failure = comm, board, failure
         assert isinstance(failure.error, CommTimeoutError)
@@ -62,9 +62,9 @@ class PostMortem:
         self._closed = clock.event()
 
     def hold(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
-        """Find it out; any thread or signal handler.
+        """Start the post mortem on a background thread. Any thread and any signal handler may call this.
 
-        :param end: called once, on any thread, with what was learnt and the file of the flight recorder.
+        :param end: called once, on any thread, with the verdict and the path of the flight recorder's file.
         """
         if not dumps.in_background(lambda: self._sit(record, end)):
             end(self._nothing, None)
@@ -86,16 +86,16 @@ class PostMortem:
             end(verdict, path)
 
     def _left(self, seconds: float) -> float:
-        """Return how many of so many seconds since the communicator was lost are left."""
+        """Return how many of ``seconds`` since the loss are left."""
         return self._failure.since + seconds - clock.now()
 
     def _verdict(self, snapshot: Snapshot) -> Verdict:
-        """Say what this rank is doing, and hear the others or the late rank."""
+        """Report this rank's activity, and read the other ranks' reports or the late rank's verdict."""
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._board.tell(_DOING, _BRIEFS.encode(brief))
             teller = self._error.teller
-            if teller is None:  # the op that is late is this rank's
+            if teller is None:  # This rank's own op is late.
                 verdict = self._ask(snapshot)
                 self._board.tell(_VERDICT, _VERDICTS.encode(verdict))
                 return verdict
@@ -121,7 +121,7 @@ class PostMortem:
         return Verdict(report, absent if op.collective is None else behind(op, briefs, silent, absent))
 
     def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
-        """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
+        """Read the ranks' records until all are there, time is up, or the communicator is closed. Never block."""
         heard: dict[int, bytes] = {}
         pause = _FIRST_PAUSE
         while True:
@@ -135,9 +135,9 @@ class PostMortem:
 
 
 def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
-    """Call it on a thread that may be left behind.
+    """Make a call on a background thread, and return ``otherwise`` if it takes longer than ``seconds``.
 
-    A store whose host is stopped, or gone, keeps its callers; so does a folder on a file system that hangs.
+    A store whose host is stopped or lost blocks its callers; so does a file system that hangs.
     """
     answer = Reply[T]()
     if not dumps.in_background(lambda: answer.put(call())):
@@ -149,7 +149,7 @@ def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
 
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:
-    """Return what a rank said it is doing; None if it said nothing, or nothing that makes sense."""
+    """Return a rank's report of its activity; None if there is none or the report is invalid."""
     if said is None:
         return None
     try:
@@ -161,9 +161,9 @@ def read_brief(said: bytes | None, rank: int) -> Brief | None:
 
 
 def _read_verdict(said: bytes, size: int) -> Verdict:
-    """Return what the late rank has made of the others' words.
+    """Return the late rank's verdict.
 
-    :raises ProtocolError: it makes no sense.
+    :raises ProtocolError: the verdict is invalid.
     """
     verdict = _VERDICTS.decode(said)
     if not all(0 <= rank < size for rank in verdict.late):
@@ -172,7 +172,7 @@ def _read_verdict(said: bytes, size: int) -> Verdict:
 
 
 def tidy(brief: Brief) -> None:
-    """Make what another process has said fit for a message."""
+    """Make another process's report fit for a message, in place."""
     brief.last = printable(brief.last)
     brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
 
@@ -186,5 +186,5 @@ def tidied(item: Item) -> Item:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """Return a text of another process: no control characters, and not too long."""
+    """Return another process's text without control characters, cut to ``longest`` characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:longest])

@@ -1,4 +1,4 @@
-"""CUDA on the event loop: the public names for streams and events that are awaited."""
+"""CUDA on the event loop: the public names for awaiting streams and events."""
 
 from aiocomms.cuda.device import Cuda as Cuda
 from aiocomms.cuda.device import Event as Event

@@ -18,10 +18,10 @@ _THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
 
 
 class Event(Protocol):
-    """The methods of a ``torch.cuda.Event`` that are used here."""
+    """The methods of a ``torch.cuda.Event`` that this package uses."""
 
     def record(self, stream: Any) -> None:
-        """Make the event fire when the stream has done all work that has been enqueued on it so far."""
+        """Make the event fire when the stream has done all work that was enqueued so far."""
 
     def query(self) -> bool:
         """Return whether the event has fired. Holds the GIL."""
@@ -31,18 +31,18 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """The methods of a ``torch.cuda.Stream`` that are used here."""
+    """The methods of a ``torch.cuda.Stream`` that this package uses."""
 
     @property
     def cuda_stream(self) -> int:
         """The ``cudaStream_t``."""
 
     def wait_event(self, event: Any) -> None:
-        """Make all work that is enqueued from now on wait for the event."""
+        """Make all later work on the stream wait for the event."""
 
 
 class Cuda(Protocol):
-    """The calls to the CUDA device, which tests replace where there is no GPU."""
+    """The interface to a CUDA device, which tests replace if there is no GPU."""
 
     @property
     def index(self) -> int:
@@ -61,7 +61,7 @@ class Cuda(Protocol):
         """Return this thread's current stream."""
 
     def current_handle(self) -> int:
-        """Return the ``cudaStream_t`` of this thread's current stream. This is quicker than the stream itself."""
+        """Return the ``cudaStream_t`` of this thread's current stream, faster than :meth:`current_stream`."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
         """Enqueue a copy of ``nbytes`` bytes between two addresses of the device on a stream."""
@@ -73,7 +73,7 @@ class Cuda(Protocol):
         """Return a new event without timing, on which a thread sleeps rather than spins."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """Return whether a stream is being captured into a graph; None: this thread's current stream."""
+        """Return whether a stream is being captured into a graph; None for this thread's current stream."""
 
     def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
         """Run ``call``, which enqueues torch operations, with a stream as the current one."""
@@ -85,10 +85,10 @@ class Cuda(Protocol):
         """
 
     def share(self, storage: torch.UntypedStorage) -> Shared | None:
-        """Return the record with which one other process of the host maps memory; None if CUDA does not share it."""
+        """Return the record with which one other process of the host maps memory; None if CUDA cannot share it."""
 
     def map(self, shared: Shared) -> Mapped | None:
-        """Map another process's memory. Blocks, off the loop.
+        """Map another process's memory. This blocks; call it off the event loop.
 
         :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
         """
@@ -177,7 +177,7 @@ class TorchCuda:
 
 
 def no_gpu(device: torch.device) -> str | None:
-    """Return the reason why torch cannot use the GPU ``device``, or None if it can."""
+    """Return why torch cannot use the GPU ``device``, or None if it can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
     if not torch.cuda.is_available():
@@ -190,7 +190,7 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 def _why_no_gpu() -> str:
-    """Return torch's own error, which tells a driver that is too old from none; empty if there is no error."""
+    """Return torch's own error, which distinguishes an outdated driver from a missing one; empty if there is none."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -199,7 +199,7 @@ def _why_no_gpu() -> str:
 
 
 def check_stream(cuda: Cuda, stream: Any) -> None:
-    """Check a stream that is to wait for an op.
+    """Check a stream that will wait for an op.
 
     :raises ArgumentTypeError: the value is no stream.
     :raises ArgumentError: the stream is of another device than the op.

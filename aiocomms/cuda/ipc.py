@@ -1,9 +1,9 @@
-"""Memory of a GPU that other processes of the host map, by CUDA IPC.
+"""GPU memory that other processes of the host map through CUDA IPC.
 
-torch counts the processes that have mapped an allocation, and keeps it until there is none. torch's calls hold the
-interpreter's lock for as long as CUDA takes, which is milliseconds where memory is mapped or given back. So this module
-maps the memory once more without that lock, before torch maps it and until torch has given it back. CUDA counts the
-mappings of a process, and torch's own calls only change the count.
+torch counts the processes that have mapped an allocation, and keeps it until there is none. torch's calls hold the GIL
+while CUDA maps or unmaps memory, which takes milliseconds. So this module adds a mapping of its own without the GIL: it
+maps before torch does, and unmaps after torch. CUDA counts the mappings of a process, so torch's calls only change the
+count.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Shared = tuple[Any, ...]
 """The record with which one other process maps memory: the identifier of its GPU, and torch's own values."""
 
 _PLAIN: Final = b"c"
-"""The kind of a handle of memory that ``cudaMalloc`` gave, in torch's own words."""
+"""The mark in torch's handles for memory from ``cudaMalloc``."""
 
 
 class Mapped(Protocol):
-    """Memory of another process, mapped into this one."""
+    """Memory of another process that is mapped into this one."""
 
     storage: UntypedStorage
 
     def release(self) -> None:
-        """Give the memory back. Nothing else may refer to the storage by then. Blocks, off the loop."""
+        """Unmap the memory. No other reference to the storage may exist. This blocks; call it off the event loop."""
 
 
 class TorchMapped:
-    """See :class:`Mapped`."""
+    """The implementation of :class:`Mapped` with torch."""
 
     def __init__(self, storage: UntypedStorage, index: int, base: int | None) -> None:
         """Take over mapped memory.
@@ -55,9 +55,9 @@ class TorchMapped:
 
 
 def share(storage: UntypedStorage) -> Shared | None:
-    """Return the record with which one other process maps this memory; None if CUDA does not share it.
+    """Return the record with which one other process maps this memory; None if CUDA cannot share it.
 
-    Each process needs a record of its own, because torch counts them.
+    Each process needs its own record, because torch counts the processes.
     """
     index = storage.device.index
     with aside(index):
@@ -69,16 +69,16 @@ def share(storage: UntypedStorage) -> Shared | None:
 
 
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
-    """Map another process's memory. Blocks, off the loop.
+    """Map another process's memory. This blocks; call it off the event loop.
 
-    :param index: the device that is to copy from and to the memory.
+    :param index: the device that copies from and to the memory.
     :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
     """
     gpu, *exported = shared
     try:
         owner = next((at for at in range(torch.cuda.device_count()) if _identifier(at) == gpu), None)
         mapped = None if owner is None else _map(owner, exported)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # the record may make no sense, too
+    except (RuntimeError, TypeError, ValueError, IndexError):  # The record may also be malformed.
         return None
     if mapped is not None and owner is not None and owner != index:
         with torch.cuda.device(index):
@@ -100,7 +100,7 @@ def _map(owner: int, exported: list[Any]) -> TorchMapped:
 
 
 def _plain(handle: bytes) -> bytes | None:
-    """Return CUDA's handle within torch's, behind a version and a kind; None if it is of another kind."""
+    """Return CUDA's handle from torch's, which may begin with a version and a kind; None if the kind is another."""
     if len(handle) == runtime.HANDLE_BYTES:
         return handle
     return handle[2:] if handle[1:2] == _PLAIN and len(handle) == runtime.HANDLE_BYTES + 2 else None
@@ -108,7 +108,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Have torch use an idle stream here: it records an event, waits for one, and waits for the stream."""
+    """Make an idle stream current: torch's IPC calls record an event, wait for one, and wait for the stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 
@@ -119,5 +119,5 @@ def _nothing(index: int) -> Any:
 
 
 def _identifier(index: int) -> str:
-    """Return the identifier of a GPU, different from that of every other GPU."""
+    """Return the unique identifier of a GPU."""
     return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,8 +1,8 @@
-"""Marks in the stream of a calling thread, behind which the loop's thread begins the op.
+"""Marks in the stream of a calling thread, after which the event loop's thread begins an op.
 
-An op comes after all that its caller's stream had when it was called, and after nothing that came later. So the call
-records an event, and the loop begins the op with another stream as the current one, the shadow of the caller's: that
-waits for the event. A shadow has nothing else to do, but what ops that are made of messages enqueue there.
+An op waits for all work that was in its caller's stream at the call, and for no later work. So the call records an
+event. The event loop's thread then begins the op with another current stream, the shadow of the caller's stream, which
+waits for the event. Only ops that are made of messages enqueue work on a shadow.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class CallerMark:
     __slots__ = ("_cuda", "_event", "_stream")
 
     def __init__(self, cuda: Cuda, stream: Stream, event: Event | None = None) -> None:
-        """Note the place.
+        """Store the place.
 
-        :param stream: the shadow; or the thread's own stream, of which nothing more than that is known.
-        :param event: of the thread's stream, for which the shadow is to wait.
+        :param stream: the shadow; or the thread's own stream if there is no event.
+        :param event: an event of the thread's stream, for which the shadow waits.
         """
         self._cuda, self._stream, self._event = cuda, stream, event
 
     def begin(self) -> AbstractContextManager[object]:
-        """Make the stream current, on the thread that begins the op; once."""
+        """Make the stream current on the thread that begins the op. Call this once."""
         if self._event is not None:
             self._stream.wait_event(self._event)
         return self._cuda.on(self._stream)
 
     def hold_up(self) -> None:
-        """Have the current stream of the thread that begins something wait for the place itself."""
+        """Make this thread's current stream wait for the place."""
         if self._event is not None:
             self._cuda.current_stream().wait_event(self._event)
 
     def join(self) -> None:
-        """Have this thread's current stream wait for what the op has enqueued on the shadow; it has ended."""
+        """Make this thread's current stream wait for the work of an ended op on the shadow."""
         if self._event is None or self._cuda.capturing():
             return
         end = self._cuda.event()
@@ -54,17 +54,17 @@ class CallerMarks:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda: Cuda = cuda
-        self._shadows: dict[int, Stream] = {}  # by the streams' handles; a program has few
+        self._shadows: dict[int, Stream] = {}  # The keys are handles of streams; a program has few streams.
         self._lock = threading.Lock()
 
     @classmethod
     def of(cls, transports: Sequence[Transport]) -> Self | None:
-        """Return those of a communicator; None: none of its transports has a layer of CUDA."""
+        """Return the marks of a communicator, or None if none of its transports has a CUDA layer."""
         cuda = next((each.cuda for each in transports if each.cuda is not None), None)
         return None if cuda is None else cls(cuda)
 
     def mark(self) -> CallerMark:
-        """Record where the current stream of this thread is now. One that is being captured is its own shadow."""
+        """Record the current place in this thread's stream. A stream that is being captured is its own shadow."""
         stream = self.cuda.current_stream()
         if self.cuda.capturing(stream):
             return CallerMark(self.cuda, stream)
@@ -73,9 +73,9 @@ class CallerMarks:
         return CallerMark(self.cuda, self._shadow(stream.cuda_stream), event)
 
     def stream(self) -> CallerMark:
-        """Note no more than the current stream of this thread: in its memory pool the loop allocates what is returned.
+        """Return this thread's current stream without an event; the event loop allocates results in its memory pool.
 
-        The op may come after what the thread enqueues later, too.
+        The op may also wait for work that the thread enqueues later.
         """
         return CallerMark(self.cuda, self.cuda.current_stream())
 

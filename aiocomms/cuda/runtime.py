@@ -1,4 +1,4 @@
-"""The calls of CUDA's runtime that torch does not wrap, or wraps in an unsuitable way."""
+"""Calls of the CUDA runtime that torch does not wrap, or wraps in an unsuitable way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-_NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: the stream and the default stream do not wait for each other
+_NON_BLOCKING: Final = 1  # With cudaStreamNonBlocking, the stream and the default stream do not wait for each other.
 
 FUNCTIONS: Final = (
     "cudaSetDevice",
@@ -25,27 +25,27 @@ FUNCTIONS: Final = (
     "cudaStreamWaitEvent",
     "cudaMemcpyAsync",
 )
-"""The functions whose addresses native code is given."""
+"""The functions whose addresses native code gets."""
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _LAZY_PEERS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
 HANDLE_BYTES: Final = 64
 """The size of a ``cudaIpcMemHandle_t``."""
 
-_idle: dict[tuple[int | None, int], list[int]] = {}  # streams that have no owner any more, by device and priority
+_idle: dict[tuple[int | None, int], list[int]] = {}  # The values are streams without an owner; keys: device, priority.
 
 
 @functools.cache
 def library() -> Any:
-    """Load the library of the CUDA runtime, the one that torch itself uses."""
+    """Load the CUDA runtime library that torch itself uses."""
     version = torch.version.cuda
     return ctypes.CDLL(None if version is None else f"libcudart.so.{version.split('.')[0]}")
 
 
 def check(status: int, what: str) -> None:
-    """Raise the error that torch would raise if a call has failed.
+    """Raise the error that torch would raise, if a call has failed.
 
-    :param status: the value that the call has returned, a ``cudaError_t``.
-    :param what: what the call did, for the message.
+    :param status: the ``cudaError_t`` that the call returned.
+    :param what: a description of the call, for the message.
     :raises RuntimeError: the call has failed.
     """
     if status:
@@ -55,7 +55,7 @@ def check(status: int, what: str) -> None:
 
 
 def addresses(loaded: Any, names: Iterable[str]) -> dict[str, int]:
-    """Return the addresses of functions of a library that is loaded, for native code.
+    """Return the addresses of functions of a loaded library, for native code.
 
     :raises AttributeError: the library has no such function.
     """
@@ -94,15 +94,15 @@ def unmap(address: int) -> None:
 
 
 def reach(index: int) -> None:
-    """Let the current device access another device's memory, if it can; else CUDA copies by way of the host."""
+    """Let the current device access another device's memory if it can; otherwise CUDA copies through the host."""
     if library().cudaDeviceEnablePeerAccess(ctypes.c_int(index), ctypes.c_uint(0)):
-        library().cudaGetLastError()  # otherwise torch would raise this error later
+        library().cudaGetLastError()  # This clears the error, which torch would otherwise raise later.
 
 
 def own_stream(device: torch.device, priority: int) -> Any:
     """Return a ``torch.cuda.Stream`` that has no other owner until it is garbage.
 
-    ``torch.cuda.Stream()`` gives out 32 streams in turn, so that two owners of the same one would wait for each other.
+    ``torch.cuda.Stream()`` returns 32 streams in rotation, so two owners could share one and wait for each other.
     """
     idle = _idle.setdefault((device.index, priority), [])
     try:
@@ -128,7 +128,7 @@ class RuntimeEvent(torch.cuda.Event):
     def synchronize(self) -> None:
         """Sleep until the event has fired.
 
-        torch's own method takes the GIL again in a C++ destructor. That kills the process if the interpreter is being
-        finalized.
+        torch's own method reacquires the GIL in a C++ destructor, which kills the process during the interpreter's
+        finalization.
         """
         check(library().cudaEventSynchronize(ctypes.c_void_p(self.cuda_event)), "waiting for an event")

@@ -1,8 +1,8 @@
-"""CUDA streams and events on the event loop: the queues of events that are awaited.
+"""CUDA streams and events on the event loop: queues of awaited events.
 
-This module knows CUDA and no transport. A transport that works on GPU memory orders its ops with events, and is told on
-the loop's thread when an event has fired. The loop queries the event for a few turns; after that a thread sleeps on it
-without the GIL.
+This module knows CUDA, but no transport. A transport that works on GPU memory orders its ops with events. When an event
+has fired, the transport gets a call on the event loop's thread. The event loop queries the event for a few cycles; then
+a thread sleeps on it without the GIL.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from aiocomms.progress.driver import LoopDriver, Promise
 from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
-"""The number of turns of the loop in which events are queried before a thread sleeps on them: some 100 µs."""
+"""The number of event-loop cycles in which events are queried before a thread sleeps on them: about 100 µs."""
 
 
 class Completions:
-    """The queues of events that are awaited, one per stream in the order recorded.
+    """The queues of awaited events: one per stream, in the order in which the events were recorded.
 
-    One transport's ``progress`` serves them, on one loop. Nothing runs while no event is awaited. No event is queried
-    while the current stream is being captured.
+    The ``progress`` of one transport serves the queues, on one event loop. Nothing runs while no event is awaited. No
+    event is queried while the current stream is being captured.
     """
 
     def __init__(
         self, cuda: Cuda, wake: Callable[[], None], spin: int = SPIN, transport: Transport | None = None
     ) -> None:
-        """Create the queues, which are empty, on the loop's thread.
+        """Create empty queues, on the event loop's thread.
 
-        :param wake: makes the loop call :meth:`poll`; it is called on any thread.
-        :param spin: the number of polls without result after which threads sleep on the events that are left.
-        :param transport: the transport whose ``progress`` calls :meth:`poll`. The loop calls it after each op that a
-            communicator posts; with this argument, also after each :meth:`add`, such as by another communicator.
+        :param wake: makes the event loop call :meth:`poll`; it is called on any thread.
+        :param spin: the number of polls without a fired event after which threads sleep on the remaining events.
+        :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls it after each op
+            that a communicator posts. With this argument, it also does so after each :meth:`add`, for example by
+            another communicator.
         """
         self.parked: bool = False
-        """True while threads sleep on the events that are left."""
+        """True while threads sleep on the remaining events."""
         self._cuda = cuda
         self._wake = wake
         self._spin = spin
@@ -62,21 +63,21 @@ class Completions:
         return sum(map(len, self._queues.values()))
 
     def mark(self, stream: Stream) -> Event:
-        """Record an event on a stream. Give it back with :meth:`release`, or drop it if it may not have fired."""
+        """Record an event on a stream. Pass it to :meth:`release` once it has fired, or drop it."""
         event = self._pool.pop() if self._pool else self._cuda.event()
         event.record(stream)
         return event
 
     def release(self, event: Event) -> None:
-        """Take back an event that has fired, to use it again."""
+        """Keep an event that has fired for reuse."""
         self._pool.append(event)
 
     def add(self, stream: Stream, then: Callable[[], object]) -> Event:
-        """Have ``then`` called on the loop's thread when a stream has done all work that was enqueued so far.
+        """Call ``then`` on the event loop's thread when a stream has done all work that was enqueued so far.
 
-        ``then`` is kept until it is called, and with it what it refers to, such as the op and its tensors.
+        ``then`` and all objects to which it refers, such as the op and its tensors, stay alive until the call.
 
-        :returns: the event, for other streams to wait for. It must not be kept once it has fired.
+        :returns: the event, for other streams to wait for. Do not keep it once it has fired.
         """
         event = self.mark(stream)
         key = stream.cuda_stream
@@ -93,10 +94,10 @@ class Completions:
     def poll(self) -> bool:
         """Call the functions whose events have fired.
 
-        Nothing is called while the current stream is being captured. ``progress`` should then return True, so that it
-        is called again.
+        This calls no function while the current stream is being captured. ``progress`` should then return True, so that
+        the event loop calls it again.
 
-        :returns: whether anything was called.
+        :returns: whether a function was called.
         """
         if not self._queues or self._cuda.capturing():
             return False
@@ -112,7 +113,7 @@ class Completions:
         return False
 
     def _collect(self) -> list[Callable[[], object]]:
-        """Return the functions whose events have fired. Only the first event of each queue that has not is queried."""
+        """Return the functions whose events have fired. In each queue, stop at the first event that has not fired."""
         fired = []
         with self._cuda.harmless():
             for key, queue in list(self._queues.items()):
@@ -120,7 +121,7 @@ class Completions:
                 while queue and queue[0][0].query():
                     event, then = queue.popleft()
                     fired.append(then)
-                    if sleeper is None or sleeper.target is not event:  # a thread may still use the event it sleeps on
+                    if sleeper is None or sleeper.target is not event:  # A thread may still sleep on this event.
                         self._pool.append(event)
                 if not queue:
                     del self._queues[key]
@@ -134,15 +135,15 @@ class Completions:
             self._sleepers[key].watch(queue[0][0])
 
     def wait(self) -> None:
-        """Block until all events have fired, and drop them. It is called at the end, and not on the loop's thread."""
+        """Block until all events have fired, and drop them. Call this at the end, not on the event loop's thread."""
         for queue in self._queues.values():
             for event, _ in queue:
-                with contextlib.suppress(RuntimeError):  # a device that is broken does no more work to wait for
+                with contextlib.suppress(RuntimeError):  # A broken device does no more work.
                     event.synchronize()
         self._queues.clear()
 
     def close(self) -> None:
-        """Tell the threads to end. A thread that sleeps on an event ends when the event has fired."""
+        """Tell all threads to end. A thread that sleeps on an event ends when the event has fired."""
         for sleeper in self._sleepers.values():
             sleeper.close()
 
@@ -152,7 +153,7 @@ class _Sleeper:
 
     def __init__(self, cuda: Cuda, wake: Callable[[], None]) -> None:
         self.target: Event | None = None
-        """The event on which the thread sleeps, or is about to sleep."""
+        """The event on which the thread sleeps or is about to sleep."""
         self._cuda = cuda
         self._wake = wake
         self._changed = threading.Condition()
@@ -160,7 +161,7 @@ class _Sleeper:
         threading.Thread(target=self._run, name="aiocomms sleeps on events", daemon=True).start()
 
     def watch(self, event: Event) -> None:
-        """Wake the loop when the event has fired, or the one of this stream on which the thread sleeps already."""
+        """Wake the event loop when the event has fired. If the thread already sleeps on another event, do nothing."""
         with self._changed:
             if self.target is None:
                 self.target = event
@@ -176,7 +177,7 @@ class _Sleeper:
         self._cuda.activate()
         with self._cuda.harmless():
             while (event := self._next()) is not None:
-                with contextlib.suppress(RuntimeError):  # the next poll gets the same error, and reports it
+                with contextlib.suppress(RuntimeError):  # The next poll gets the same error, and reports it.
                     event.synchronize()
                 with self._changed:
                     self.target = None
@@ -190,14 +191,14 @@ class _Sleeper:
 
 
 class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)``
-    """Await all work that was enqueued on a CUDA stream so far; after ``graph.replay()``, the end of the replay.
+    """Await all work that was enqueued on a CUDA stream so far. After ``graph.replay()``, this awaits the replay.
 
-    The call records an event. ``await`` returns when the event has fired, and costs no CPU meanwhile. A cancelled
-    ``await`` changes nothing.
+    The call records an event. ``await`` returns when the event has fired, and uses no CPU meanwhile. Cancellation of
+    the ``await`` does not affect the stream.
 
-    :param stream: a ``torch.cuda.Stream``; None: the current one.
-    :param cuda: the device; None: torch's current one.
-    :raises CapturedWorkError: the stream is being captured, and its events fire in no replay.
+    :param stream: a ``torch.cuda.Stream``; None for the current one.
+    :param cuda: the device; None for torch's current one.
+    :raises CapturedWorkError: the stream is being captured; a captured event does not fire in a replay.
     """
 
     def __init__(self, stream: Stream | None = None, *, cuda: Cuda | None = None) -> None:
@@ -209,7 +210,7 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
         self._event.record(self._stream)
 
     def done(self) -> bool:
-        """Return whether the stream has done that work."""
+        """Return whether the stream has done the work."""
         return self._event.query()
 
     def __await__(self) -> Generator[Any, Any, None]:
@@ -218,7 +219,7 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
 
 
 class _Watch:
-    """Waits for one event as a client of the loop's driver of its own, beside the transports."""
+    """A wait for one event; like a transport, it is a client of the event loop's driver."""
 
     capabilities = Capabilities(ops=frozenset[type[ops.Op]](), spin=SPIN)
 
@@ -249,7 +250,7 @@ class _Watch:
     def progress(self) -> bool:
         self._waker.clear()
         if self._cuda.capturing():
-            return True  # True makes the loop call this again
+            return True  # True makes the event loop call this again.
         with self._cuda.harmless():
             fired = self._event.query()
         if fired:

@@ -1,1 +1,1 @@
-"""The explanation of failures and hangs: flight recorder, hang report, debug mode, live view, root cause."""
+"""Diagnosis of failures and hangs: flight recorder, hang report, debug mode, live view, root cause."""

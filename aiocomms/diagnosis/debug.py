@@ -1,4 +1,4 @@
-"""Debug mode, ``AIOCOMMS_DEBUG``: it finds mistakes of the program that cost too much to be looked for always."""
+"""Debug mode, ``AIOCOMMS_DEBUG``, with checks of the program that cost too much to be always on."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from aiocomms.transport import OP_RESULT
 
 
 def asked_for() -> bool:
-    """Return whether communicators that are made now are in debug mode."""
+    """Return whether new communicators are in debug mode."""
     return os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
 
 
 class Forgotten:
-    """The warning of a work that has ended well, and that no code has asked for.
+    """The warning about a successful work whose result no code has requested.
 
-    It is an object of its own, for a work may be in a cycle.
+    It is an object of its own, because a work may be in a reference cycle.
     """
 
     __slots__ = ("armed", "place", "what")
@@ -52,14 +52,14 @@ class Forgotten:
 if TYPE_CHECKING:
     _Started = StartedWork[Any]
 else:
-    _Started = object  # a struct has one base with fields
+    _Started = object  # A struct can have only one base with fields.
 
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
-"""The registry in which :mod:`warnings` notes what it has said, for by default it says everything once."""
+"""The registry in which :mod:`warnings` notes earlier warnings, because by default it shows each one once."""
 
 
 class DebugWork(_Started):
-    """The part of a work that only debug mode has: who started it, and whether any code has asked for it."""
+    """The part of a work that only debug mode has: its origin, and whether any code has requested its result."""
 
     __slots__ = FIELDS_BELOW
     if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class DebugWork(_Started):
         _forgotten: Forgotten | None = None
 
     def watch(self, place: SourceLine) -> None:
-        """Warn if it ends well, and no code has asked for it when it is collected."""
+        """Warn if the work succeeds, and is collected before any code has requested its result."""
         owner = self._owner
         self.place = place
         self._forgotten = Forgotten(f"{self.op.name} on '{self._comm_name()}' (rank {owner.rank})", place)
@@ -84,13 +84,13 @@ class DebugWork(_Started):
         super().complete(value)
         self.task = None
         if self._forgotten is not None:
-            # A work with an error that no code asks for is reported anyway.
+            # UnseenError reports a failed work whose result no code requests.
             self._forgotten.armed = self._error is None
 
     def _end(self, error: CommError, state: int) -> None:
         super()._end(error, state)
         self.task = None
-        # A receive is forgotten if nothing has matched it until the communicator was closed.
+        # A receive counts as forgotten if no message has matched it until the communicator was closed.
         if self._forgotten is not None:
             self._forgotten.armed = isinstance(error, CommClosedError)
 
@@ -113,16 +113,16 @@ for _name in _ASKING:
 
 
 class WatchedWork(DebugWork, PlainWork[T_co]):
-    """A work of debug mode: it knows which line and task have started it, and whether any code has asked for it."""
+    """A work in debug mode, with the line and the task of its call."""
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None
-    """The name and the coroutine of the task, until the op has ended; None: a callback."""
+    """The name and the coroutine of the calling task, until the op has ended; None: a callback has called it."""
     _forgotten: Forgotten | None = None
 
 
 class WatchedLaneWork(DebugWork, PlainLaneWork[T_co]):
-    """The same of a lane."""
+    """A lane's work in debug mode, with the line and the task of its call."""
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None
@@ -143,7 +143,7 @@ def _ended(coroutine: object) -> bool:
 
 
 def _used(op: Op, buffers: Buffers) -> Buffers:
-    """Return the parts of buffers that an op uses: of a put or a get of runs, these alone."""
+    """Return the parts of the buffers that an op uses. For a put or get of runs these are only the runs."""
     if not isinstance(op, (PutV, GetV)):
         return buffers
     flats = [(name, tensor.view(-1)) for name, tensor in buffers]
@@ -151,16 +151,16 @@ def _used(op: Op, buffers: Buffers) -> Buffers:
 
 
 class Debugger:
-    """The checks of one communicator in debug mode, made whenever an op starts."""
+    """The checks of one communicator in debug mode at the start of each op."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
 
     def start(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None) -> WatchedWork[Any]:
-        """Make the work of an op that is about to be posted.
+        """Create the work of an op before its post.
 
-        :raises BufferBusyError: an unfinished op still writes a buffer of this one, or this one would write its.
-        :raises ConcurrentCollectivesError: it is a collective, and one of another task is under way.
+        :raises BufferBusyError: an unfinished op writes a buffer of this op, or this op would write one of its buffers.
+        :raises ConcurrentCollectivesError: the op is a collective, and one of another task is pending.
         """
         work: WatchedWork[Any] = WatchedWork(op, seq, owner, hints)
         self._watch(work, None)
@@ -169,10 +169,10 @@ class Debugger:
     def start_within(
         self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
     ) -> WatchedLaneWork[Any]:
-        """Make and watch the work of a lane's op. Collectives of a lane are a hazard to each other alone.
+        """Create the work of a lane's op. Collectives of a lane conflict only with others of the same lane.
 
-        :param number: the lane's.
-        :param lane: its key, in words.
+        :param number: the number of the lane.
+        :param lane: the key of the lane, in words.
         """
         work: WatchedLaneWork[Any] = WatchedLaneWork(op, seq, owner, hints, number=number, lane=lane)
         self._watch(work, number)
@@ -187,7 +187,7 @@ class Debugger:
         work.watch(place)
 
     def _check_tasks(self, op: Op, lane: int | None, place: SourceLine, name: str, coroutine: object) -> None:
-        """Refuse a collective beside another task's. One whose task has ended is no hazard: the order is certain."""
+        """Refuse a collective beside one of another task. If that task has ended, the order is certain: no conflict."""
         for work in self._in_flight:
             if not isinstance(work, DebugWork) or work.task is None or not _collective(work.op):
                 continue
@@ -202,9 +202,9 @@ class Debugger:
                 )
 
     def check_buffers(self, op: Op) -> None:
-        """Refuse buffers that an unfinished op still writes, or this one would write.
+        """Refuse an op whose buffers conflict with an unfinished op.
 
-        :raises BufferBusyError: there are some.
+        :raises BufferBusyError: an unfinished op writes a buffer of ``op``, or ``op`` would write one of its buffers.
         """
         for work in self._in_flight:
             try:

@@ -1,7 +1,8 @@
-"""The files of flight recorders: they are written when a communicator is lost, on a signal, and when asked.
+"""The files of flight recorders, written at the loss of a communicator, on a signal, or on request.
 
-A file is JSON lines: a header, then the ops. It is its owner's alone (0600), never replaces or follows anything, holds
-no contents of tensors, and there are few of them. What goes wrong is said once in the log and is no op's business.
+A file is JSON lines: a header, then the ops. Only its owner can read it (0600). A write never replaces a file, and
+never follows a link. A file has no contents of tensors, and the number of files is limited. A failure to write is
+logged once, and affects no op.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
-"""Files that a process keeps, and that the default folder keeps; the oldest are deleted."""
+"""The number of files that a process keeps, and that the default folder keeps. The oldest files are deleted."""
 LARGEST = 8 << 20
-"""Bytes of a file; the oldest ops are left out."""
+"""The largest size of a file in bytes. A longer file leaves out the oldest ops."""
 
 SUFFIX = ".aiocomms.jsonl"
 RECORDERS, RECORDS = "recorders", "records"
-"""The state that a simulated process keeps of its communicators, to be written down when its history has failed."""
+"""The keys in the state of a simulated process under which it keeps its recorders, to write after a failed history."""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)
@@ -42,7 +43,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register(recorder: Recorder) -> None:
-    """Write this one too when a signal asks. With the first, install the handler if importing could not."""
+    """Add a recorder to those that a signal writes. Install the handler if the import could not do so."""
     if clock.simulation is not None:
         clock.state().setdefault(RECORDERS, []).append(recorder)
         return
@@ -52,8 +53,8 @@ def register(recorder: Recorder) -> None:
 
 
 def dump_all(reason: str) -> list[Path]:
-    """Write the recorder of every communicator of this process that is open. Any thread or signal handler."""
-    # No thread is started here: that takes a lock that the code which a signal has interrupted may hold.
+    """Write the recorders of all open communicators of this process. Safe on any thread or signal handler."""
+    # This starts no thread: the start takes a lock that the code interrupted by the signal may hold.
     paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
     return [path for path in paths if path is not None]
 
@@ -62,9 +63,9 @@ on_signal.listen(dump_all)
 
 
 def in_background(call: Callable[[], object]) -> bool:
-    """Do something in a thread for which only the interpreter's end waits, for a moment.
+    """Call a function in a thread. Only the exit of the interpreter waits for the thread, for a short time.
 
-    :returns: False: no thread can be had.
+    :returns: False: the system cannot start a thread.
     """
 
     def run() -> None:
@@ -81,19 +82,19 @@ def in_background(call: Callable[[], object]) -> bool:
 
 
 def complain(message: str) -> None:
-    """Say something once."""
+    """Log a warning, each text once."""
     if message not in _complained and len(_complained) < 100:
         _complained.append(message)
         _log.warning("%s", message)
 
 
 def wanted() -> bool:
-    """Return whether files are to be written at all."""
+    """Return whether the program wants files."""
     return clock.simulation is None and os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
 
 
 def try_write(snapshot: Snapshot) -> Path | None:
-    """Write a file to the usual folder; None if that is not wanted, or does not succeed, which is said once."""
+    """Write a file to the usual folder. Return None if files are not wanted, or after a failure (logged once)."""
     if not wanted():
         return None
     try:
@@ -106,9 +107,9 @@ def try_write(snapshot: Snapshot) -> Path | None:
 def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> Path:
     """Write a file.
 
-    :param folder: where to; None: the usual folder.
-    :returns: its path.
-    :raises OSError: it cannot be written, or the default folder is not safe.
+    :param folder: the target folder; None: the usual one.
+    :returns: the path of the file.
+    :raises OSError: the file cannot be written, or the default folder is not safe.
     """
     header = snapshot.header
     where = Path(folder) if folder is not None else _usual()
@@ -130,27 +131,27 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
 
 
 class Record:
-    """The ops of a lost communicator, noted at once and written down when its tasks go on."""
+    """The ops of a lost communicator, noted at once and written to a file when its tasks have resumed."""
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
-        """Note it. On any thread or signal handler.
+        """Note the ops. Safe on any thread or signal handler.
 
-        :param flying: the works that were pending when it was lost.
+        :param flying: the works that were pending at the loss.
         """
         self.recorder = recorder
         self._reason = reason
         self._look: Look | None = None
         self.shot: Snapshot | None = None
-        """The words, kept for a simulated history that fails."""
+        """The described ops, kept for a simulated history that fails."""
         if clock.simulation is not None:
             clock.state().setdefault(RECORDS, []).append(self)
         with self._complaining():
             self._look = recorder.look(flying)
 
     def snapshot(self) -> Snapshot | None:
-        """Put it into words, once; None where the flight recorder has failed, which is said once.
+        """Describe the ops, once. Return None at a later call, or after a failure of the recorder (logged once).
 
-        Afterwards it has no work any more, and with it no tensor: to write the words down may take for ever.
+        Afterwards this record keeps no work and no tensor alive, however long the file takes.
         """
         look, self._look = self._look, None
         with self._complaining():
@@ -161,7 +162,7 @@ class Record:
         return None
 
     def write_later(self) -> None:
-        """Write it down in the background, if that is wanted."""
+        """Write the file in the background, if files are wanted."""
         if wanted():
             in_background(self._write)
 
@@ -174,7 +175,7 @@ class Record:
     def _complaining(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # The communicator must come to its end, whatever is raised.
+        except Exception as error:  # The communicator must end in spite of any exception.
             complain(f"the flight recorder: {type(error).__name__}: {error}")
 
 
@@ -208,7 +209,7 @@ def _default() -> Path:
 
 
 def _prune(folder: Path, name: str, default: bool) -> None:
-    """Delete what is too much, before one more is written; of a folder that was given, only what is this process's."""
+    """Delete surplus files before a new one. In a folder of the user's choice, delete only files of this process."""
     mine = f".{os.getpid()}-"
     known: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):

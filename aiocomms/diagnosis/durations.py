@@ -1,4 +1,4 @@
-"""Durations by class, as a histogram has them: a count is one addition, and any thread may read."""
+"""Histograms of durations. A count is one addition, and any thread may read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for di
 
 
 class Durations:
-    """The durations of what has ended, by their class."""
+    """A histogram of durations."""
 
     __slots__ = ("counts", "seconds")
 
     def __init__(self) -> None:
         self.counts: list[int] = [0] * (len(BOUNDS) + 1)
-        """The number in each class; a class reaches up to its bound, and the last one is above all bounds."""
+        """The number of durations in each class, up to and including its bound; the last class is above all bounds."""
         self.seconds: float = 0.0
-        """The sum of all."""
+        """The sum of all durations, in seconds."""
 
     def note(self, seconds: float) -> None:
-        """Count one more."""
+        """Count a duration."""
         self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.seconds += seconds
 
     def copy(self) -> Durations:
-        """Return what there is by now, which then stays as it is; any thread."""
+        """Return a copy of the current counts, which does not change. Safe on any thread."""
         copied = Durations()
         copied.counts, copied.seconds = self.counts[:], self.seconds
         return copied

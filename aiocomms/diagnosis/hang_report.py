@@ -1,4 +1,4 @@
-"""The text that explains a hang: which ranks are missing in an op, and what they are doing instead."""
+"""The text that explains a hang: the ranks that are missing in an op, and their current activity."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 from aiocomms.diagnosis.recorder import Brief, Item
 
 NO_ANSWER: Final = "not answer: dead, stopped or busy"
-"""The words for a rank that was asked what it is doing, and is silent."""
+"""The words for a rank that does not answer a request for its activity."""
 
 
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
-    """Say where each rank is with one op: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
+    """Describe the state of one op on each rank: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
 
-    :param late: the op that is late, as recorded by a rank that is in it.
-    :param briefs: what each rank is doing, by rank.
-    :param silent: the ranks that were asked and did not answer in time.
+    :param late: the late op, as recorded by a rank that is in it.
+    :param briefs: the activity of each rank, by rank.
+    :param silent: the ranks that did not answer a request in time.
     """
     inside, done, rest = [], [], []
     for rank, brief in sorted(briefs.items()):
@@ -38,12 +38,12 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that a collective waits for, by what they say they are doing.
+    """Return the ranks that a collective waits for, by the ranks' reported activities.
 
-    A step of it may wait for a rank that is in it, too, and waits itself.
+    A step of the collective may wait for a rank that is also in the collective, and itself waits for another rank.
 
-    :param silent: the ranks that were asked and did not answer in time.
-    :param absent: the ranks that a step of it waits for.
+    :param silent: the ranks that did not answer a request in time.
+    :param absent: the ranks that a step of the collective waits for.
     """
     out = [rank for rank, brief in briefs.items() if instead_of(late, brief)]
     both = [rank for rank in absent if rank in silent or rank in out]
@@ -51,7 +51,7 @@ def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], abs
 
 
 def instead_of(late: Item, brief: Brief) -> str | None:
-    """Say what a rank is doing instead of an op: None if it is in the op, empty if it is done with the op."""
+    """Return a rank's activity in place of an op: None if the rank is in the op, empty if it has finished the op."""
     if late.collective is not None:
         alike = (item for item in brief.pending if (item.collective, item.lane) == (late.collective, late.lane))
         here = next(alike, None)
@@ -63,7 +63,7 @@ def instead_of(late: Item, brief: Brief) -> str | None:
 
 
 def doing(brief: Brief) -> str:
-    """Say what a rank is doing: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
+    """Return a rank's activity: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
     last = f" ({brief.last})" if brief.last else ""
     before = f"has finished collective {brief.ended}{last}" if brief.ended else "has finished no collective"
     if not brief.pending:

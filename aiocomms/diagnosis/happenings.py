@@ -8,17 +8,17 @@ FORMAT = "aiocomms simulation 1"
 
 
 class WorldHeader(msgspec.Struct):
-    """The first line of the file; the others are what has happened."""
+    """The first line of the file; the others are the events."""
 
     format: str
     seed: str
 
 
 class Happening(msgspec.Struct):
-    """Something that has happened."""
+    """An event in a simulated world."""
 
     wall: float
     """The time, in seconds since 1970."""
     rank: int | None
-    """The rank to which it has happened; None: to none."""
+    """The rank of the event; None: it concerns no single rank."""
     what: str

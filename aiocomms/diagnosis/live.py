@@ -1,8 +1,9 @@
-"""The live view, for ``aiocomms top``: the user's own programs see what communicators of this process are doing now.
+"""The live view for ``aiocomms top``: programs of the same user can read the state of this process's communicators.
 
-While a communicator is open, a thread sleeps in ``accept`` on an abstract unix socket. Who connects is told what every
-flight recorder knows, whatever the event loop is doing, if the kernel says that it is the same user; nothing that it
-sends is read. The socket's name is found in ``/proc/net/unix``, and goes with the process, however that ends.
+While a communicator is open, a thread sleeps in ``accept`` on an abstract unix socket. A client gets the content of
+every flight recorder, also while the event loop is blocked. The kernel must confirm that the client runs as the same
+user. The thread reads no data from the client. The socket's name is in ``/proc/net/unix``, and vanishes with the
+process.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "aiocomms-live"
 TOLD: Final = 1024
-"""Pending ops, the oldest ones, that are told of each communicator."""
+"""The largest number of pending ops, the oldest ones, that a client gets of each communicator."""
 PATIENCE: Final = 1.0
-"""Seconds in which a program that has connected has to take what it is told."""
+"""Seconds in which a client must take each message."""
 _LATER: Final = 1.0
-"""Seconds after which the next one is asked in, where no descriptor was left for it."""
+"""Seconds until the next ``accept`` after one that found no free descriptor."""
 _log = logging.getLogger("aiocomms")
 
 
@@ -43,31 +44,31 @@ class Sight(msgspec.Struct):
     """The activity of one communicator on one rank."""
 
     header: Header
-    """The header, whose reason is why the communicator is lost; empty: it is not."""
+    """The header. Its reason is the reason of the communicator's loss; empty: it is not lost."""
     meeting: str
-    """The key that tells it from others of the same name: it is the same on all of its ranks."""
+    """The key, the same on all ranks, that separates communicators of the same name."""
     pending: list[Item]
-    """The oldest few."""
+    """The oldest pending ops."""
     statistics: Statistics
 
 
 def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight:
-    """Return what is told of a communicator.
+    """Return a communicator's state for clients.
 
-    :param secret: one that its ranks share, and that no other communicator has; it is shown in part.
+    :param secret: a secret that only this communicator's ranks share. The result contains a part of it.
     """
     oldest = sorted(snapshot.pending, key=lambda item: (item.idle, item.posted or 0.0))[:TOLD]
     return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
 
 
 class Leaving(NamedTuple):
-    """A thread that is to end, and the socket that it has."""
+    """A thread that is about to end, and its socket."""
 
     listener: socket.socket
     stopped: _thread.LockType
 
     def finish(self) -> None:
-        """Wait for the thread, and close the socket. Blocks for :data:`PATIENCE` at most, if somebody is being told."""
+        """Wait for the thread, and close the socket. Blocks for at most :data:`PATIENCE` seconds, if a client reads."""
         try:
             self.stopped.acquire(timeout=PATIENCE)
         finally:
@@ -75,7 +76,7 @@ class Leaving(NamedTuple):
 
 
 class LiveView:
-    """The socket of this process, its thread, and the communicators that are seen by it."""
+    """The socket of this process, its thread, and the communicators that clients can see."""
 
     def __init__(self) -> None:
         self.reset()
@@ -91,14 +92,14 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which has no such thread: an open one would hide the parent's death."""
+        """Close the socket in a forked child, which has no such thread. An open one would hide the parent's death."""
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()
         self.reset()
 
     def register(self, comm: Communicator) -> None:
-        """Let a communicator be seen until :meth:`unregister`; where that cannot be, all else goes on."""
+        """Show a communicator to clients until :meth:`unregister`. A failure is only logged."""
         if not dumps.wanted():
             return
         with self._lock:
@@ -110,9 +111,9 @@ class LiveView:
                     _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
 
     def unregister(self, comm: Communicator) -> Leaving | None:
-        """Undo it. With the last communicator the socket and the thread go. Idempotent.
+        """Stop showing a communicator. The last one ends the socket and the thread. Idempotent.
 
-        :returns: what is then to be finished.
+        :returns: the ending thread, for which the caller calls ``finish``; None: the thread goes on.
         """
         with self._lock:
             self._comms.discard(comm)
@@ -121,15 +122,15 @@ class LiveView:
                 self._listener = None
                 self._stopping.set()
                 for end in filter(None, (listener, self._guest)):
-                    with contextlib.suppress(OSError):  # The program that has connected is gone.
+                    with contextlib.suppress(OSError):  # The client may have disconnected.
                         end.shutdown(socket.SHUT_RDWR)
         return None if listener is None else Leaving(listener, self._stopped)
 
     def _start(self) -> None:
-        """Listen.
+        """Listen, and start the thread.
 
-        :raises OSError: there is no descriptor left.
-        :raises RuntimeError: no thread can be started.
+        :raises OSError: there is no free descriptor.
+        :raises RuntimeError: the system cannot start a thread.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -138,7 +139,7 @@ class LiveView:
             listener.listen()
             self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
             self._stopped.acquire()
-            # The start of a threading.Thread waits until the thread has run, and would hold up the event loop.
+            # The start of a threading.Thread waits until the thread runs, which would block the event loop.
             _thread.start_new_thread(self._serve, (listener, self._stopping, self._stopped))
         except BaseException:
             listener.close()
@@ -150,7 +151,7 @@ class LiveView:
             while not stopping.is_set():
                 try:
                     guest, _ = listener.accept()
-                except OSError:  # The listener was shut down, or there is no descriptor left.
+                except OSError:  # The listener was shut down, or there is no free descriptor.
                     stopping.wait(_LATER)
                     continue
                 with guest:
@@ -161,7 +162,7 @@ class LiveView:
             stopped.release()
 
     def _tell(self, guest: socket.socket, stopping: threading.Event) -> None:
-        """Tell a program that has connected what all communicators are doing, a line of JSON for each."""
+        """Send a client the state of all communicators, a line of JSON for each."""
         guest.settimeout(PATIENCE)
         encoder = msgspec.json.Encoder()
         try:
@@ -172,9 +173,9 @@ class LiveView:
                     return
                 guest.sendall(encoder.encode(comm._sight()) + b"\n")
             guest.sendall(b"\n")  # An empty line ends the answer.
-        except OSError:  # The program that has connected is gone, or does not read.
+        except OSError:  # The client has disconnected, or does not read.
             pass
-        except Exception as error:  # The next program is let in, whatever is raised.
+        except Exception as error:  # The thread must serve the next client in spite of any exception.
             dumps.complain(f"aiocomms top: {type(error).__name__}: {error}")
 
 
@@ -183,7 +184,7 @@ live: LiveView = LiveView()
 
 
 def listeners(table: str, uid: int) -> Mapping[int, list[str]]:
-    """Return the addresses at which a user's processes can be looked at, by the number of each process.
+    """Return the addresses of the live views of a user's processes, by process number.
 
     :param table: the content of ``/proc/net/unix``, which shows the leading zero byte of an abstract address as ``@``.
     """

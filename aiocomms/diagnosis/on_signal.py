@@ -1,4 +1,4 @@
-"""The handler of a signal that the user has asked for, and the calls it makes. It loads no other module of ours."""
+"""The handler of the signal that writes flight recorders. This module imports no other module of aiocomms."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _listeners: list[Callable[[str], object]] = []
 
 
 def listen(call: Callable[[str], object]) -> None:
-    """Call a function, with the signal's name, whenever one of the signals comes."""
+    """Call a function with the signal's name whenever one of the signals arrives."""
     _listeners.append(call)
 
 
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
-    """Write every communicator's flight recorder whenever the process gets a signal; then do what was done before.
+    """Write every communicator's flight recorder on each arrival of a signal, and then call the previous handler.
 
     The handler runs on the main thread, also while its event loop is blocked in Python code or waits in a system call.
 
@@ -39,9 +39,9 @@ def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
 
 
 def dump_if_asked() -> bool:
-    """Install the handler if the environment asks for one and there is none.
+    """Install the handler if the environment requests one and there is none.
 
-    :returns: False: this is not the main thread, which alone can do it.
+    :returns: False: this is not the main thread, so no handler can be installed.
     """
     if os.environ.get("AIOCOMMS_RECORDER_SIGNAL", "0") not in ("", "0") and not _handled:
         try:

@@ -1,4 +1,4 @@
-"""The lines of the program in which something was called, or is awaited."""
+"""Lines of the program: of a call, or of a suspended task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SourceLine(NamedTuple):
 
 
 def caller() -> SourceLine:
-    """Return the innermost line that is not this library's."""
+    """Return the innermost line of the call stack outside this library."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -29,7 +29,7 @@ def caller() -> SourceLine:
 
 
 def suspended(coroutine: Any) -> str:
-    """Return where a suspended task is: the innermost line that is not this library's."""
+    """Return the innermost line outside this library in which a task is suspended; empty: there is none."""
     found = ""
     while coroutine is not None:
         frame = below = None

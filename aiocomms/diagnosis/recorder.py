@@ -1,12 +1,12 @@
-"""The flight recorder: the last ops of a communicator and those that are pending, to be written down when it is lost.
+"""The flight recorder: the last ops and the pending ops of a communicator, to be written to a file at its loss.
 
-It is always on, so of an op that ends within its call it keeps the type and the time, one behind the other; the numbers
-only where there are some, and no tensor. To read a tensor's size costs as much as all the rest, so it is kept only of
-ops that did not end within their call. The communicator knows its pending ops anyway, and they are described in full on
-request.
+It is always on. For an op that ends within its call it keeps the type and the time as two entries. It also keeps
+integer arguments, but no tensor. To read a tensor's size costs as much as all the rest. So the recorder
+keeps sizes only of ops that did not end within their call. The communicator has its pending ops anyway, and the
+recorder describes them in full on request.
 
-Its cost is for the most part cache. The types and times of 512 ops fit into the innermost cache beside what the program
-works on. Four times as many drive each other out, and a tuple for each takes twice as much.
+Most of its cost is cache space. The types and times of 512 ops fit into the first-level cache beside the program's
+data. Four times as many do not fit, and a tuple per op takes twice the space.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
-"""Ops that a communicator keeps, and at most keeps; of pending ones it writes down as many."""
+"""The number of ops that a communicator keeps by default, and the maximum, which also limits described pending ops."""
 SHOWN = 8
-"""Pending ops and tensors that are described where there is little room."""
+"""The number of pending ops and tensors in short descriptions."""
 LONGEST = 300
-"""Characters of a name, place or message."""
+"""The longest name, place or message, in characters."""
 UNMATCHED = "nothing matched"
-"""The error's words for a receive that was withdrawn when its deadline passed."""
+"""The words of the error for a receive that was withdrawn at its deadline."""
 
 PLAN_LANE = "aiocomms.serving plan"
-"""The beginning of the key of the lane of a service's plan; its number follows."""
+"""The beginning of the lane key of a service's plan; the plan's number follows."""
 _CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
-"""The names of messages that the program has not called, by channel; others are not among a communicator's ops."""
+"""The names of this library's messages by channel. Other channels do not occur among a communicator's ops."""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _log = logging.getLogger("aiocomms")
 
@@ -65,32 +65,33 @@ class Item(msgspec.Struct, omit_defaults=True):
 
     name: str
     seq: int
-    """Its number among the ops of its communicator on its rank, from 0."""
+    """The op's number among the ops of its communicator on its rank, from 0."""
     state: str
     """``pending``, ``done`` or ``failed``."""
     args: dict[str, int] = {}
-    """Peers, tag and the like, by their names."""
+    """The integer arguments of the op, such as peers and tag, by name."""
     collective: int | None = None
-    """Its number among the collectives of its communicator, from 1: the same on all ranks. Of a lane's, 0. None: it is
-    no collective, or one whose call has gone from the ring."""
+    """The op's number among the collectives of its communicator, from 1, the same on all ranks. It is 0 in a lane, and
+    None if the op is no collective or the ring has dropped its call."""
     bytes: int | None = None
-    """The size of the tensor that it is about, unless it ended within the call."""
+    """The size of the op's tensor, unless the op ended within the call."""
     posted: float | None = None
-    """The time of the call, if it did not end within the call."""
+    """The time of the call, unless the op ended within the call."""
     finished: float | None = None
     tensors: list[str] = []
-    """Names, dtypes and shapes of a pending op's tensors."""
+    """The names, dtypes and shapes of a pending op's tensors."""
     error: str = ""
     task: str = ""
-    """The task that awaits it, and where in the program."""
+    """The name of the task that awaits the op."""
     where: str = ""
+    """The line of the program in which that task is suspended."""
     lane: str = ""
-    """The key of its lane, in words; empty: of none."""
+    """The key of the op's lane, in words; empty: the op is in no lane."""
     of: str = ""
-    """The stream, service or plan that it is a step of, or the window that it is on. A window's only if it did not end
-    within the call."""
+    """The stream, service or plan that the op belongs to, or its window. The window is missing if the op ended within
+    the call."""
     idle: bool = False
-    """True if it stands ready for what may come, and no task waits for that."""
+    """True if the op is a standing receive that no task waits for."""
 
     def __str__(self) -> str:
         of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
@@ -100,13 +101,13 @@ class Item(msgspec.Struct, omit_defaults=True):
         return f"{called} in lane {self.lane}" if self.lane and not self.of else called
 
     def matches(self, glob: str) -> bool:
-        """Return whether a pattern of the shell's matches the op's name, its lane, or what it is of."""
+        """Return whether a shell pattern matches the op's name, its lane, or its stream, plan or window."""
         of = self.of.removesuffix(", for room")
         return any(fnmatchcase(name, glob) for name in (self.name, self.lane, of, bare(of)))
 
 
 def bare(words: str) -> str:
-    """Return a name out of the words that reports have for what bears it: ``tokens`` of ``stream 'tokens'``."""
+    """Return the bare name from the words of a report: ``tokens`` from ``stream 'tokens'``."""
     return words.partition(" ")[2].strip("'\"")
 
 
@@ -115,19 +116,19 @@ class Brief(msgspec.Struct, omit_defaults=True):
 
     rank: int
     calls: int
-    """Collectives that it has called."""
+    """The number of collectives that the rank has called."""
     ended: int
-    """The number of the last collective that has ended, with all before it; 0: none."""
+    """The number of the last collective that has ended together with all earlier ones; 0: none."""
     last: str = ""
-    """The name of that collective, where the recorder still knows it."""
+    """The name of that collective, if the recorder still has it."""
     pending: list[Item] = []
-    """The oldest few."""
+    """The oldest pending ops."""
     more: int = 0
-    """Further pending ops."""
+    """The number of further pending ops."""
 
 
 class Format(msgspec.Struct):
-    """The beginning of a file, in every version."""
+    """The first field of a file's header, in every version."""
 
     format: str
 
@@ -142,7 +143,7 @@ class Header(msgspec.Struct):
     host: str
     pid: int
     wall: float
-    """Both clocks when it was written, in seconds."""
+    """The wall clock and the monotonic clock at the time of the snapshot, in seconds."""
     monotonic: float
     reason: str
     verdict: str
@@ -150,7 +151,7 @@ class Header(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """The knowledge of a recorder at one time."""
+    """The content of a recorder at one time."""
 
     header: Header
     finished: list[tuple[Any, ...]]
@@ -159,32 +160,32 @@ class Snapshot(msgspec.Struct):
     """The names of streams, by the keys of their messages."""
 
     def items(self) -> list[Item]:
-        """All ops, in the order of the calls."""
+        """Return all ops, in the order of the calls."""
         finished = (_finished(row, self.streams) for row in self.finished)
         return sorted((*finished, *self.pending), key=lambda item: item.seq)
 
 
 class PlanUnderWay(Protocol):
-    """A plan of a service, as reports see it."""
+    """A plan of a service, as reports use it."""
 
     @property
     def called(self) -> float:
-        """The time when it was called on rank 0, or has arrived on another one."""
+        """The time of the plan's call on rank 0, or of its arrival on another rank."""
 
 
 class Look(NamedTuple):
-    """All that changes of what a recorder knows, at one time; made in few calls, and described at leisure."""
+    """A copy of all changing data of a recorder at one time. The copy takes few calls, and is described later."""
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
-    """The task that awaits each of these, and the line of the program in which that task is suspended."""
+    """The task that awaits each pending work, and the line of the program in which that task is suspended."""
     entries: list[Entry]
     lanes: dict[int, str]
-    """The lanes of ops, by their numbers."""
+    """The lanes of ops, by the ops' numbers."""
     streams: list[dict[Key, str]]
     """The names of streams, by the keys of their messages."""
     refused: set[int]
-    """The numbers of collectives that could not be posted, and are none of those that all ranks count."""
+    """The sequence numbers of collectives that could not be posted, which the common count excludes."""
     issued: int
     calls: int
     wall: float
@@ -192,14 +193,14 @@ class Look(NamedTuple):
 
 
 def _arguments(cls: type[Op]) -> list[str]:
-    """Return the names of the numbers among an op's fields."""
+    """Return the names of an op's integer arguments."""
     return [name for name in _ARGUMENTS if name in cls.__struct_fields__]
 
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
-"""The readers of the numbers that an op of each type has, if it has any."""
+"""The readers of an op's integer arguments, by type of op; none for types without such arguments."""
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
-"""The readers of these numbers, the name of the window and the size of the tensor that an op of each type is about."""
+"""The readers of an op's integer arguments, its window's name and its tensor's size, by type of op."""
 
 
 def _on_window(cls: type[Op]) -> bool:
@@ -226,28 +227,28 @@ class Recorder:
     """The ops of one communicator."""
 
     def __init__(self, comm: Core, in_flight: InFlight, size: int) -> None:
-        """Record nothing yet.
+        """Begin without ops.
 
-        :param size: the number of ops that are kept.
+        :param size: the number of ops to keep.
         """
         self._comm = comm
         self._in_flight = in_flight
         self.size: int = size
         self.ring: Ring = comm.ledger.ring
-        """The entries of ops: the type of each, when it is called, and an end.
+        """The entries of ops: the type at each call, and another entry at each end.
 
-        The end is the time, or a :meth:`row` if the op was pending, has failed, or has numbers.
+        The entry of an end is the time, or a :meth:`row` if the op was pending, has failed, or has integer arguments.
         """
         self.lanes: Ring = comm.ledger.lanes
-        """The number of each op of a lane, and the lane's key in words."""
+        """The sequence number of each op in a lane, with the lane's key in words."""
         self.refused: deque[int] = deque(maxlen=self.size)
         """See :class:`Look`."""
         self.streams: StreamLedger = StreamLedger(self.size)
         self.windows: WeakSet[WindowInfo] = WeakSet()
-        """The windows that were opened and that somebody still has."""
+        """The windows that were opened and not collected yet."""
         self.window_numbers: Iterator[int] = count(1)
         self.plans: Mapping[int, PlanUnderWay] = {}
-        """The plans of the service, if there is one, that this rank has not ended."""
+        """The plans that this rank has not ended, if the communicator has a service."""
         _learn(Op)
 
     @property
@@ -258,20 +259,23 @@ class Recorder:
     def row(
         self, work: StartedWork[Any], posted: float | None = None, error: CommError | None = None
     ) -> tuple[Any, ...]:
-        """Return what is kept of an op that has ended, or failed, and was pending since then; in its call, if None."""
+        """Return the row of an op that has ended or failed.
+
+        :param posted: the time since which the op was pending; None: it ended within its call.
+        """
         op = work.op
         cls = type(op)
         try:
             kept = (PEERS if posted is None else _KEPT)[cls](op)
         except (AttributeError, KeyError):
-            # The op has no numbers, or not one tensor on this rank; or its type came later.
+            # The op has no numbers, or no single tensor on this rank, or its type was defined later.
             kept = PEERS[cls](op) if cls in PEERS else None
-        # The record keeps the text of an error alone: its traceback would keep frames, and with them tensors.
+        # The row keeps only the text of an error: a traceback would keep frames alive, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
         return work.seq, cls, clock.now(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
-        """Everything, now, described. On any thread, whatever the loop is doing."""
+        """Return a description of all ops now. Safe on any thread, also while the loop is blocked."""
         return self.describe(self.look(self._in_flight.look()), reason)
 
     def number(self, seq: int) -> int | None:
@@ -280,13 +284,12 @@ class Recorder:
         return _numbers(look, _rows(look)[0]).get(seq)
 
     def look(self, flying: list[Flying]) -> Look:
-        """Note all that may change. On any thread; takes no lock, for a signal handler calls it.
+        """Copy all changing data. Safe on any thread. This takes no lock, because a signal handler calls it.
 
-        :param flying: the pending works. They may have been ended in this very turn of the loop: the tasks that await
-            them are where they were until the next one.
+        :param flying: the pending works. If they ended in this turn of the loop, their tasks are still suspended.
         """
         comm = self._comm
-        while True:  # Other threads may be calling more ops.
+        while True:  # Other threads may call ops meanwhile.
             issued, calls = comm.ledger.issued, comm.ledger.calls
             entries = copied(self.ring)
             lanes, refused = dict(copied(self.lanes)), set(copied(self.refused))
@@ -302,7 +305,7 @@ class Recorder:
         )
 
     def describe(self, look: Look, reason: str) -> Snapshot:
-        """Put what was noted into words; on any thread, at any time."""
+        """Describe the copied data. Safe on any thread, at any time."""
         called, finished = _rows(look)
         numbers = _numbers(look, called)
         ended = _ended(look, numbers, {row[0] for row in finished})
@@ -322,9 +325,9 @@ class Recorder:
 
 
 def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
-    """Return the types of the last ops by their numbers, and :meth:`Recorder.row` of those that have ended.
+    """Return the types of the last ops by sequence number, and :meth:`Recorder.row` of those that have ended.
 
-    There is a type for every call, so counted back from the last one they tell the numbers.
+    Every call has a type entry, so counting back from the last call gives the sequence numbers.
     """
     pending = {one.work.seq for one in look.flying}
     seq = look.issued - sum(isinstance(entry, type) for entry in look.entries)
@@ -337,13 +340,13 @@ def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
             seq += 1
         elif isinstance(entry, tuple):
             rows[entry[0]] = entry
-        elif cls is not None:  # An entry without a type here is of a call that has gone from the ring.
+        elif cls is not None:  # Without a type before it, the entry belongs to a call that the ring has dropped.
             rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
     return called, [row for number, row in rows.items() if number not in pending]
 
 
 def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
-    """Return the numbers of collectives by sequence number, counted back from the last, which may be in its post."""
+    """Return the numbers of collectives by sequence number, counted back from the last call, which may be running."""
     seqs = {seq for seq, cls in called.items() if cls.family == "collectives"}
     seqs |= {one.work.seq for one in look.flying if one.work.op.family == "collectives"}
     lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
@@ -352,7 +355,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """Return the number of the last collective that has ended, with all before it."""
+    """Return the number of the last collective that has ended together with all earlier ones."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 
@@ -366,15 +369,15 @@ def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished:
 
 @cache
 def _boot() -> str:
-    """Return the host whose monotonic clock the times are of; empty: it is not known."""
+    """Return the id of the host, whose monotonic clock gives the times; empty: unknown."""
     try:
         return host_id()
-    except OSError:  # There may be no descriptors left.
+    except OSError:  # There may be no free descriptor.
         return ""
 
 
 def capacity() -> int:
-    """Return how many ops a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
+    """Return the number of ops that a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
     text = os.environ.get("AIOCOMMS_RECORDER", "")
     if not text:
         return DEFAULT
@@ -385,7 +388,7 @@ def capacity() -> int:
 
 
 def _item(flying: Flying, task: str, where: str, number: int | None, streams: dict[Key, str]) -> Item:
-    """Return a pending op."""
+    """Return the item of a pending op."""
     work, posted, _, of = flying
     op = work.op
     args = _numbers_of(op)
@@ -400,7 +403,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None, streams: di
 
 
 def called(op: Op) -> str:
-    """Return an op as reports name it, ``recv(src=1, tag=7)``; of a batch the first few messages."""
+    """Return an op as reports show it, such as ``recv(src=1, tag=7)``; for a batch, the first few messages."""
     if isinstance(op, Batch):
         more = ", ..." if len(op.parts) > SHOWN else ""
         return f"{', '.join(map(called, op.parts[:SHOWN]))}{more}"
@@ -408,13 +411,13 @@ def called(op: Op) -> str:
 
 
 def window_of(op: Op) -> str:
-    """Return what reports call the window that an op is about; empty: it is about none, or one of this library's."""
+    """Return the name of an op's window in reports; empty: the op has none, or an internal one of this library."""
     window = getattr(op, "window", None)
     return window.name if isinstance(window, WindowInfo) else ""
 
 
 def peers(op: Op) -> list[int]:
-    """Return the ranks that a message or batch is to and from, or whose part of a window an op is about."""
+    """Return the other ranks of a message, a batch or an op on a window."""
     parts = getattr(op, "parts", (op,))
     return sorted({rank for part in parts for name, rank in _numbers_of(part).items() if name in ("src", "dst")})
 
@@ -428,13 +431,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _plan_of(lane: str) -> str:
-    """Return the plan that a lane is of, ``plan 3``; empty: of none."""
+    """Return the plan of a lane, such as ``plan 3``; empty: the lane belongs to no plan."""
     number = lane.removeprefix(f"{PLAN_LANE} ")
     return f"plan {number}" if number != lane and number.isdecimal() else ""
 
 
 def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
-    """Return the stream that a message is of, in words; empty: of none."""
+    """Return the stream of a message, in words; empty: the message belongs to no stream."""
     channel = args.get("channel", USER)
     if channel not in _CHANNELS:
         return ""
@@ -442,7 +445,10 @@ def _of(op: str, args: dict[str, int], streams: dict[Key, str]) -> str:
 
 
 def _finished(row: tuple[Any, ...], streams: dict[Key, str]) -> Item:
-    """Return an op that has ended, from its number among the collectives, its lane and what was kept of it."""
+    """Return the item of an op that has ended.
+
+    :param row: the op's number among the collectives, its lane, and its :meth:`Recorder.row`.
+    """
     number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
     args = dict(zip([*_arguments(cls), *(["of"] if _on_window(cls) else []), "bytes"], values, strict=False))

@@ -1,9 +1,11 @@
 """Reports of a rank's fatal exception to torchrun, which then names the rank that failed first.
 
-torchrun takes the first failure for the cause, by the times in its error files or, without a file, by when it sees that
-a process has ended; of the same second the lowest rank's. As soon as one process has ended, torchrun ends the others. A
-rank that hears of an error is often the first, for the one at fault still closes what it has. So a rank whose error
-names another rank leaves later, and says so.
+torchrun takes the first failure for the cause. It compares the times in its error files, or without a file the times at
+which it notices the ends of processes. In the same second it takes the lowest rank. When one process has ended,
+torchrun ends the others.
+
+A rank that only gets the error of another rank often ends first, because the rank at fault still closes its resources.
+So a rank whose error names another rank reports a later time, and waits before it ends.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
-"""Seconds in which the rank that is at fault ends; torchrun ends this one then, and else it ends by itself."""
+"""Seconds for which this rank waits for the end of the rank at fault. Meanwhile torchrun may end this rank."""
 _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """Tell torchrun, if it has started this process, of an exception that ends the process from now on."""
+    """Report exceptions that end the process to torchrun from now on, if torchrun has started the process."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told
@@ -36,7 +38,7 @@ _before = sys.excepthook
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _before(kind, error, trace)
-    if not isinstance(error, Exception):  # torch tells nothing of those, either
+    if not isinstance(error, Exception):  # torch does not report these exceptions either.
         return
     caused = is_caused(error)
     _write(os.environ[_FILE], error, math.ceil(clock.wall() + PATIENCE) if caused else int(clock.wall()), again=caused)
@@ -46,11 +48,11 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
-    """Write an error file as torch does. What torch's ``record`` has written stays, unless ``again``."""
+    """Write an error file as torch does. A file from torch's ``record`` stays, unless ``again``."""
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:
-        with open(path, "w" if again else "x") as file:  # noqa: PTH123 - torch opens it so, too.
+        with open(path, "w" if again else "x") as file:  # noqa: PTH123 - torch opens the file in this way, too.
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
-    except OSError:  # The file is there, or cannot be written: torchrun says what it sees.
+    except OSError:  # The file exists or cannot be written, and torchrun works without this report.
         pass

@@ -1,4 +1,4 @@
-"""The statistics of a communicator: a record of counts that the core keeps anyway, so that no op pays for it."""
+"""The statistics of a communicator. The core keeps their counts anyway, so they do not slow down ops."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Failures(msgspec.Struct, frozen=True):
     """The number of ops of a communicator that have failed on this rank for one reason."""
 
     error: str
-    """The class of the error, as ``"CommTimeoutError"``."""
+    """The name of the error's class, such as ``"CommTimeoutError"``."""
     peer: int | None
-    """The rank at fault, as the error names it; None: it names none."""
+    """The rank at fault that the error names; None: it names no rank."""
     count: int
 
 
 class WindowStatistics(msgspec.Struct, frozen=True):
-    """A window that is open on this rank; of a connection of endpoints, a region that one has opened to the other."""
+    """A window that is open on this rank, or a region of a connection of endpoints."""
 
     name: str
-    """Its name in reports: ``window 2``, or ``region 3`` of endpoints."""
+    """The name in reports: ``window 2``, or ``region 3`` for endpoints."""
     bytes: int
     """The bytes of this rank's part."""
     peer_bytes: int
@@ -46,56 +46,57 @@ class WindowStatistics(msgspec.Struct, frozen=True):
 class Statistics(msgspec.Struct, frozen=True):
     """One rank's view of a communicator at one time. Counts are of this rank's ops since the communicator was formed.
 
-    An op is done that has ended without an error; what a split, a stream or the opening of a window consists of is
-    counted with the ops that they call.
+    An op counts as done if it has ended without an error. The counts include the ops that a split, a stream or the
+    opening of a window calls.
     """
 
     name: str
-    """The communicator's, as it was before any reconfiguration."""
+    """The communicator's name before any reconfiguration."""
     generation: int
-    """The number of the communicator: 1, and one more with each reconfiguration."""
+    """The number of the communicator: 1, and one more after each reconfiguration."""
     transports: Mapping[str, str]
-    """The name of the transport that carries each family; as :attr:`Communicator.transports`."""
+    """The name of the transport that carries each family, as in :attr:`Communicator.transports`."""
     issued: int
     """Ops called."""
     collectives: int
-    """Collectives called, but those of lanes: the same on all ranks once all have called as many."""
+    """Collectives called outside lanes. The number is the same on all ranks once they have made the same calls."""
     in_lanes: int
-    """Ops of lanes called."""
+    """Ops called in lanes."""
     done: int
+    """Ops that have ended without an error."""
     failed: Sequence[Failures]
-    """Ops that have failed, or were given up with the communicator, by reason; the most frequent first."""
+    """Ops that have failed, or were abandoned with the communicator, by reason; the most frequent first."""
     withdrawn: int
-    """Receives and waits that were withdrawn before anything matched them."""
+    """Receives and waits that were withdrawn before a match."""
     refused: int
-    """Ops that could not be posted: their callers have the error, and nothing was sent."""
+    """Ops that could not be posted. Their callers got the error, and no byte was sent."""
     pending: int
-    """Ops under way, but those that stand ready."""
+    """Ops under way, without standing receives."""
     pending_bytes: int
-    """Bytes of the tensors that the pending ops are about."""
+    """Bytes of the pending ops' tensors."""
     pending_lanes: int
-    """Lanes in which something is pending."""
+    """Lanes with pending ops."""
     oldest: float | None
-    """Seconds for which the oldest pending op that is waited for has been under way; None: there is none."""
+    """Seconds for which the oldest pending op has been under way, without standing receives; None: there is none."""
     silence: Mapping[int, float]
-    """Seconds for which each other rank has given no sign of life, as the heartbeat measures them. It asks while ops
-    are pending only, about every 0.4 s; empty where nothing was pending of late, or no transport can ask."""
+    """Seconds without a sign of life of each other rank. The heartbeat measures them only while ops are pending, about
+    every 0.4 s. The mapping is empty if no op was pending recently, or no transport can measure."""
     shared_memory: int | None
-    """Bytes of the memory that the transports share with other processes of this host; None: they cannot say."""
+    """Bytes of memory that the transports share with other processes of this host; None: unknown."""
     streams: Sequence[StreamStatistics] = ()
     """The streams that are open at this end."""
     standing: int = 0
-    """Receives of this library's that stand ready for what may come, such as those of an idle stream."""
+    """Standing receives of this library for messages that may come, such as those of an idle stream."""
     plans: Mapping[int, float] = {}
-    """The plans of its service that this rank has not ended, by their numbers, and for how many seconds it has had
-    them; on rank 0 those that any rank has not ended."""
+    """The seconds since the start of each plan that this rank has not ended, by the plan's number in its service. On
+    rank 0 these are the plans that any rank has not ended."""
     windows: Sequence[WindowStatistics] = ()
-    """The windows that are open, in the order of their names."""
+    """The open windows, in the order of their names."""
 
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
-    """Look at a communicator; on any thread, whatever its loop is doing. It locks nothing and posts nothing."""
-    # These are read before the ops are counted, so that no op is missing below.
+    """Return a communicator's statistics, without a lock or an op. Safe on any thread, also while the loop is busy."""
+    # This reads the failures before it counts the ops, so that no op is missing below.
     failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), clock.now()
     busy = [one for one in flying if not one.idle]

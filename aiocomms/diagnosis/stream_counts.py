@@ -1,8 +1,7 @@
-"""The counts of streams: the name of each, what it has carried, what it holds, and how long tasks were blocked in it.
+"""The counts of streams: names, items sent, received and queued, and the time for which tasks were blocked.
 
-A stream changes its own :class:`StreamCounts`. All others read them: statistics, exporters, ``aiocomms top``, and the
-flight recorder, which finds in them the stream that a message is of. So no message carries its stream's name, and none
-costs more because of it.
+A stream changes its own :class:`StreamCounts`. Statistics, exporters, ``aiocomms top`` and the flight recorder read
+them. The flight recorder finds the stream of a message in them, so no message has to carry its stream's name.
 """
 
 from __future__ import annotations
@@ -18,64 +17,64 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA
 
 _PARTS = 4
-"""The tags of one end: of headers, of what follows them, and of credits; the fourth is free."""
+"""The number of tags of one end: for headers, for the data after them, and for credits. The fourth is unused."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
-    """One end of a stream at one time. Counts and seconds are of this end alone, since both ends are open."""
+    """One end of a stream at one time. The counts and seconds cover this end alone, since the opening of both ends."""
 
     name: str
-    """The name with which it was opened; empty: none."""
+    """The name given at the opening; empty: none."""
     number: int
-    """The number among the streams that this rank has opened on its communicator, from 1."""
+    """The stream's number among those that this rank has opened on its communicator, from 1."""
     peer: int
     """The other rank."""
     seconds: float
-    """Seconds for which both ends have been open, until this end was closed; 0: the other one is not yet."""
+    """Seconds from the opening of both ends until this end was closed or now; 0: the other end is not open yet."""
     sent: int
-    """Items whose send has begun: there was room for them."""
+    """Items whose send has begun, because the other end had room."""
     received: int
     """Items that the program has taken."""
     queued: int
-    """Items that have arrived, and that the program has not taken."""
+    """Items that have arrived and that the program has not taken."""
     queued_bytes: int
-    """The bytes of these."""
+    """The bytes of the queued items."""
     capacity: int
-    """The number of items that this end holds at most."""
+    """The largest number of items that this end queues."""
     send_blocked: float
-    """Seconds in which a task, or several, was suspended in ``send``: no room at the other end, or a slow transfer."""
+    """Seconds with at least one task suspended in ``send``: no room at the other end, or a slow transfer."""
     receive_blocked: float
-    """Seconds in which a task, or several, was suspended in ``receive``."""
+    """Seconds with at least one task suspended in ``receive``."""
 
     @property
     def words(self) -> str:
-        """The name as reports have it: ``stream 'tokens'``, or ``stream 3`` if it was opened without a name."""
+        """The name as reports show it: ``stream 'tokens'``, or ``stream 3`` for a stream without a name."""
         return words(self.name, self.number)
 
     def bubble(self, after: StreamStatistics) -> float:
-        """Return the share of a stage's time in which it waited: for an item of this stream, or to send on another.
+        """Return the share of time in which a pipeline stage waited for an item of this stream, or to send its result.
 
-        :param after: the stream by which the stage sends what it has made of the items of this one.
-        :returns: from 0, the stage has always worked, to 1; 0 of streams that are not open yet.
+        :param after: the stream on which the stage sends its results for the items of this stream.
+        :returns: a number from 0 (the stage always worked) to 1; 0 for streams that are not open yet.
         """
         seconds = max(self.seconds, after.seconds)
         return min(1.0, (self.receive_blocked + after.send_blocked) / seconds) if seconds else 0.0
 
 
 def words(name: str, number: int) -> str:
-    """Return what reports call a stream."""
+    """Return a stream's name as reports show it."""
     return f"stream {name!r}" if name else f"stream {number}"
 
 
 class Blocked:
-    """The seconds in which one task or several are suspended somewhere; changed on one thread, read on any."""
+    """The seconds with at least one suspended task. One thread changes the object, and any thread reads it."""
 
     __slots__ = ("_sum", "_tasks")
 
     def __init__(self) -> None:
         self._tasks = 0
-        # One number, so that other threads see no half of a change. While a task is suspended the time since when that
-        # is so is subtracted, which makes it negative.
+        # The state is one number, so that other threads see no partial change. While a task is suspended, the start
+        # time of the suspension is subtracted, which makes the number negative.
         self._sum = 0.0
 
     def begin(self) -> None:
@@ -85,7 +84,7 @@ class Blocked:
         self._tasks += 1
 
     def end(self) -> None:
-        """Note that it goes on."""
+        """Note that a task has resumed."""
         self._tasks -= 1
         if not self._tasks:
             self._sum += clock.now()
@@ -97,17 +96,17 @@ class Blocked:
 
 
 class StreamCounts:
-    """The counts of one end of a stream, which changes them as it goes."""
+    """The counts of one end of a stream, which the stream changes."""
 
     def __init__(self, name: str, number: int, peer: int, capacity: int, queue: deque[tuple[Any, int]]) -> None:
-        """Begin with nothing.
+        """Begin with all counts at 0.
 
-        :param queue: the items that have arrived, each with its size in bytes.
+        :param queue: the stream's queue of arrived items, each with its size in bytes.
         """
         self.name, self.number, self.peer = name, number, peer
         self.words: str = words(name, number)
         self.names: dict[Key, str] = {}
-        """The stream's name in words, by the keys of its messages."""
+        """The stream's name as reports show it, by the keys of its messages."""
         self.sent = self.received = 0
         self.sending: Blocked = Blocked()
         self.receiving: Blocked = Blocked()
@@ -116,7 +115,7 @@ class StreamCounts:
         self._closed: float | None = None
 
     def has(self, op: str, tag: int, channel: int = STREAM_DATA) -> None:
-        """Note that messages of this tag are the stream's.
+        """Note that messages with this tag belong to the stream.
 
         :param op: ``send`` or ``recv``.
         """
@@ -131,7 +130,7 @@ class StreamCounts:
         self._closed = clock.now()
 
     def statistics(self) -> StreamStatistics:
-        """Return all of it at this time; on any thread."""
+        """Return the current statistics. Safe on any thread."""
         now = clock.now() if self._closed is None else self._closed
         sizes = [size for _, size in copied(self._queue)]
         return StreamStatistics(
@@ -150,39 +149,39 @@ class StreamCounts:
 
 
 Key = tuple[str, int, int, int]
-"""The key that tells messages of a stream from others: ``send`` or ``recv``, the other rank, channel and tag."""
+"""The key of a stream's messages: ``send`` or ``recv``, the other rank, channel and tag."""
 
 
 def key_of(op: str, peer: int, tag: int, channel: int) -> Key:
-    """Return the key of a message. The tags of what follows a stream's greeting are one."""
+    """Return the key of a message. After the greeting, all tags of a stream's end have the same key."""
     return op, peer, channel, tag if channel == STREAM else tag // _PARTS
 
 
 class StreamLedger:
-    """The counts of a communicator's open streams, and the names of those that were closed last."""
+    """The counts of a communicator's open streams, and the names of the last closed streams."""
 
     def __init__(self, kept: int) -> None:
-        """Begin with none.
+        """Begin without streams.
 
-        :param kept: the number of ops that are recorded, of which a stream has more than one.
+        :param kept: the number of closed streams to keep. The number of recorded ops suffices.
         """
         self._open: WeakValueDictionary[int, StreamCounts] = WeakValueDictionary()
         self._closed: deque[dict[Key, str]] = deque(maxlen=kept)
 
     def add(self, counts: StreamCounts) -> None:
-        """Keep a stream until it is closed or forgotten."""
+        """Keep a stream until it is closed or collected."""
         self._open[counts.number] = counts
 
     def close(self, counts: StreamCounts) -> None:
-        """Keep of a stream the names of its messages. Idempotent."""
+        """Drop a closed stream, but keep the names of its messages. Idempotent."""
         counts.close()
         if self._open.pop(counts.number, None) is not None:
             self._closed.append(counts.names)
 
     def statistics(self) -> list[StreamStatistics]:
-        """Return those of all that are open; on any thread."""
+        """Return the statistics of all open streams. Safe on any thread."""
         return [counts.statistics() for counts in copied(self._open.values())]
 
     def names(self) -> list[dict[Key, str]]:
-        """Return the names of messages; on any thread or signal handler."""
+        """Return the names of streams, by the keys of their messages. Safe on any thread or signal handler."""
         return [*copied(self._closed), *(counts.names for counts in copied(self._open.values()))]

@@ -1,1 +1,1 @@
-"""Endpoints: two processes that communicate without ranks, each by an address that the other has been given."""
+"""Endpoints: processes communicate pairwise without ranks, after one connects to the address of the other."""

@@ -1,8 +1,8 @@
-"""The regions that two endpoints open to each other: windows in which only the owner has memory.
+"""Regions that two endpoints open to each other: windows in which only the owner has memory.
 
-A window is opened and closed by both, in one order of both. The one of rank 0 decides that order: it calls first, and
-says so; the other one calls what it hears, one after the other. So a rank that wants a region opened or closed asks
-rank 0. They talk by notes, for which no receive is pending.
+Both ends open and close windows in the same order, which rank 0 decides. Rank 0 makes each call first and then sends a
+note; rank 1 makes the same calls in the order of the notes. So rank 1 asks rank 0 to open or close a region. Notes need
+no pending receive.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class _Question:
-    """The question of this endpoint about a region of the other one's. Its answer is an attachment, or an error."""
+    """A request of this endpoint to use a region of the other one. The answer is an attachment or an error."""
 
     def __init__(self, descriptor: bytes, dtype: torch.dtype, answered: Promise) -> None:
         self.descriptor, self.dtype, self.answered = descriptor, dtype, answered
@@ -69,7 +69,7 @@ class _Question:
 
 
 class Attachments:
-    """All of one pair, on the loop's thread."""
+    """The attachments of one connection; all methods run on the event loop's thread."""
 
     def __init__(
         self,
@@ -78,11 +78,12 @@ class Attachments:
         bye: Callable[[], object],
         hear: Callable[[OfLeases], object],
     ) -> None:
-        """Hear from now on what the other endpoint says.
+        """Start to receive the other endpoint's notes.
 
-        :param grant: checks a descriptor of this endpoint's, and returns the region; it raises :class:`RegionError`.
+        :param grant: checks a descriptor that this endpoint made, and returns the region or raises
+            :class:`RegionError`.
         :param bye: called when the other endpoint closes the connection.
-        :param hear: called with each word about blocks that are lent, of a connection that is over, too; it raises
+        :param hear: called with each note about lent blocks, even after the connection is over; it may raise
             :class:`ProtocolError`.
         """
         self._comm, self._core = comm, comm._core
@@ -90,7 +91,7 @@ class Attachments:
         self._grant, self._bye, self._hear_of_leases = grant, bye, hear
         self._me, self._other = comm.rank, 1 - comm.rank
         self._granted: dict[int, Region] = {}
-        """This endpoint's regions that are open to the other one, or may be opened by it."""
+        """The regions of this endpoint that the other one has opened or may open."""
         self._known: dict[tuple[int, int], Attachment] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count(1)
@@ -99,15 +100,15 @@ class Attachments:
         self._over: CommError | None = None
         self._core.notes.on_passed = lambda rank, what: self._driver.call_threadsafe(self._hear, what)
 
-    # ------------------------------------------------------------------------------------------- what is wanted here
+    # ------------------------------------------------------------------------------------------ requests of this end
 
     async def attach(self, descriptor: bytes, says: Descriptor) -> Attachment:
-        """Open a region of the other endpoint, or find that it is open.
+        """Return the attachment of a region of the other endpoint; open the region if it is not open.
 
-        A call that is cancelled leaves the region to be opened; the next one finds it.
+        The opening goes on if the call is cancelled; the next call finds the region.
 
         :param says: the same descriptor, decoded.
-        :raises RegionError: that endpoint refuses it.
+        :raises RegionError: the other endpoint refuses the request.
         :raises CommError: the connection is lost or closed.
         """
         while True:
@@ -122,7 +123,7 @@ class Attachments:
                 if found.window.sizes[self._other] != says.count:
                     raise RegionError(REVOKED)
                 return found
-            await found.closed  # The owner then says whether it may be opened again.
+            await found.closed  # After that, a new request asks the owner again.
 
     async def _answered(self, descriptor: bytes, says: Descriptor) -> Attachment:
         question = next((one for one in self._questions.values() if one.descriptor == descriptor), None)
@@ -141,11 +142,11 @@ class Attachments:
         return question
 
     async def close(self, attachment: Attachment, why: str, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Close one: what is under way ends, and the other endpoint starts nothing more. Idempotent.
+        """Close an attachment: wait for operations under way, and let neither end start new ones. Idempotent.
 
-        :param why: what the other one is told.
-        :param timeout: how long that may take; afterwards the connection is lost.
-        :raises CommTimeoutError: it is.
+        :param why: the reason that is sent to the other endpoint.
+        :param timeout: the deadline in seconds; when it passes, the connection is lost.
+        :raises CommTimeoutError: the deadline has passed.
         """
         self.check_thread("close")
         seconds = arguments.op_deadline(timeout, self._comm._seconds)
@@ -165,22 +166,22 @@ class Attachments:
         raise late
 
     def stop(self, why: str) -> None:
-        """Start nothing more on any region of the other endpoint."""
+        """Refuse new operations on all regions of the other endpoint."""
         for attachment in self._known.values():
             if attachment.owner == self._other:
                 self._stop(attachment, why)
 
     async def settle(self) -> None:
-        """Wait until what was begun to be opened is: the other end takes part in that, and would wait for this one."""
+        """Wait for all openings under way: the other end takes part in each, and would wait for this end."""
         for question in list(self._questions.values()):
             await question.answered
         for attachment in list(self._known.values()):
             await attachment.opened
 
     def say_here(self, place: str, process: int) -> None:
-        """Tell the other endpoint that this one is there, and where; see :class:`Here`.
+        """Tell the other endpoint where this process runs; see :class:`Here`.
 
-        :raises UnsupportedOperation: the transport carries no such words.
+        :raises UnsupportedOperation: the transport carries no notes.
         """
         if not self.say(Here(place, process)):
             raise UnsupportedOperation(
@@ -192,7 +193,7 @@ class Attachments:
         self.say(Bye())
 
     def end(self, error: CommError) -> None:
-        """Refuse all questions from now on: the communicator is lost or closed. The first reason stays."""
+        """End all requests and attachments: the communicator is lost or closed. Only the first call counts."""
         if self._over is not None:
             return
         self._over = error
@@ -207,19 +208,19 @@ class Attachments:
         self._orders.clear()
 
     def hear_no_more(self) -> None:
-        """Hear nothing more: the communicator is about to be closed."""
+        """Ignore further notes: the communicator is about to be closed."""
         self._core.notes.on_passed = lambda rank, what: None
 
     def check_thread(self, op: str) -> None:
-        """Check that this is the loop's thread.
+        """Check that the caller runs on the event loop's thread.
 
-        :raises RuntimeError: it is not.
+        :raises RuntimeError: the caller runs on another thread.
         """
         if get_ident() != self._core.thread:
             raise wrong_thread(f"{op} on '{self._comm.name}'")
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run something in a task. What it must not raise ends the connection, and nothing else."""
+        """Run a coroutine in a task. An exception in it loses the connection, and does not spread further."""
 
         async def run() -> None:
             try:
@@ -235,10 +236,10 @@ class Attachments:
         if self._over is not None:
             raise self._over.about()
 
-    # ------------------------------------------------------------------------------------------------- what is heard
+    # ---------------------------------------------------------------------------------------- notes of the other end
 
     def say(self, word: Word) -> bool:
-        """Send the other end a word; False: the transport carries none, or none any more."""
+        """Send the other end a note; return False if the transport carries no notes, or no more notes."""
         return self._core.notes.say(self._other, Passed(WORDS.encode(word)))
 
     def _hear(self, what: bytes) -> None:
@@ -271,7 +272,7 @@ class Attachments:
                 self._bye()
 
     def _obey(self, order: RegionOpening | Closing) -> None:
-        """Follow the leader, behind what it has said before."""
+        """Queue an order of the leader behind its earlier orders."""
         if isinstance(order, Closing) and (known := self._known.get((order.owner, order.number))) is not None:
             self._stop(known, order.why)
         self._orders.append(order)
@@ -280,7 +281,7 @@ class Attachments:
             self._spawn(self._follow)
 
     def _stop(self, attachment: Attachment, why: str) -> None:
-        """Start nothing more on it."""
+        """Refuse new operations on an attachment."""
         attachment.over = attachment.over or why or "closed by the other endpoint"
 
     def _answer(self, question: int, descriptor: bytes) -> None:
@@ -291,7 +292,7 @@ class Attachments:
             return
         number = region._number
         known = self._known.get((self._me, number))
-        if known is not None and known.over:  # The other end has closed it, and has heard of that first.
+        if known is not None and known.over:  # The other end knew of the closing before it asked again.
             self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
             self.say(Refuse(question, "it is open already"))
@@ -312,7 +313,7 @@ class Attachments:
         if question is not None:
             question.end(answer)
 
-    # --------------------------------------------------------------------------------------------- in one order of both
+    # ----------------------------------------------------------------------------------- windows, in the leader's order
 
     def _begin(self, owner: int, number: int, question: int) -> None:
         """Open a region as the leader, and tell the other end."""
@@ -326,7 +327,7 @@ class Attachments:
             self.say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
 
     async def _follow(self) -> None:
-        """Call what the leader has called, in its order."""
+        """Make the leader's calls, in the leader's order."""
         try:
             while self._orders:
                 order = self._orders.popleft()
@@ -349,7 +350,7 @@ class Attachments:
             return
         try:
             opening = self._comm._begin_window(self._part(region, asked), name=f"region {number}")
-        except Exception as error:  # the other end has begun
+        except Exception as error:  # The other end has started to open the window, so the connection cannot go on.
             self._core.lose(error if isinstance(error, CommError) else CommError(as_reason(error)))
             return
         descriptor = b"" if asked is None else asked.descriptor
@@ -362,7 +363,7 @@ class Attachments:
         self._spawn(lambda: self._finish_opening(attachment, opening, region))
 
     def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
-        """Return this end's part of a region: nothing, if the region is the other end's."""
+        """Return this end's part of the window: an empty tensor if the other end owns the region."""
         if region is not None:
             return region._part()
         assert asked is not None
@@ -382,7 +383,7 @@ class Attachments:
         assert attachment.window is not None
         try:
             closing = attachment.window._start_closing()
-        except CommError:  # the communicator is lost
+        except CommError:  # The communicator is lost.
             return
 
         def closed(work: Any) -> None:
@@ -392,7 +393,7 @@ class Attachments:
         closing.add_done_callback(closed)
 
     def _closed(self, attachment: Attachment) -> None:
-        """Neither end uses it any more."""
+        """Forget an attachment that neither end uses any more."""
         self._known.pop((attachment.owner, attachment.number), None)
         region = self._granted.pop(attachment.number, None) if attachment.owner == self._me else None
         if region is not None:

@@ -1,8 +1,9 @@
-"""The connections of one endpoint: how each is formed, by whichever of the two asks for it, and what ends it.
+"""Connections of one endpoint: how each is formed, by a call of either endpoint, and how it ends.
 
-The endpoint that wants one calls. It connects, proves to be of the job, and says which endpoint it is. Once the other
-one has agreed, it confirms the call. Of two calls that cross, that of the endpoint with the lower number counts, and
-the other one is told so. Both then form a communicator of two over that connection, and close it.
+The endpoint that wants a connection calls the other one. The caller connects, proves that it belongs to the job, and
+names its endpoint. Once the other endpoint has agreed, the caller confirms the call. If two calls cross, the call of
+the endpoint with the lower number counts, and the other call is refused. Both endpoints then form a communicator of two
+ranks over the line of the call, and close the line.
 """
 
 from __future__ import annotations
@@ -37,42 +38,42 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
-"""Seconds in which an endpoint that has connected must say who it is."""
+"""The seconds in which a caller must name its endpoint."""
 _AT_ONCE: Final = 32
-"""Endpoints that form a connection with this one at once, on their own account; others wait."""
+"""The most calls that this endpoint answers at once; other callers wait."""
 _MOST_GONE: Final = 16
-"""The most connections that are kept of those that were not accepted, and that the other end has closed."""
+"""The most connections that are kept although the other end has closed them and no task has accepted them."""
 _PAUSE: Final = 0.01
-"""Seconds before another call, where the other endpoint has said that it calls this one: it may have given up."""
+"""The seconds before another call after a crossed one: the other endpoint may have given its own call up."""
 
 
 class _Forming:
-    """The calls of one endpoint, and answers to its calls, that are under way: the numbers of both."""
+    """The calls to one other endpoint, and the answers to its calls, that are under way."""
 
     def __init__(self, driver: LoopDriver) -> None:
         self.calls = self.answers = 0
         self.newest = 0
-        """The number of the last call that is or was answered."""
+        """The number of the last call that was answered."""
         self.news = Bell(driver)
-        """The bell that rings when there is a connection, or nothing is under way any more."""
+        """A bell that rings when the connection is formed, or no call or answer is under way any more."""
         self.answering: anyio.CancelScope | None = None
-        """The scope of the last answer."""
+        """The cancel scope of the last answer."""
 
 
 class Connections:
-    """All of one endpoint, on the loop's thread."""
+    """All connections of one endpoint; all methods run on the event loop's thread."""
 
     def __init__(
         self, mine: Address, name: str, device: torch.device, plan: Selection, timeout: float,
         grant: Callable[[bytes], Region], counter: Counter,
     ) -> None:  # fmt: skip
-        """Begin without any.
+        """Start without connections.
 
         :param mine: this endpoint's address.
-        :param timeout: the seconds that ops have which are given no deadline, and that forming a connection may take
-            which another endpoint asks for.
+        :param timeout: the default deadline of ops in seconds, and the deadline for forming a connection that another
+            endpoint asks for.
         :param grant: see :class:`Attachments`.
-        :param counter: the endpoint's.
+        :param counter: the hand-over state of this endpoint.
         """
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
         self._grant, self._counter, self._driver = grant, counter, LoopDriver.current()
@@ -80,15 +81,15 @@ class Connections:
         """The state that the transports keep for all connections."""
         self._peers: dict[bytes, Peer] = {}
         self._left: dict[Peer, None] = {}
-        """The connections that the other end has closed, until they are closed here."""
+        """The connections that the other end has closed and this end has not."""
         self._all: WeakSet[Peer] = WeakSet()
         self._forming: dict[bytes, _Forming] = {}
-        """The endpoints with which a connection is being formed, by whichever of the two."""
+        """The connections that are being formed, by the number of the other endpoint."""
         self._scopes: dict[anyio.CancelScope, None] = {}
-        """The scopes that :meth:`close` cuts short."""
+        """The scopes that :meth:`close` cancels."""
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
-        """The connections that another endpoint has asked for, and that no task has been handed."""
+        """The connections that another endpoint has asked for and no task has accepted."""
         self._arrival, self._idle = Bell(self._driver), Bell(self._driver)
         self._tasks = 0
         self._numbers = itertools.count(1)
@@ -96,13 +97,13 @@ class Connections:
 
     @property
     def peers(self) -> list[Peer]:
-        """The endpoints that are connected now."""
+        """The connected endpoints."""
         return list(self._peers.values())
 
     # -------------------------------------------------------------------------------------------------------- calling
 
     async def connect(self, address: bytes, seconds: float) -> Peer:
-        """Form a connection, or find it."""
+        """Return the connection to an endpoint; form it if there is none."""
         there = read_address(address)
         if there.endpoint == self._mine.endpoint:
             raise ArgumentError("address is this endpoint's own, wanted another one's")
@@ -124,13 +125,13 @@ class Connections:
         raise CommTimeoutError(f"after {seconds:g} s there was no connection with the endpoint {there.name}")
 
     async def _call(self, there: Address, seconds: float) -> Peer | None:
-        """Call another endpoint. None: its own call counts, or may."""
+        """Call another endpoint; return None if the other endpoint's own call counts, or may count."""
         with self._form(there.endpoint, "calls") as forming:
             call = EndpointCall(there, self._mine.pack(), next(self._numbers), seconds)
             try:
                 line, answer = await run_in_thread(call.run)
                 if answer.crossed or forming.answers or there.endpoint in self._peers:
-                    return None  # The hang-up tells the other endpoint that this call does not count.
+                    return None  # Hanging up tells the other endpoint that this call does not count.
                 if answer.refusal:
                     raise MismatchError(f"the endpoint {there.name} refuses the connection: {answer.refusal}")
                 await run_in_thread(lambda: line.tell(b""))
@@ -140,17 +141,17 @@ class Connections:
             finally:
                 call.hang_up()
 
-    # ---------------------------------------------------------------------------------------------------- being called
+    # ------------------------------------------------------------------------------------------------- answering calls
 
     def let_in(self, line: EndpointLine) -> None:
-        """Another endpoint has called, and proved to be of the job."""
+        """Answer a call of another endpoint, which has proved that it belongs to the job."""
         if self.closed is not None:
             line.close()
         else:
             self._soon(lambda: self._receive(line))
 
     async def accept(self) -> Peer:
-        """Wait for the next one that another endpoint has asked for."""
+        """Wait for the next connection that another endpoint has asked for."""
         while not self._arrived:
             self._check()
             await self._arrival
@@ -164,7 +165,7 @@ class Connections:
                 async with self._limit:
                     line.extend(_ANSWERS)
                     await self._answer(line)
-        except (CommError, OSError) as error:  # the other endpoint is told by what it sees
+        except (CommError, OSError) as error:  # The closed line tells the other endpoint.
             if self.closed is None:
                 _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)
 
@@ -179,7 +180,7 @@ class Connections:
             await run_in_thread(lambda: line.tell(answer))
             return
         with self._form(there.endpoint, "answers") as forming, anyio.CancelScope() as scope:
-            # The other endpoint has given its earlier calls up, or it would not make the last one.
+            # The other endpoint makes a call only after it has given up its earlier ones.
             if hello.number < forming.newest:
                 return
             if forming.answering is not None:
@@ -188,7 +189,7 @@ class Connections:
             await run_in_thread(lambda: line.tell(answer))
             try:
                 await run_in_thread(line.hear)
-            except PeerDiedError:  # The other endpoint has hung up: it answers a call of this one.
+            except PeerDiedError:  # The other endpoint has hung up because it answers a call of this one.
                 return
             seconds = FORMING if self._seconds == inf else self._seconds
             line.extend(seconds)
@@ -198,7 +199,7 @@ class Connections:
             self._arrival.ring()
 
     def _bound_arrived(self) -> None:
-        """Close the oldest of the connections that have come and gone: a task may never ask for them."""
+        """Close the oldest connections that no task has accepted and the other end has closed."""
         over = [peer for peer in self._arrived if peer in self._left]
         for peer in over[:-_MOST_GONE]:
             del self._arrived[peer]
@@ -207,14 +208,14 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- forming
 
     async def _meet(self, line: EndpointLine, rank: int, there: Address, seal: Seal, seconds: float) -> Peer:
-        """Form the communicator of two, and the peer that is made of it."""
+        """Form the communicator of two ranks, and its peer."""
         ends = (self._mine, there) if rank == CALLER else (there, self._mine)
         name = f"endpoints {'-'.join(end.name for end in ends)}"  # The name is the same on both sides.
         pair = Pair(line, rank, name, self._device, seconds, seal, self._home)
         transports = await open_transports(self._plan, lambda cls, _: cls.open(pair, self._plan.options))
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
-        comm._guard.dismiss()  # The endpoint's guard says what was left open.
+        comm._guard.dismiss()  # The endpoint's own guard reports leaks.
         peer = Peer(comm, there, self._grant, self._ended, self._counter, self._earlier, self._name)
         self._all.add(peer)
         try:
@@ -235,17 +236,14 @@ class Connections:
         return peer
 
     async def _earlier(self, peer: Peer) -> None:
-        """Wait until this end of each other connection with a peer's endpoint is closed."""
+        """Wait until this end of every other connection with the peer's endpoint is closed."""
         for other in list(self._all):
             if other is not peer and other._address.endpoint == peer._address.endpoint:
                 await other._released
 
     @contextlib.contextmanager
     def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:
-        """Count a call or an answer while it forms a connection with an endpoint.
-
-        A task that wants a connection with it, too, waits for that.
-        """
+        """Count a call or an answer while it forms a connection with an endpoint; other tasks wait for the result."""
         forming = self._forming.setdefault(endpoint, _Forming(self._driver))
         setattr(forming, by, getattr(forming, by) + 1)
         try:
@@ -258,9 +256,9 @@ class Connections:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Cut short what is done meanwhile when the endpoint is closed.
+        """Cancel the body when the endpoint is closed.
 
-        :raises CommClosedError: it was, or is already.
+        :raises CommClosedError: the endpoint is closed.
         """
         self._check()
         with anyio.CancelScope() as scope:
@@ -273,7 +271,7 @@ class Connections:
             self._check()
 
     def _misfit(self, there: Address) -> str:
-        """Return why the two cannot communicate; empty: they can."""
+        """Return why the two endpoints cannot communicate; empty if they can."""
         mine = self._mine
         if mine.transports != there.transports:
             return f"its transports are {there.transports}, and this one's {mine.transports}"
@@ -282,7 +280,7 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _ended(self, peer: Peer, how: End) -> None:
-        """Note that a connection is over. A lost one is closed here; one that the other end closed, by the program."""
+        """Note that a connection is over. Close it if it is lost; the program closes it if the other end closed it."""
         endpoint = peer._address.endpoint
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]
@@ -296,7 +294,7 @@ class Connections:
         self._bound_arrived()
 
     async def close(self, why: CommClosedError) -> None:
-        """End all, and wait for what is under way."""
+        """Close all connections, and wait for all tasks."""
         self.closed = why
         self._arrival.ring()
         for scope in self._scopes:
@@ -307,7 +305,7 @@ class Connections:
             await shielded(self._stop)
 
     async def _stop(self) -> None:
-        """Wait until no task is left, which takes no longer than a communicator takes to close."""
+        """Wait until no task is left. This takes no longer than the close of a communicator."""
         while self._tasks:
             await self._idle
 
@@ -321,7 +319,7 @@ class Connections:
             raise self.closed.about()
 
     def _soon(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run something in a task, for which the end waits."""
+        """Run a coroutine in a task; :meth:`close` waits for the task."""
         self._tasks += 1
 
         async def run() -> None:

@@ -1,7 +1,7 @@
-"""Credentials of an endpoint, as bytes: its address, by which others connect, and descriptors of its regions.
+"""Credentials of an endpoint, as bytes: its address, to which others connect, and descriptors of its regions.
 
-A process with the job's token can check an address, and so no process is led to a stranger. A descriptor is checked by
-the endpoint that made it, and by no other: its key never leaves that endpoint.
+Every process with the job's token can check an address, so a forged one is refused. Only the endpoint that made a
+descriptor can check it: the key never leaves that endpoint.
 """
 
 from __future__ import annotations
@@ -23,64 +23,64 @@ from aiocomms.ops import checks
 FORGED: Final = "its owner has not made this descriptor, or it was changed"
 _MAC: Final = 32
 LONGEST: Final = 1024
-"""Bytes of an address, and of a descriptor."""
+"""The most bytes of an address, and of a descriptor."""
 LONGEST_LABEL: Final = 64
-"""Characters of a name that an address has room for."""
+"""The most characters of a name in an address."""
 _ADDRESS: Final = Dialect("an endpoint's address", b"aioA", 1)
 _DESCRIPTOR: Final = Dialect("a region's descriptor", b"aioD", 1)
 DTYPES: Final = {str(dtype): dtype for dtype in checks.DTYPES}
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """The address of an endpoint: where it is, and the transports that it speaks."""
+    """The address of an endpoint: its host and port, its transports and its device."""
 
     endpoint: bytes
-    """16 random bytes, which tell it from every other one."""
+    """The endpoint's number: 16 random bytes."""
     host: str
     port: int
     transports: dict[str, str]
     """Names of transports by family of ops."""
     device: str
     expires: float
-    """The time after which no endpoint connects by it, in seconds since 1970; infinity: there is none."""
+    """The time when the address expires, in seconds since 1970; infinity if it never does."""
     label: str = ""
-    """The beginning of the name that it was opened with; empty: it has none."""
+    """The beginning of the endpoint's name; empty if it has no name."""
 
     @property
     def name(self) -> str:
-        """Its name for people: the label, and the beginning of the endpoint's number."""
+        """The endpoint's name in messages: the label and the beginning of the endpoint's number."""
         number = self.endpoint.hex()[:8]
         return f"{printable(self.label, LONGEST_LABEL)}@{number}" if self.label else number
 
     def pack(self) -> bytes:
-        """Return it as bytes, signed with the job's token if there is one."""
+        """Return the address as bytes, signed with the job's token if there is one."""
         payload = _ADDRESSES.encode(self)
         return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
 
     def secret(self, purpose: str) -> bytes:
-        """Return a key for the connections that this address makes. Without a token everybody knows it."""
+        """Return a key for connections to this address. Without a token the key is no secret."""
         return mac(_key(), purpose, self.endpoint)
 
 
 class Descriptor(msgspec.Struct, frozen=True, array_like=True):
-    """A region, and what may be done with it."""
+    """A region and the rights to it."""
 
     endpoint: bytes
-    """Its owner."""
+    """The number of the region's owner."""
     number: int
-    """The number of the region on its owner. It is never used again, and so it is the region's generation, too."""
+    """The number of the region at its owner, which never uses the number again."""
     dtype: str
     count: int
-    """Elements."""
+    """The number of elements."""
     read: bool
     write: bool
     expires: float
     """See :attr:`Address.expires`."""
 
     def pack(self, key: bytes) -> bytes:
-        """Return it as bytes, signed.
+        """Return the descriptor as signed bytes.
 
-        :param key: the owner's own.
+        :param key: the owner's key.
         """
         payload = _DESCRIPTORS.encode(self)
         return _DESCRIPTOR.head + mac(key, "descriptor", _DESCRIPTOR.head, payload) + payload
@@ -91,32 +91,32 @@ _DESCRIPTORS = ControlCodec[Descriptor](Descriptor, "it", limit=LONGEST)
 
 
 def new_key() -> bytes:
-    """Return a key that no other process knows."""
+    """Return a random key of 32 bytes."""
     return secrets.token_bytes(32)
 
 
 def expiry(name: str, lifetime: arguments.Timeout) -> float:
-    """Return when something expires that is made now.
+    """Return the time, in seconds since 1970, when a lifetime that begins now ends.
 
-    :param lifetime: seconds, or None for ever.
-    :raises ArgumentError: it is neither.
+    :param lifetime: seconds; None for no end.
+    :raises ArgumentError: the lifetime is neither.
     """
     seconds = arguments.deadline(name, lifetime)
     return math.inf if seconds == math.inf else clock.wall() + seconds
 
 
 def expired(expires: float) -> bool:
-    """Return whether it has expired, by this host's clock."""
+    """Return whether a time has passed, by this host's clock."""
     return clock.wall() >= expires
 
 
 def read_address(data: object, *, late: bool = False) -> Address:
-    """Decode an address, and check it.
+    """Decode and check an address.
 
-    :param late: it may have expired: only who connects by it is to mind that.
-    :raises ArgumentTypeError: it is not bytes.
-    :raises ArgumentError: it is no address, or has expired.
-    :raises AuthError: it was not made with this job's token.
+    :param late: accept an expired address. Only an endpoint that connects to the address refuses it.
+    :raises ArgumentTypeError: the data is not bytes.
+    :raises ArgumentError: the data is no address, or the address has expired.
+    :raises AuthError: the address was not made with this job's token.
     """
     raw = _bytes("address", data)
     try:
@@ -135,10 +135,10 @@ def read_address(data: object, *, late: bool = False) -> Address:
 
 
 def read_descriptor(data: object) -> Descriptor:
-    """Decode a descriptor. What it says is not to be believed before its owner has checked it.
+    """Decode a descriptor, unchecked: only its owner can check the signature.
 
-    :raises ArgumentTypeError: it is not bytes.
-    :raises RegionError: it is no descriptor.
+    :raises ArgumentTypeError: the data is not bytes.
+    :raises RegionError: the data is no descriptor.
     """
     raw = _bytes("descriptor", data)
     try:
@@ -151,13 +151,13 @@ def read_descriptor(data: object) -> Descriptor:
 
 
 def check_descriptor(data: bytes, key: bytes) -> Descriptor:
-    """Decode a descriptor of this endpoint's.
+    """Decode and check a descriptor of this endpoint.
 
-    :param key: with which this endpoint signs them.
-    :raises RegionError: this endpoint has not made it, or it has expired.
+    :param key: the key that signs this endpoint's descriptors.
+    :raises RegionError: this endpoint has not made the descriptor, or it has expired.
     """
     found = read_descriptor(data)
-    if not same(data, found.pack(key)):  # This refuses the same content in another encoding, too.
+    if not same(data, found.pack(key)):  # The comparison also refuses the same content in another encoding.
         raise RegionError(FORGED)
     if expired(found.expires):
         raise RegionError("the descriptor has expired")

@@ -1,4 +1,4 @@
-"""An endpoint: where a process is reached by others that have its address, and what it opens to them."""
+"""An endpoint: other processes connect to its address, and it opens memory regions and pools to them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def opened(
     transport: str | Mapping[str, str], device: str | torch.device, hints: Mapping[str, Any],
     host: str, lifetime: float, name: str, timeout: float,
 ) -> Endpoint:  # fmt: skip
-    """Open an endpoint, as :class:`aiocomms.open_endpoint` is asked to."""
+    """Open an endpoint; see :class:`aiocomms.open_endpoint` for the parameters."""
     expires, where = expiry("lifetime", None if lifetime == inf else lifetime), await settled(device)
     plan = await run_in_thread(functools.partial(choose, transport, where, 2, hints), anyhow=True)
     listen = await run_in_thread(lambda: wires().find(host), anyhow=True)
@@ -54,7 +54,7 @@ async def opened(
 
 
 class _Alone:
-    """The object that checks of tensors look at: no communicator, but its device."""
+    """A stand-in for a communicator in the checks of tensors; only its device matters."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -64,9 +64,10 @@ class _Alone:
 
 
 class Endpoint(Handle):
-    """The point at which others that have its address reach this process; made by :func:`aiocomms.open_endpoint`.
+    """A point to which other processes connect by its address; made by :func:`aiocomms.open_endpoint`.
 
-    It belongs to the event loop, thread and process that made it. Nothing wakes up for it while none connects.
+    The endpoint belongs to the event loop, thread and process that made it. It wakes the event loop only when another
+    endpoint connects.
     """
 
     name: str
@@ -102,29 +103,29 @@ class Endpoint(Handle):
 
     @property
     def address(self) -> bytes:
-        """The address by which others connect: at most 1,024 bytes, signed with the job's token if it has one."""
+        """The address to which others connect: at most 1,024 bytes, signed with the job's token if there is one."""
         return self._address.pack()
 
     @property
     def peers(self) -> Sequence[Peer]:
-        """The endpoints that this one is connected with."""
+        """The connected endpoints."""
         return self._connections.peers
 
     @property
     def closed(self) -> bool:
-        """True once it was closed."""
+        """True once :meth:`aclose` was called."""
         return self._closed is not None
 
     async def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> Peer:
-        """Connect with another endpoint, or find that this one is connected with it.
+        """Connect to another endpoint, or return the existing connection to it.
 
-        :param address: that endpoint's.
+        :param address: the address of the other endpoint.
         :param timeout: the deadline in seconds, None for 600; by default the endpoint's.
-        :raises ArgumentError: it is no address, is this endpoint's own, or has expired; nothing was sent.
-        :raises AuthError: it was not made with this job's token, or who answers there does not have that.
-        :raises MismatchError: that endpoint has another transport or device.
-        :raises PeerDiedError: no endpoint listens there any more.
-        :raises CommTimeoutError: it took too long.
+        :raises ArgumentError: ``address`` is no address, is this endpoint's own, or has expired; nothing was sent.
+        :raises AuthError: the address was not made with this job's token, or the process at the address lacks it.
+        :raises MismatchError: the other endpoint has another transport or device.
+        :raises PeerDiedError: no endpoint listens at the address any more.
+        :raises CommTimeoutError: the deadline has passed.
         :raises CommClosedError: this endpoint is closed.
         """
         self._check("connect")
@@ -135,7 +136,7 @@ class Endpoint(Handle):
             raise error.about(comm=self.name, op="connect") from error.__cause__
 
     async def accept(self) -> Peer:
-        """Wait for the next endpoint that connects to this one. Each is handed out once, also if it is known already.
+        """Wait for the next endpoint that connects to this one. Return each once, even if :meth:`connect` found it.
 
         :raises CommClosedError: this endpoint is closed.
         """
@@ -148,14 +149,14 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> Region:
-        """Open memory of this process to endpoints that are connected with this one and are given its descriptor.
+        """Open memory of this process to connected endpoints that have the region's descriptor.
 
-        :param tensor: the memory: a contiguous tensor of any shape and dtype. When the region is first opened its
-            storage may be moved to memory that processes share, in place, so that it and its views go on being the
-            same. No other thread may use it meanwhile; what is shared already (``share_memory_()``) stays.
-        :param read: whether others may read it.
-        :param write: whether others may write it.
-        :param lifetime: the seconds for which they may; None: until it is revoked.
+        :param tensor: the memory: a contiguous tensor of any shape and dtype. The first opening of the region may move
+            the tensor's storage to shared memory, in place: the tensor and its views stay valid. No other thread may
+            use the tensor meanwhile. Memory that is shared already (``share_memory_()``) is not moved.
+        :param read: whether others may read the region.
+        :param write: whether others may write the region.
+        :param lifetime: the seconds for which others may use the region; None: until it is revoked.
         :raises ArgumentError: an argument is wrong.
         """
         self._check("register")
@@ -177,10 +178,10 @@ class Endpoint(Handle):
         return region
 
     def new_pool(self, tensor: TensorLike) -> Pool:
-        """Make equal blocks of memory, which this endpoint's tasks lease, and hand over to others.
+        """Make a pool of equal blocks of memory. Tasks of this endpoint lease blocks and hand them over to others.
 
-        :param tensor: the memory, ``[blocks, ...]``: of two dimensions or more, and otherwise as of :meth:`register`.
-        :raises ArgumentError: it is not, or has no block.
+        :param tensor: the memory, ``[blocks, ...]``, of two dimensions or more; otherwise as for :meth:`register`.
+        :raises ArgumentError: the tensor does not meet this, or has no elements.
         :raises UnsupportedOperation: the endpoint's tensors are on a GPU.
         """
         try:
@@ -199,16 +200,16 @@ class Endpoint(Handle):
         return pool
 
     def handed(self) -> HandedLeases:
-        """Return an iterator of what other endpoints hand over to this one, in the order in which it arrives.
+        """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
 
-        ``async for handed in here.handed():`` gives each to one task, and ends when this endpoint is closed. What was
-        taken back meanwhile, or whose connection is over, does not come. (An owner has 1,024 hand-overs under way at
-        most; what nobody takes, it takes back at its deadline.)
+        ``async for handed in here.handed():`` gives each lease to one task, and ends when this endpoint is closed. It
+        skips a lease that was taken back meanwhile, or whose connection is over. An owner has at most 1,024 hand-overs
+        under way. It takes a lease back at its deadline if no task takes it.
         """
         return HandedLeases(self._counter)
 
     async def aclose(self) -> None:
-        """Close it: every connection, and what listens. Idempotent.
+        """Close the endpoint: stop listening, and close all connections. Idempotent.
 
         :raises RuntimeError: this is not the endpoint's thread.
         """
@@ -244,9 +245,9 @@ class Endpoint(Handle):
         self._connections.disown()
 
     def _grant(self, descriptor: bytes) -> Region:
-        """Return the region that another endpoint may use by a descriptor.
+        """Return the region of a descriptor.
 
-        :raises RegionError: it may not.
+        :raises RegionError: the descriptor is not valid, or the region is revoked.
         """
         region = self._regions.get(check_descriptor(descriptor, self._key).number)
         if region is None:

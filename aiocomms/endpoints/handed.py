@@ -1,4 +1,4 @@
-"""Blocks of another endpoint's memory that it hands over, to be read or filled, until they are given back."""
+"""Blocks of another endpoint's memory that this endpoint reads or fills until it gives them back."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from aiocomms.progress.work import Work
 
 Given = TypeVar("Given")
 Places = Sequence[int] | Tensor
-"""The first elements of runs."""
+"""The indices of the first elements of runs."""
 
 
 class HandedLease(Handle):
-    """Blocks that another endpoint has handed over; given by :meth:`Endpoint.handed`.
+    """Blocks that another endpoint has handed over; made by :meth:`Endpoint.handed`.
 
-    ``async with`` gives them back, or, if its body raises, tells the owner why they are dropped.
+    ``async with`` gives the blocks back. If its body raises, it drops the blocks and tells the owner why.
     """
 
     def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
@@ -44,69 +44,69 @@ class HandedLease(Handle):
         return len(self._blocks)
 
     def select(self, places: Sequence[int]) -> HandedLease:
-        """Return some of the blocks, by their places in here, to read or write these alone. It is one hand-over.
+        """Return a handle for some of the blocks, by their places in this lease. The hand-over stays a single one.
 
-        :raises ArgumentError: there is no such place.
+        :raises ArgumentError: a place is out of range.
         """
         return HandedLease(self._peer, self._incoming, selected(self._blocks, places))
 
     @property
     def peer(self) -> Peer:
-        """The endpoint that has handed them over."""
+        """The endpoint that handed the blocks over."""
         return self._peer
 
     @property
     def meta(self) -> Any:
-        """The object that its program has sent with them."""
+        """The object that the owner's program sent with the blocks."""
         return self._incoming.meta
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all of them: how many there are, and what a block is."""
+        """The shape of all blocks together: the number of blocks, then the shape of a block."""
         return (len(self), *self._shape[1:])
 
     @property
     def writable(self) -> bool:
-        """True if they are to be filled."""
+        """True if this endpoint may write the blocks."""
         return self._incoming.write
 
     @property
     def error(self) -> CommError | None:
-        """The reason why the blocks may be used no more: taken back, dropped, or the connection is over. None: none."""
+        """The reason why the blocks are unusable: taken back, dropped, or the connection is over; else None."""
         return self._incoming.error
 
     async def read(self, into: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
-        """Read the blocks. What is returned was theirs during the whole of it.
+        """Read the blocks. The hand-over is checked to have lasted during the whole read.
 
-        :param into: a tensor of :attr:`shape` and of their dtype; or a tensor for each block; or a lease of as many
-            blocks, of a pool of this endpoint's, or some of a larger one.
-        :param part: the index in a block's first dimension, such as a layer; without it they are read whole. ``into``
-            has one dimension less then.
+        :param into: a tensor of :attr:`shape` and of the blocks' dtype; or a list with a tensor for each block; or as
+            many blocks of a lease of a pool of this endpoint.
+        :param part: an index into a block's first dimension, such as a layer. ``into`` then has one dimension less.
+            Without it, whole blocks are read.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
-        :returns: ``into``. If this raises, it may hold anything.
+        :returns: ``into``. If this raises, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
-        :raises LeaseError: the owner has taken them back, or they were given back.
+        :raises LeaseError: the owner has taken the blocks back, or they were given back.
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("read", into, part, timeout)
 
     async def write(self, source: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
-        """Write the blocks. The owner sees what was written once they are given back.
+        """Write the blocks. The owner sees the data once the blocks are given back.
 
-        :param source: as ``into`` of :meth:`read`. It may be changed again when this returns.
-        :param part: as in :meth:`read`: a layer can be written while the next one is computed.
+        :param source: as ``into`` of :meth:`read`. You may change it when this returns.
+        :param part: as in :meth:`read`. A program can write one layer while it computes the next one.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: ``source``.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was written.
-        :raises LeaseError: they are not to be filled; or as :meth:`read`.
+        :raises LeaseError: the blocks are not :attr:`writable`; or as :meth:`read`.
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("write", source, part, timeout)
 
     async def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Wait until all that was written is visible to the owner, without giving the blocks back.
+        """Wait until all writes so far are visible to the owner, without giving the blocks back.
 
-        So its program can be told of a layer by a message.
+        Afterwards a message can tell the owner's program that, for example, a layer is complete.
 
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises LeaseError: the owner has taken the blocks back, or they were given back.
@@ -125,11 +125,12 @@ class HandedLease(Handle):
             raise error.about(comm=self._peer._where, op="flush") from error.__cause__
 
     async def give_back(self, answer: Any = None) -> None:
-        """Give the blocks back, when all that is under way has ended. A call that is cancelled goes on.
+        """Give the blocks back once all operations under way have ended. The return goes on if the call is cancelled.
 
-        :param answer: what :meth:`Peer.hand_over` returns to the owner; as objects are sent, 256 KiB at most.
+        :param answer: the object that :meth:`Peer.hand_over` returns to the owner. :meth:`Peer.send_object` must accept
+            it; 256 KiB at most.
         :raises ArgumentError: the answer cannot be sent; the blocks are not given back.
-        :raises LeaseError: the owner has taken them back, or they were given back already.
+        :raises LeaseError: the owner has taken the blocks back, or they were given back already.
         :raises CommError: the connection is lost or closed.
         """
         try:
@@ -164,7 +165,7 @@ class HandedLease(Handle):
                 blocks, left = await self._peer._attached(incoming.shelf.blocks, timeout)
                 if not write:
                     words, left = await self._peer._attached(incoming.shelf.words, left)
-                incoming.check()  # The owner may have taken them back while their memory was opened.
+                incoming.check()  # The owner may have taken the blocks back during the opening of their memory.
                 works = [self._start(blocks, write, *move, left) for move in moves]
                 for work in works:
                     await work
@@ -180,31 +181,34 @@ class HandedLease(Handle):
         self, region: RemoteRegion, write: bool, tensor: Any, offsets: Places, starts: Places,
         count: int, timeout: OpTimeout,
     ) -> Work[Any]:  # fmt: skip
-        """Start an operation on the blocks, which counts as under way until the wire has let go of it."""
+        """Start an operation on the blocks; it counts as under way until its work is done."""
         move = region.put_v if write else region.get_v
         work = move(tensor, offsets, starts, count, timeout=timeout)
         if not work.done():
             self._incoming.begin(write=write)
 
             def ended(work: Work[Any]) -> None:
-                work.exception()  # The one who awaits it hears of an error; a task that was cancelled does not.
+                work.exception()  # This marks an error as seen, because a cancelled task does not await the work.
                 self._incoming.done()
 
             work.add_done_callback(ended)
         return work
 
     async def _vouched(self, words: RemoteRegion, timeout: OpTimeout) -> None:
-        """Check that the blocks were the lease's as long as they were read; see :attr:`LeaseLedger.words`."""
+        """Check that the hand-over lasted during the whole read; see :attr:`LeaseLedger.words`.
+
+        :raises LeaseError: the owner has ended the hand-over.
+        """
         word = buffers.empty(1, dtype=torch.int64, device="cpu")
         await words.get(word, self._incoming.slot, timeout=timeout)
         if int(word) != self._incoming.number:
             self._incoming.check()
             raise LeaseError("its owner has ended the hand-over while it was read")
 
-    # ----------------------------------------------------------------------------------------------- what lies where
+    # -------------------------------------------------------------------------------------------------------- layout
 
     def _moves(self, name: str, given: Any, part: int | None) -> list[tuple[Any, Places, Places, int]]:
-        """Return what is moved: a tensor, and where runs of so many elements lie in the blocks and in it."""
+        """Return transfers: a tensor, offsets of runs in the blocks and in the tensor, and the elements of a run."""
         count, offsets = _places(self._shape, self._blocks, part)
         wanted = (len(self), *self._shape[1 if part is None else 2 :])
         if isinstance(given, LeasedBlocks):
@@ -224,9 +228,9 @@ class HandedLease(Handle):
 
 @unaffected
 def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tuple[int, Tensor]:
-    """Return how many elements of each block are meant, and the first one of each in memory of a shape.
+    """Return the number of elements of a block or of its part, and the offset of each in memory of that shape.
 
-    :raises ArgumentError: there is no such part.
+    :raises ArgumentError: the part is out of range.
     """
     size, indices = math.prod(shape[1:]), ops.places("blocks", blocks)
     if part is None:
@@ -242,12 +246,12 @@ def _places(shape: Sequence[int], blocks: Sequence[int], part: int | None) -> tu
 
 @unaffected
 def _rows(number: int, count: int) -> Tensor:
-    """Return where the rows of a tensor begin that have ``count`` elements each."""
+    """Return the offsets of a tensor's rows, which have ``count`` elements each."""
     return buffers.arange(number, device="cpu") * count
 
 
 class HandedLeases(Handle):
-    """The leases that other endpoints hand over to this one, as they arrive; made by :meth:`Endpoint.handed`."""
+    """An iterator of the leases that other endpoints hand over to this one; made by :meth:`Endpoint.handed`."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
@@ -256,7 +260,7 @@ class HandedLeases(Handle):
         return self
 
     async def __anext__(self) -> HandedLease:
-        """Wait for the next one.
+        """Wait for the next lease.
 
         :raises StopAsyncIteration: the endpoint is closed.
         """

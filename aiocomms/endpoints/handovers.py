@@ -1,7 +1,7 @@
-"""The hand-overs of one connection: blocks that this endpoint lends to the other one, and those that it is lent.
+"""Hand-overs of one connection: blocks that either endpoint lends to the other one.
 
-What happens to each is decided in :mod:`aiocomms.endpoints.lending`. Here stands what is done then. Both ends talk by
-notes, which come in order; what a note has no room for follows in pieces.
+:mod:`aiocomms.endpoints.lending` decides the state of each hand-over; this module carries out the actions. The ends
+exchange notes, which arrive in order. A body too long for one note follows in pieces.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from aiocomms.ops import codec
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
 MOST_BODY: Final = 256 * 1024
-"""Bytes of the indices of blocks and of what the program says with them."""
+"""The most bytes of a body: the indices of the blocks and the program's object."""
 _PIECE: Final = 1600
-"""Bytes of a body that fit into a note."""
+"""The bytes of a body that fit into a note."""
 _MOST_WAITING: Final = 1024
-"""Hand-overs of one connection that are under way at once; as many as an endpoint makes."""
+"""The most incoming hand-overs of one connection at once; an endpoint makes no more."""
 _PARTING: Final = 1.0
-"""Seconds for which the end of a lost connection waits until the other end has said that it let go."""
+"""The seconds for which an end that closes waits until the other end has released its blocks."""
 
 
 class Counter:
-    """The part of hand-overs that all connections of an endpoint share."""
+    """The state of hand-overs that all connections of an endpoint share."""
 
     def __init__(self, driver: LoopDriver, place: str, process: int) -> None:
-        """Begin with nothing lent.
+        """Start without hand-overs.
 
         :param place: see :class:`Here`.
-        :param process: the number of this process there.
+        :param process: the id of this process in that place.
         """
         self.place, self.process = place, process
         self.ledger = LeaseLedger(driver)
         self.came: dict[Incoming, Any] = {}
-        """The hand-overs to this endpoint that no task has taken, with the peers that have lent."""
+        """The incoming hand-overs that no task has taken yet, with their peers."""
         self.arrival = Bell(driver)
         self.connected: dict[bytes, HandOvers] = {}
-        """The connections that there are, by the other endpoint."""
+        """The open connections, by the number of the other endpoint."""
         self.closed = False
 
     def close(self) -> None:
-        """End what waits for something to be lent: the endpoint is closed."""
+        """End the iterators that wait for hand-overs: the endpoint is closed."""
         self.closed = True
         self.came.clear()
         self.arrival.ring()
@@ -62,7 +62,7 @@ class Counter:
 
 
 class Outgoing:
-    """Blocks that this endpoint has lent."""
+    """A hand-over of this endpoint's blocks to the other one."""
 
     def __init__(self, of: HandOvers, lease: Lease, number: int, slot: int, lent: Lent) -> None:
         self.lease, self.number, self.slot, self.lent = lease, number, slot, lent
@@ -73,11 +73,11 @@ class Outgoing:
 
     @property
     def ended(self) -> bool:
-        """True once the program goes on behind it."""
+        """True once the hand-over is over for the program."""
         return self.over.is_set
 
     async def take_back(self, why: str) -> None:
-        """End it, and wait until the borrower has let go, or else its connection is closed: 5 s each."""
+        """Recall the blocks, and wait 5 s for the borrower; then lose the connection, and wait for its close."""
         self.why = self.why or why
         self._of.step(self, lending.recall(self.lent), LeaseError(f"it was taken back: {self.why}"))
         with anyio.CancelScope(shield=True):
@@ -90,7 +90,7 @@ class Outgoing:
     def result(self) -> Any:
         """Return the borrower's answer.
 
-        :raises CommError: it has none.
+        :raises CommError: there is no answer; the error says why.
         """
         if self.error is not None:
             raise self.error.about()
@@ -98,7 +98,7 @@ class Outgoing:
 
 
 class Incoming:
-    """Blocks that this endpoint was lent."""
+    """A hand-over of the other endpoint's blocks to this one."""
 
     def __init__(self, of: HandOvers, lend: Lend, shelf: Shelf, blocks: tuple[int, ...], meta: Any) -> None:
         self.number, self.slot, self.write = lend.number, lend.slot, lend.write
@@ -107,37 +107,37 @@ class Incoming:
         self._of = of
         self.ended = Promise(of.driver)
         self.error: CommError | None = None
-        """The reason why it may be used no more; None: it may, or was given back."""
+        """The reason why the blocks are unusable; None if they are usable or were given back."""
         self.answer: bytes | None = None
-        """The body with which it is given back; None: it is dropped, or was taken back."""
+        """The body of the answer; None if the blocks are in use, dropped or taken back."""
         self.told = False
-        """True once the program was told that it may be used no more."""
+        """True once an error told the program that the blocks are unusable."""
 
     def check(self) -> None:
-        """Check that it may be used.
+        """Check that the blocks are usable.
 
-        :raises CommError: it may not.
+        :raises CommError: they are not.
         """
         if self.borrowed.state is not Borrowing.OPEN:
             self.told = True
             raise (self.error or LeaseError("it was given back")).about()
 
     def begin(self, *, write: bool = False) -> None:
-        """Begin something; :meth:`check` has passed."""
+        """Count an operation that begins; :meth:`check` must have passed."""
         self.borrowed = lending.begin(self.borrowed, write=write)
 
     def done(self) -> None:
-        """Note that something has ended that was begun."""
+        """Note that an operation has ended."""
         self._step(lending.done(self.borrowed))
 
     def end(self, answer: bytes | None, error: CommError | None) -> None:
-        """Let go, as soon as nothing is under way any more. Only the first call counts."""
+        """Release the blocks as soon as no operation is under way. Only the first call counts."""
         if self.borrowed.state is Borrowing.OPEN:
             self.answer, self.error = answer, error
             self._step(lending.end(self.borrowed))
 
     def flushed(self) -> None:
-        """Note that what was written is visible to the owner."""
+        """Note that all writes are visible to the owner."""
         self._step(lending.flushed(self.borrowed))
 
     def lose(self, error: CommError) -> None:
@@ -148,7 +148,7 @@ class Incoming:
         self.ended.set()
 
     def hush(self) -> None:
-        """Note that nothing of a connection that is over moves any more."""
+        """Note that no operation of the lost connection moves data any more."""
         self._step(lending.hush(self.borrowed))
 
     def _step(self, step: BorrowedStep) -> None:
@@ -162,22 +162,22 @@ class Incoming:
 
 
 class HandOvers:
-    """All of one connection, on the loop's thread."""
+    """The hand-overs of one connection; all methods run on the event loop's thread."""
 
     def __init__(
         self, counter: Counter, peer: Any, driver: LoopDriver, borrower: bytes,
         say: Callable[[OfLeases], bool], flush: Callable[[bytes], Awaitable[None]],
         earlier: Callable[[], Awaitable[None]], lose: Callable[[CommError], object],
     ) -> None:  # fmt: skip
-        """Begin with nothing lent.
+        """Start without hand-overs.
 
-        :param counter: the endpoint's.
-        :param peer: the other endpoint, which comes with what it lends.
+        :param counter: the hand-over state of the endpoint.
+        :param peer: the connection, as :class:`HandedLease` gets it.
         :param borrower: the number of the other endpoint.
-        :param say: sends a word to the other end.
-        :param flush: waits until what was put into a region, by its descriptor, is visible.
+        :param say: sends a note to the other end.
+        :param flush: waits until the puts into a region, named by its descriptor, are visible.
         :param earlier: waits until this end of each earlier connection with that endpoint is closed.
-        :param lose: gives the connection up.
+        :param lose: loses the connection.
         """
         self.driver = driver
         self._counter, self._ledger, self._peer, self._borrower = counter, counter.ledger, peer, borrower
@@ -194,7 +194,7 @@ class HandOvers:
     # -------------------------------------------------------------------------------------------------------- lending
 
     async def hand_over(self, lease: Lease, meta: Any, write: bool, seconds: float) -> Any:
-        """Lend the blocks of a lease, and wait for the end of that; return the borrower's answer."""
+        """Lend the blocks of a lease, wait for the end of the hand-over, and return the borrower's answer."""
         body = self._body(lease, meta)
         out: Outgoing | None = None
         late = anyio.CancelScope()
@@ -241,9 +241,9 @@ class HandOvers:
         return out
 
     def step(self, out: Outgoing, step: LentStep, error: CommError | None = None) -> None:
-        """Take a step of what was lent.
+        """Enter the next state of a hand-over, and carry out its actions.
 
-        :param error: the reason for it, which becomes the hand-over's if none was there before.
+        :param error: the reason, which becomes the error of the hand-over if it was still lent.
         """
         if error is not None and out.lent.state is Out.LENT:
             out.error = error
@@ -265,7 +265,7 @@ class HandOvers:
                     out.lease._settled(out)
 
     def _end(self, out: Outgoing) -> None:
-        self._ledger.wipe(out.slot)  # before anything else may come into the blocks
+        self._ledger.wipe(out.slot)  # This must come before any other use of the blocks.
         del self._out[out.number]
         if out.lent.state is Out.OVER:
             out.lease._settled(out)
@@ -278,7 +278,7 @@ class HandOvers:
     # ------------------------------------------------------------------------------------------------------ borrowing
 
     def flush(self, incoming: Incoming) -> None:
-        """Wait until what was written is visible to the owner. If that fails the connection is lost."""
+        """Start to wait until all writes are visible to the owner. If that fails, the connection is lost."""
 
         async def settle() -> None:
             try:
@@ -290,7 +290,7 @@ class HandOvers:
         self.driver.spawn(settle, Context())
 
     def let_go(self, incoming: Incoming, *, over: bool) -> None:
-        """Tell the owner that this side uses the blocks no more."""
+        """Tell the owner that this side has released the blocks."""
         self._in.pop(incoming.number, None)
         self._counter.came.pop(incoming, None)
         if incoming.answer is not None:
@@ -299,17 +299,17 @@ class HandOvers:
             why = "" if incoming.error is None else incoming.error.message
             self._say(LetGo(incoming.number, why[:LONGEST_WHY], over))
 
-    # ------------------------------------------------------------------------------------------------- what is heard
+    # ---------------------------------------------------------------------------------------- notes of the other end
 
     def hear(self, word: OfLeases) -> None:
-        """Hear what the other end says.
+        """Handle a note of the other end.
 
-        :raises ProtocolError: it makes no sense.
+        :raises ProtocolError: the note is not valid here.
         """
         if (self._partial is None) == isinstance(word, Piece):
             raise ProtocolError(f"the other endpoint says {type(word).__name__} amid something else")
         if self._over is not None and not isinstance(word, Piece | GiveBack | LetGo):
-            return  # Only what this endpoint has lent is of interest, when the connection is over.
+            return  # After the end of the connection, only notes about this endpoint's own blocks matter.
         match word:
             case Here():
                 self._there = word
@@ -367,7 +367,7 @@ class HandOvers:
             await self._earlier()
             self._say(LetGo(number, "it is not used any more"))
 
-        # Here it has ended, perhaps on an earlier connection, which has lost the word of that.
+        # The hand-over has ended here. Perhaps it was of an earlier connection, which has lost the note about its end.
         self.driver.spawn(answer, Context())
 
     def _returned(self, number: int, error: CommError | None, body: bytes = b"") -> None:
@@ -389,23 +389,23 @@ class HandOvers:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def begin(self) -> None:
-        """Note that there is a connection with the other endpoint, perhaps again."""
+        """Note that the connection is formed, and recall blocks that are held of earlier ones."""
         self._counter.connected[self._borrower] = self
         self.recall_held()
 
     def recall_held(self) -> None:
-        """Ask the other endpoint for what it holds of earlier connections."""
+        """Recall the blocks that the other endpoint holds of earlier connections."""
         for number in self._ledger.held_by(self._borrower):
             self._say(Recall(number, "the connection was lost"))
 
     async def settle(self, why: str) -> None:
-        """Take back all that was lent."""
+        """Take all lent blocks back."""
         await all_of([functools.partial(out.take_back, why) for out in self._out.values()])
 
     def cut(self, error: CommError, *, in_order: bool) -> None:
         """Note that the connection is over; the first reason stays.
 
-        :param in_order: the other end has closed it.
+        :param in_order: True if the other end has closed the connection.
         """
         self._over = self._over or error
         if self._counter.connected.get(self._borrower) is self:
@@ -418,7 +418,7 @@ class HandOvers:
             self.step(out, lending.cut(out.lent, in_order=in_order), error)
 
     async def part(self) -> None:
-        """Say that this end has let go, where nothing of it moves any more, and wait a moment for the other's word."""
+        """Release the blocks of a lost connection, and wait up to 1 s until the other end has released its blocks."""
         for incoming in list(self._in.values()):
             incoming.hush()
         with anyio.move_on_after(_PARTING, shield=True):
@@ -432,9 +432,9 @@ class HandOvers:
 
 
 def encoded(name: str, value: list[Any]) -> bytes:
-    """Encode what travels with a hand-over, as objects are.
+    """Encode the body of a hand-over or of an answer.
 
-    :raises ArgumentError: it cannot be, or takes too much room.
+    :raises ArgumentError: the value cannot be encoded, or is too long.
     """
     try:
         body = bytes(codec.encode(value))
@@ -446,9 +446,9 @@ def encoded(name: str, value: list[Any]) -> bytes:
 
 
 def _decoded(body: bytes, count: int) -> list[Any]:
-    """Decode it; it has ``count`` parts.
+    """Decode a body of ``count`` parts.
 
-    :raises ProtocolError: it does not.
+    :raises ProtocolError: the body has other parts.
     """
     found = codec.decode(body)
     if type(found) is not list or len(found) != count:

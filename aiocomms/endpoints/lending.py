@@ -1,4 +1,4 @@
-"""The life of a hand-over of blocks, as two state machines: one of the blocks' owner, and one of their borrower.
+"""State machines of a hand-over of blocks: one for the blocks' owner, and one for their borrower.
 
 ::
 
@@ -8,13 +8,13 @@
                 |                  |
                 +--cut-------------+--> cut --quiet--> over, or held --freed--> over
 
-A transition is a pure function from a state and an event to the next state and the actions that it asks for;
-:mod:`aiocomms.endpoints.handovers` runs these. ``tests/unit/test_lending_model.py`` visits every state that the two
-reach together, whatever is cancelled, late, lost or dead.
+A transition is a pure function: it takes a state and an event, and returns the next state and the actions to carry out.
+:mod:`aiocomms.endpoints.handovers` carries them out. ``tests/unit/test_lending_model.py`` visits every state that both
+machines reach together under cancellations, delays, losses and deaths.
 
-An owner never waits for a borrower without an end. A borrower that may still write into its blocks, because its process
-maps them and has not said that it let go, keeps them out of circulation. A read is of no harm to the owner; the reader
-finds out by itself (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
+An owner waits for a borrower only for a bounded time. A borrower whose process maps the blocks may still write into
+them until it has released them. Such blocks stay out of circulation. A late read does not harm the owner, and the
+reader detects it (:attr:`aiocomms.endpoints.pools.LeaseLedger.words`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Out(enum.Enum):
 
     LENT = enum.auto()
     RECALLED = enum.auto()
-    """The borrower was told to let go, and has not said yet that it did."""
+    """The owner has recalled the blocks, and the borrower has not released them yet."""
     CUT = enum.auto()
-    """The connection is over, and this end of it is not closed yet."""
+    """The connection is over, and its end here is not closed yet."""
     HELD = enum.auto()
     """The hand-over is over, and the borrower may still write into the blocks."""
     OVER = enum.auto()
@@ -48,15 +48,15 @@ class Do(enum.Enum):
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """A hand-over as its owner sees it."""
+    """The owner's part of a hand-over."""
 
     lasting: bool
-    """True if the borrower may write, and may go on to do so when the connection is over."""
+    """True if the borrower may write, even after the connection is over."""
     state: Out = Out.LENT
 
     @property
     def ended(self) -> bool:
-        """True once the program goes on behind the hand-over."""
+        """True once the hand-over is over for the program."""
         return self.state in (Out.HELD, Out.OVER)
 
 
@@ -68,17 +68,17 @@ def _to(lent: Lent, state: Out, *actions: Do) -> LentStep:
 
 
 def recall(lent: Lent) -> LentStep:
-    """Take it back: the program was cancelled, a deadline has passed, or the lease ends."""
+    """Recall the blocks: the program was cancelled, a deadline has passed, or the lease ends."""
     return _to(lent, Out.RECALLED, Do.RECALL) if lent.state is Out.LENT else (lent, ())
 
 
 def overdue(lent: Lent) -> LentStep:
-    """Give up on a borrower that does not let go."""
+    """Lose the connection of a borrower that does not release the blocks."""
     return (lent, (Do.LOSE,)) if lent.state is Out.RECALLED else (lent, ())
 
 
 def returned(lent: Lent) -> LentStep:
-    """Note that the borrower has let go: all that it has written is there, and it writes nothing more."""
+    """Note that the borrower has released the blocks: all its writes are visible, and no more will come."""
     match lent.state:
         case Out.LENT | Out.RECALLED | Out.CUT:
             return _to(lent, Out.OVER, Do.END)
@@ -88,9 +88,9 @@ def returned(lent: Lent) -> LentStep:
 
 
 def parted(lent: Lent) -> LentStep:
-    """Note that the borrower has let go because it knows that the connection is over.
+    """Note that the borrower has released the blocks because it knows that the connection is over.
 
-    Where this end does not know yet, it will: then the hand-over ends for that reason.
+    If this end does not know of the loss yet, the hand-over ends when it does, with that reason.
     """
     if lent.state in (Out.LENT, Out.RECALLED):
         return Lent(False, lent.state), ()
@@ -100,7 +100,7 @@ def parted(lent: Lent) -> LentStep:
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
     """Note that the connection is over.
 
-    :param in_order: the borrower has closed it, and so has let go before.
+    :param in_order: True if the borrower closed the connection, and so released the blocks before.
     """
     if lent.state not in (Out.LENT, Out.RECALLED):
         return lent, ()
@@ -108,7 +108,7 @@ def cut(lent: Lent, *, in_order: bool) -> LentStep:
 
 
 def quiet(lent: Lent) -> LentStep:
-    """Note that this end of the connection is closed: nothing reaches the blocks any more by way of this process."""
+    """Note that this end of the connection is closed: this process puts nothing more into the blocks."""
     if lent.state is not Out.CUT:
         return lent, ()
     return _to(lent, Out.HELD, Do.END, Do.ASK) if lent.lasting else _to(lent, Out.OVER, Do.END)
@@ -127,11 +127,11 @@ class Borrowing(enum.Enum):
 
     OPEN = enum.auto()
     ENDING = enum.auto()
-    """Nothing new is begun, and something is under way."""
+    """The program has released the blocks, and operations are still under way."""
     SETTLING = enum.auto()
-    """All has ended, and what was written may still be on its way."""
+    """All operations have ended, and their writes may still be on the way to the owner."""
     CUT = enum.auto()
-    """The connection is over, and something may be under way."""
+    """The connection is over, and operations may still be under way."""
     OVER = enum.auto()
 
 
@@ -144,10 +144,10 @@ class Act(enum.Enum):
 
 
 class Borrowed(msgspec.Struct, frozen=True):
-    """A hand-over as its borrower sees it."""
+    """The borrower's part of a hand-over."""
 
     busy: int = 0
-    """The operations under way."""
+    """The number of operations under way."""
     wrote: bool = False
     state: Borrowing = Borrowing.OPEN
 
@@ -162,19 +162,19 @@ def begin(borrowed: Borrowed, *, write: bool) -> Borrowed:
 
 
 def done(borrowed: Borrowed) -> BorrowedStep:
-    """Note that an operation has ended, well or not."""
+    """Note that an operation has ended, successfully or not."""
     return _settle(Borrowed(borrowed.busy - 1, borrowed.wrote, borrowed.state))
 
 
 def end(borrowed: Borrowed) -> BorrowedStep:
-    """Let go: the program gives the blocks back or drops them, or the owner takes them back."""
+    """Release the blocks: the program gives them back or drops them, or the owner takes them back."""
     if borrowed.state is not Borrowing.OPEN:
         return borrowed, ()
     return _settle(Borrowed(borrowed.busy, borrowed.wrote, Borrowing.ENDING))
 
 
 def flushed(borrowed: Borrowed) -> BorrowedStep:
-    """Note that all that was written is visible to the owner."""
+    """Note that all writes are visible to the owner."""
     if borrowed.state is not Borrowing.SETTLING:
         return borrowed, ()
     return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.SAY,)
@@ -188,7 +188,7 @@ def lose(borrowed: Borrowed) -> BorrowedStep:
 
 
 def hush(borrowed: Borrowed) -> BorrowedStep:
-    """Note that nothing of a connection that is over moves any more on this side."""
+    """Note that no operation of the lost connection moves data on this side any more."""
     if borrowed.state is not Borrowing.CUT:
         return borrowed, ()
     return Borrowed(0, borrowed.wrote, Borrowing.OVER), (Act.PART,)

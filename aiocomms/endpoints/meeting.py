@@ -1,4 +1,4 @@
-"""The meeting of two endpoints: they form a communicator over the connection that one of them has made."""
+"""The handshake of two endpoints, which then form a communicator over the connection that one of them made."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from aiocomms.lowlevel.wires import wires
 
 
 class EndpointHello(msgspec.Struct, array_like=True):
-    """The first words of the endpoint that connects."""
+    """The first message of the endpoint that connects."""
 
     address: bytes
     """The address of the endpoint that connects."""
     nonce: bytes
     number: int = 0
-    """The number of the call. Calls of one endpoint may overtake each other; all but its last one were given up."""
+    """The number of the call. Calls may overtake each other; only the endpoint's highest number counts."""
 
 
 class EndpointAnswer(msgspec.Struct, array_like=True):
-    """The answer to these words."""
+    """The answer to an :class:`EndpointHello`."""
 
     nonce: bytes
     refusal: str = ""
-    """The reason why they do not form a connection; empty: they do."""
+    """The reason why the two endpoints do not form a connection; empty if they do."""
     crossed: bool = False
-    """The refusal is that the other one is connecting to this one, too."""
+    """True if the called endpoint refuses because its own call to the caller counts."""
 
 
 HELLOS: Final = ControlCodec[EndpointHello](EndpointHello, "what the other endpoint says")
@@ -42,28 +42,28 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 
 
 class EndpointCall:
-    """A call of another endpoint: connects, proves to be of the job, and says who this is."""
+    """A call of another endpoint: it connects, proves that it belongs to the job, and names this endpoint."""
 
     def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
-        """Begin with nothing.
+        """Prepare the call.
 
         :param mine: this endpoint's address.
-        :param number: higher than that of this endpoint's earlier calls.
-        :param seconds: for all of it.
-        :raises CommError: there is no descriptor for it.
+        :param number: a number above the numbers of this endpoint's earlier calls.
+        :param seconds: the deadline of the whole call.
+        :raises CommError: the process has no file descriptor left.
         """
         self._mine, self._number = mine, number
         self._call = wires().call(address.host, address.port, address.secret("connect"), seconds, address.name)
         self.nonce: bytes = os.urandom(16)
-        """The number that this end has chosen for the seal."""
+        """The random bytes of this end for the seal."""
         self.hang_up: Callable[[], None] = self._call.hang_up
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
-        """Make it. Blocks, until it is hung up at the latest.
+        """Make the call. This blocks until the answer, or until ``hang_up`` ends it.
 
-        :returns: the connection, and what the endpoint answers.
-        :raises PeerDiedError: no endpoint listens there.
-        :raises CommTimeoutError: it does not answer.
+        :returns: the connection, and the answer of the other endpoint.
+        :raises PeerDiedError: no endpoint listens at the address.
+        :raises CommTimeoutError: the endpoint does not answer in time.
         :raises AuthError: the endpoint has another token.
         """
         line = self._call.run()
@@ -72,7 +72,7 @@ class EndpointCall:
 
 
 class Pair(StoreRendezvous):
-    """Two endpoints as the ranks of a communicator: they meet over a connection, in place of a store."""
+    """A rendezvous of two endpoints as ranks 0 and 1, over a connection in place of a store."""
 
     home: dict[Any, Any] | None
 
@@ -102,7 +102,7 @@ class Pair(StoreRendezvous):
 
 
 def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
-    """Return the seal of what the two say while they form; the same for both."""
+    """Return the seal that signs the messages of two endpoints while they form; both ends get the same one."""
     return Seal(job_token(), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
         *(nonce.hex() for nonce in nonces)
     )

@@ -1,4 +1,4 @@
-"""The opening of an endpoint. It loads as little as :mod:`aiocomms.communicator.opening`, for the same reason."""
+"""The opening of an endpoint; like :mod:`aiocomms.communicator.opening`, this module imports little."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the class like a function
-    """Open an endpoint, by whose address other processes connect with this one: no ranks, no store, no launcher.
+    """Open an endpoint; other processes connect to its address, without ranks, store or launcher.
 
-    Await it for an :class:`Endpoint`, or use it as ``async with open_endpoint(...) as here:``, which closes it.
+    Await it for an :class:`Endpoint`, or write ``async with open_endpoint(...) as here:``, which closes the endpoint.
 
-    :param transport: a transport's name; ``"auto"`` for the best that is available; or a name for each of some of the
-        families ``"collectives"``, ``"p2p"`` and ``"rma"``. The same on all endpoints that connect.
+    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from some of the families
+        ``"collectives"``, ``"p2p"`` and ``"rma"`` to names. It must be the same on all endpoints that connect.
     :param device: the device of all tensors.
-    :param host: the address of this host at which others connect. By default only processes of this host do. Where
-        other hosts can, the job must have a token.
-    :param lifetime: the seconds for which others may connect by its address; None: as long as the endpoint is open.
-    :param name: the endpoint's name in errors and reports, up to 200 characters; the first 64 also in those of the
-        endpoints that have its address.
-    :param timeout: the deadline in seconds for connecting, and afterwards that of ops that are given none. None: such
-        ops have no deadline, and connecting has 600 s.
+    :param host: the address of this host at which others connect. The default admits only processes of this host. For
+        an address that other hosts reach, the job must have a token.
+    :param lifetime: the seconds for which others may connect to the address; None: as long as the endpoint is open.
+    :param name: the endpoint's name in errors and reports, up to 200 characters. Other endpoints show the first 64.
+    :param timeout: the deadline in seconds for connecting, and the default deadline of ops. None: ops have no deadline,
+        and connecting has 600 s.
     :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
     :raises ArgumentError: an argument is wrong.
-    :raises UnsupportedOperation: the transport is not available; the message says why, and what else there is.
+    :raises UnsupportedOperation: the transport is not available; the message says why, and lists the available ones.
     """
 
     _example = "here = await open_endpoint(...)"

@@ -1,4 +1,4 @@
-"""The other endpoint, as one that is connected with it sees it."""
+"""A connection to another endpoint, as the program uses it: messages, regions and hand-overs of leases."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _RANK: Final = re.compile(r"\brank ([01])\b(?: of 2\b)?")
 
 
 class End(enum.Enum):
-    """The end of a connection."""
+    """The way in which a connection ended."""
 
     CLOSED = enum.auto()
-    """The connection was closed on this side; everything is released."""
+    """The program closed the connection on this side."""
     LEFT = enum.auto()
-    """The other side has closed the connection."""
+    """The other side closed the connection."""
     LOST = enum.auto()
 
 
 class Peer(Handle):
-    """Another endpoint that this one is connected with; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
+    """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two are a communicator of two ranks, with its deadlines, errors, records and rules: what ends it ends nothing of
-    any other peer. ``async with`` closes the connection.
+    The two endpoints form a communicator of two ranks, with its deadlines, errors, records and rules. The loss of one
+    connection does not affect other peers. ``async with`` closes the connection.
     """
 
     _signals: Window
@@ -69,9 +69,11 @@ class Peer(Handle):
         earlier: Callable[[Peer], Awaitable[None]],
         endpoint: str,
     ) -> None:
-        """Begin with a communicator of two.
+        """Start with a communicator of two ranks.
 
-        :param counter: this endpoint's.
+        :param grant: see :class:`Attachments`.
+        :param ended: called when the connection ends.
+        :param counter: the hand-over state of this endpoint.
         :param earlier: waits until this end of each earlier connection with that endpoint is closed.
         :param endpoint: the name of this endpoint.
         """
@@ -85,55 +87,56 @@ class Peer(Handle):
             lambda: earlier(self), comm._core.lose,
         )  # fmt: skip
         self._released = Promise(comm._core.driver)
-        """The promise that is set once this end of the connection is closed."""
+        """A promise that is set once this end of the connection is closed."""
         self._other = 1 - comm.rank
         self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
         self._remotes: dict[bytes, RemoteRegion] = {}
-        """The regions that are open, by their descriptors."""
+        """The open regions, by descriptor."""
         comm.register_abort_hook(self._lost)
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} of {self._comm!r}>"
 
     async def _begin(self) -> None:
-        """Meet the other end, so that each hears all that the other one says from now on."""
-        # The window for signals has one element: signals of an empty one would not come behind what was put.
+        """Open the window for signals together with the other end; afterwards both ends receive notes."""
+        # The window for signals has one element: signals of an empty window would not be ordered behind puts.
         memory = buffers.zeros(1, dtype=torch.uint8, device=self._comm.device)
         self._signals = await self._comm._begin_window(memory, name="")
-        # The other end has taken part, and so it hears from now on what is said.
+        # The other end has taken part, so it receives notes from now on.
         self._attachments.say_here(self._counter.place, self._counter.process)
         self._hand_overs.begin()
 
     @property
     def name(self) -> str:
-        """The name that the other endpoint was opened with and the beginning of its number, as ``decode@1f60c2b7``.
+        """The name of the other endpoint and the beginning of its number, for example ``decode@1f60c2b7``.
 
-        Of an endpoint without a name it is these 8 hexadecimal digits alone.
+        For an endpoint without a name it is only the 8 hexadecimal digits.
         """
         return self._address.name
 
     @property
     def address(self) -> bytes:
-        """The other endpoint's address, as it has given it when they connected."""
+        """The other endpoint's address."""
         return self._address.pack()
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport that carries each family."""
+        """The name of each family's transport."""
         return self._comm.transports
 
     @property
     def closed(self) -> bool:
         """True once the connection is over: closed on either side, or lost.
 
-        Where the other side has closed it, messages that it had sent by then can still be received.
+        If the other side closed the connection, messages that it sent before can still be received.
         """
         return self._over.is_set
 
     def statistics(self) -> Statistics:
-        """Return what the connection is doing and has done at this end; see :meth:`Communicator.statistics`.
+        """Return the statistics of the connection at this end; see :meth:`Communicator.statistics`.
 
-        Its windows are the regions that are open: ``bytes`` of this endpoint's, ``peer_bytes`` of the other one's.
+        The windows in them are the open regions: ``bytes`` of this endpoint's regions, ``peer_bytes`` of the other
+        one's.
         """
         return self._comm.statistics()
 
@@ -187,19 +190,19 @@ class Peer(Handle):
     async def open_stream(
         self, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None
     ) -> ItemStream[Any]:
-        """Open a stream to the other endpoint, which opens one, too; see :meth:`Communicator.open_stream`."""
+        """Open a stream to the other endpoint, which makes the same call; see :meth:`Communicator.open_stream`."""
         return await self._comm.open_stream(self._other, capacity, name, items=items, capacity_bytes=capacity_bytes)
 
     # ------------------------------------------------------------------------------------------------------- regions
 
     async def attach(self, descriptor: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> RemoteRegion:
-        """Open a region of the other endpoint; the same one again where it is open.
+        """Open a region of the other endpoint. If the region is open already, return the same handle.
 
-        :param descriptor: what :attr:`Region.descriptor` says there.
+        :param descriptor: the :attr:`Region.descriptor` of the region.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
-        :raises ArgumentTypeError: it is not bytes.
-        :raises RegionError: the other endpoint has not made it, or has revoked it; it was changed, or has expired.
-        :raises CommTimeoutError: the other endpoint has not answered by then; the connection stays usable.
+        :raises ArgumentTypeError: the descriptor is not bytes.
+        :raises RegionError: the other endpoint did not make the descriptor, or the region has expired or is revoked.
+        :raises CommTimeoutError: the other endpoint has not answered in time; the connection stays usable.
         :raises CommError: the connection is lost or closed.
         """
         self._attachments.check_thread("attach")
@@ -220,7 +223,7 @@ class Peer(Handle):
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
-        """Return the region, and what is left of a deadline."""
+        """Return the region, and the rest of the deadline."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
@@ -233,10 +236,10 @@ class Peer(Handle):
     async def put(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Given:
-        """Write a tensor into a region: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.put`.
+        """Write a tensor into a region: :meth:`attach` if needed, then :meth:`RemoteRegion.put`.
 
-        :returns: ``tensor``, which may be changed again.
-        :raises CommError: as these two do.
+        :returns: ``tensor``, which you may change again.
+        :raises CommError: as the two methods do.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.put(tensor, offset, timeout=left)
@@ -244,18 +247,19 @@ class Peer(Handle):
     async def get(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Given:
-        """Read from a region into a tensor: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.get`.
+        """Read from a region into a tensor: :meth:`attach` if needed, then :meth:`RemoteRegion.get`.
 
         :returns: ``tensor``.
-        :raises CommError: as these two do.
+        :raises CommError: as the two methods do.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.get(tensor, offset, timeout=left)
 
     async def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Tell the other endpoint that all that was put so far has arrived; it waits by :meth:`wait_signal`.
+        """Signal the other endpoint, after all puts so far have arrived there; it waits with :meth:`wait_signal`.
 
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :raises CommTimeoutError: the puts have not arrived in time.
         :raises CommError: the connection is lost or closed.
         """
         seconds = arguments.op_deadline(timeout, self._comm._seconds)
@@ -266,7 +270,7 @@ class Peer(Handle):
         await self._signals.signal(self._other, timeout=timeout)
 
     def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
-        """Wait for one signal of the other endpoint, and consume it; see :meth:`Window.wait_signal`."""
+        """Wait for one signal of the other endpoint and consume it; see :meth:`Window.wait_signal`."""
         return self._signals.wait_signal(self._other, timeout=timeout)
 
     # -------------------------------------------------------------------------------------------------------- leases
@@ -274,24 +278,23 @@ class Peer(Handle):
     async def hand_over(
         self, lease: Lease, meta: Any = None, *, write: bool = False, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Any:
-        """Lend the blocks of a lease to the other endpoint, until that gives them back; see :meth:`Endpoint.handed`.
+        """Lend the blocks of a lease to the other endpoint until it gives them back; see :meth:`Endpoint.handed`.
 
-        Where this raises, or is cancelled, the other endpoint has let go of the blocks by then; or the connection is
-        lost, and blocks into which it may still write are :attr:`Pool.held` when the lease ends. It waits up to 5 s
-        for that.
+        If this raises or is cancelled, it takes the blocks back, and waits up to 5 s until the other endpoint releases
+        them. If the other endpoint does not, the connection is lost. Blocks into which it may still write are then
+        :attr:`Pool.held` when the lease ends.
 
-        :param lease: a lease of a pool of this endpoint's. It may be handed over several times, also at once.
-        :param meta: what the other program is told, as of :meth:`send_object`: 256 KiB at most.
-        :param write: the other endpoint is to fill the blocks; else it reads them. Do not use them meanwhile, but for
-            reading what is read.
-        :param timeout: the seconds until it must have given them back, None for no deadline; by default the
-            endpoint's.
-        :returns: the other program's answer, as it has called :meth:`HandedLease.give_back`; what it has written is
-            there.
+        :param lease: a lease of a pool of this endpoint. It may be handed over several times, also concurrently.
+        :param meta: an object for the other program. :meth:`send_object` must accept it; 256 KiB at most.
+        :param write: True if the other endpoint fills the blocks; do not use them meanwhile. False if it reads them;
+            only read them meanwhile.
+        :param timeout: the seconds until the other endpoint must have given the blocks back, None for no deadline; by
+            default the endpoint's.
+        :returns: the answer that the other program passed to :meth:`HandedLease.give_back`; its writes are visible.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises LeaseError: the other program has dropped the blocks; or the lease has ended.
-        :raises CommTimeoutError: they were not given back in time, or nobody took them. The connection is lost only if
-            the other endpoint did not let go of them either.
+        :raises LeaseError: the other program has dropped the blocks, or the lease has ended.
+        :raises CommTimeoutError: the blocks were not given back in time. The connection is lost only if the other
+            endpoint did not release them either.
         :raises CommError: the connection is lost or closed.
         """
         self._attachments.check_thread("hand_over")
@@ -302,7 +305,7 @@ class Peer(Handle):
             raise error.about(comm=self._where, op="hand_over") from error.__cause__
 
     async def _arrived(self, descriptor: bytes) -> None:
-        """Wait until what was put into a region is visible to its owner."""
+        """Wait until the puts into a region are visible to its owner."""
         remote = self._remotes.get(descriptor)
         if remote is not None:
             await self._settle_one(*remote._settling(COMM_TIMEOUT))
@@ -310,18 +313,18 @@ class Peer(Handle):
     # ------------------------------------------------------------------------------------------------------- the end
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
-        """Have ``fn(error)`` called on the loop's thread when the connection is lost, the other process's death say.
+        """Register ``fn(error)`` to run on the event loop's thread when the connection is lost.
 
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called.
+        :raises ArgumentTypeError: ``fn`` is not callable.
         """
         return self._comm.register_abort_hook(fn if not callable(fn) else lambda error: fn(self._worded(error)))
 
     async def lost(self) -> CommError:
-        """Wait until the connection is lost: a death, an abort, a deadline.
+        """Wait until the connection is lost, for example by a death, an abort or a deadline.
 
-        :returns: why, as :meth:`Communicator.lost` does.
-        :raises CommClosedError: it was closed on either side.
+        :returns: the reason, as :meth:`Communicator.lost` does.
+        :raises CommClosedError: the connection was closed on either side.
         """
         await self._over
         if self._comm.aborted:
@@ -329,18 +332,18 @@ class Peer(Handle):
         raise self._why.about(comm=self._where, op="lost")
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give the connection up, on both sides; see :meth:`Communicator.abort`."""
+        """Abort the connection on both sides; see :meth:`Communicator.abort`."""
         self._comm.abort(reason)
 
     async def aclose(self) -> None:
-        """Close the connection: ops under way end, and everything is released. Idempotent.
+        """Close the connection: end ops under way, and release all resources. Idempotent.
 
         The other side can still receive messages whose sends are done.
 
-        :raises CommError: a transport broke while it closed; everything else is released.
+        :raises CommError: a transport failed while it closed; everything else is released.
         """
         self._attachments.check_thread("aclose")
-        # True once all that was put has arrived: the other end may use its memory for something else from then on.
+        # True once all puts have arrived: the other end may then reuse its memory.
         arrived = self.closed
         try:
             if not arrived:
@@ -351,7 +354,7 @@ class Peer(Handle):
                     arrived = True
                     await self._attachments.settle()
         except anyio.get_cancelled_exc_class():
-            # The owner of memory may use it for something else as soon as it has heard of the end.
+            # The owner of a region may reuse its memory as soon as it knows that the connection is over.
             await shielded(self._settle_for_a_while)
             raise
         finally:
@@ -365,7 +368,7 @@ class Peer(Handle):
             await self._release()
 
     async def _release(self) -> None:
-        """Close this end, once both have said of what they were lent that they have let go."""
+        """Close this end once both ends have released the blocks that they were lent."""
         try:
             await self._hand_overs.part()
             self._attachments.hear_no_more()
@@ -379,7 +382,7 @@ class Peer(Handle):
             await self._settle(COMM_TIMEOUT)
 
     async def _settle(self, timeout: OpTimeout) -> None:
-        """Wait until all that was put so far is visible."""
+        """Wait until all puts so far are visible to their owners."""
         settling = [remote._settling(timeout) for remote in self._remotes.values() if not remote._settled]
         for one in settling:
             await self._settle_one(*one)
@@ -397,7 +400,7 @@ class Peer(Handle):
         await self.aclose()
 
     def _worded(self, error: CommError) -> CommError:
-        """Return an error of the communicator of two in words of endpoints, which have no ranks."""
+        """Return an error of the communicator with "endpoint" in place of ranks in its message."""
         names = {self._comm.rank: "this endpoint", self._other: "the other endpoint"}
         if isinstance(error, CommAbortedError) and error.message == closed_by(self._other).message:
             return CommClosedError(_LEFT, comm=self._where, op=error.op, seq=error.seq)
@@ -412,7 +415,7 @@ class Peer(Handle):
         self._hand_overs.hear(word)
 
     def _left(self) -> None:
-        """Note that the other end has closed. What it sent may still be on its way, or wait for a receive."""
+        """Note that the other end has closed. Its messages may still be on their way, or wait for a receive."""
         self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)
 
@@ -426,7 +429,10 @@ class Peer(Handle):
         self._over.set()
 
     def _checked(self, descriptor: object) -> Descriptor:
-        """Return what a descriptor says, if it can be one of the other endpoint's."""
+        """Return a decoded descriptor.
+
+        :raises RegionError: it is not a descriptor of the other endpoint, or has expired.
+        """
         says = read_descriptor(descriptor)
         if says.endpoint != self._address.endpoint:
             raise RegionError(

@@ -1,4 +1,4 @@
-"""Pools of equal blocks of an endpoint's memory, and the leases by which its tasks take them."""
+"""Pools of equal blocks of an endpoint's memory, and the leases that give blocks to its tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aiocomms.ops.modes import unaffected
 from aiocomms.progress.driver import Bell, LoopDriver, Promise
 
 SLOTS: Final = 1024
-"""Hand-overs of an endpoint that are under way at once; others wait for their turn."""
+"""The most hand-overs of an endpoint under way at once; others wait."""
 
 
 class LentBlocks(Protocol):
@@ -34,47 +34,47 @@ class LentBlocks(Protocol):
 
     @property
     def ended(self) -> bool:
-        """True once the program goes on behind it."""
+        """True once the hand-over is over for the program."""
 
     async def take_back(self, why: str) -> None:
-        """End it, and wait until the borrower has let go or the connection is over."""
+        """End the hand-over, and wait until the borrower has released the blocks or the connection is over."""
 
 
 class LeaseLedger:
-    """The hand-overs of one endpoint: their numbers, the words that vouch for them, and those that are held."""
+    """The hand-overs of one endpoint: their numbers, their words, and the blocks that borrowers hold."""
 
     words: Tensor
-    """A word for each hand-over: its number, as long as what is read is the lease's.
+    """A word for each hand-over: the number of the hand-over while it lasts, else 0.
 
-    The reader gets the word after the bytes. The owner changes it before the blocks may be leased again, so a number
-    that is still there vouches for the bytes, as in a sequence lock (Lameter, "Effective Synchronization on Linux/NUMA
-    Systems", 2005).
+    A reader gets the word after the bytes. The owner changes the word before the blocks may be leased again. So an
+    unchanged number proves that the bytes were valid, as in a sequence lock (Lameter, "Effective Synchronization on
+    Linux/NUMA Systems", 2005).
     """
     region: Region
-    """The words, as other endpoints read them."""
+    """The region through which other endpoints read the words."""
 
     def __init__(self, driver: LoopDriver) -> None:
-        """Begin without any hand-over, and without words."""
+        """Start without hand-overs and without words."""
         self._driver = driver
         self._numbers = itertools.count(1)
         self._slots = list(range(SLOTS))
         self._free = Bell(driver)
         self._held: dict[tuple[bytes, int], _OutOfUse] = {}
-        """The hand-overs that are held, by borrower and number."""
+        """The held hand-overs, by borrower and number."""
 
     def open(self, register: Callable[..., Region]) -> None:
-        """Make the words, unless they are there.
+        """Make the words if there are none.
 
         :param register: :meth:`Endpoint.register`.
         """
         if not hasattr(self, "words"):
-            # Memory that is shared already is not moved when the region is opened.
+            # The opening of a region does not move memory that is shared already.
             self.words = buffers.zeros(SLOTS, dtype=torch.int64, device="cpu")
             self.words.share_memory_()  # type: ignore[no-untyped-call]
             self.region = register(self.words, write=False)
 
     async def take(self) -> tuple[int, int]:
-        """Return a new hand-over's number, and the slot of its word."""
+        """Return the number of a new hand-over, and the slot of its word; wait for a free slot."""
         while not self._slots:
             await self._free
         number, slot = next(self._numbers), heapq.heappop(self._slots)
@@ -82,7 +82,7 @@ class LeaseLedger:
         return number, slot
 
     def wipe(self, slot: int) -> None:
-        """Vouch for a hand-over no more."""
+        """Reset the word of a hand-over that ends, and free its slot."""
         self._set(slot, 0)
         heapq.heappush(self._slots, slot)
         self._free.ring()
@@ -92,11 +92,11 @@ class LeaseLedger:
         self.words[slot] = number
 
     def hold(self, borrower: bytes, number: int, process: int, freed: Callable[[], object]) -> None:
-        """Keep a hand-over until the borrower says that it has let go, or its process has ended.
+        """Hold a hand-over until the borrower has released the blocks, or its process has ended.
 
-        :param borrower: its endpoint.
-        :param process: the number of its process; 0: it is not known.
-        :param freed: called then.
+        :param borrower: the number of the borrower's endpoint.
+        :param process: the id of the borrower's process; 0 if it is unknown.
+        :param freed: called at the end of the hold.
         """
         try:
             fd = process_descriptor(process)
@@ -108,7 +108,7 @@ class LeaseLedger:
             self._driver.watch(fd, lambda: self.let_go(borrower, number))
 
     def let_go(self, borrower: bytes, number: int) -> None:
-        """Free a hand-over that is held. Idempotent."""
+        """Free a held hand-over. Idempotent."""
         held = self._held.pop((borrower, number), None)
         if held is not None:
             self._unwatch(held)
@@ -120,11 +120,11 @@ class LeaseLedger:
             os.close(held.fd)
 
     def held_by(self, borrower: bytes) -> list[int]:
-        """Return the numbers of those that a borrower holds."""
+        """Return the numbers of the hand-overs that a borrower holds."""
         return [number for by, number in self._held if by == borrower]
 
     def close(self) -> None:
-        """Watch no process any more: the endpoint is closed."""
+        """Stop watching processes: the endpoint is closed."""
         for held in self._held.values():
             self._unwatch(held)
         self._held.clear()
@@ -134,7 +134,7 @@ class _OutOfUse(NamedTuple):
     """A hand-over whose blocks are out of circulation."""
 
     fd: int | None
-    """The descriptor of the borrower's process, if it is known."""
+    """A file descriptor of the borrower's process, if the process is known."""
     freed: Callable[[], object]
 
 
@@ -147,14 +147,14 @@ class _InLine:
 
 
 class Pool(Handle):
-    """Equal blocks of this endpoint's memory, which tasks lease, and hand over; made by :meth:`Endpoint.new_pool`."""
+    """A pool of equal memory blocks, which tasks lease and hand over; made by :meth:`Endpoint.new_pool`."""
 
     def __init__(self, region: Region, ledger: LeaseLedger, driver: LoopDriver, seconds: float, name: str) -> None:
         self._region, self._ledger, self._driver = region, ledger, driver
         self._seconds, self._name = seconds, name
         self._number = region._number
         self._rows: Tensor = region._memory
-        self._free = list(range(len(self._rows)))  # a heap: leases get the first, which are adjacent if they can be
+        self._free = list(range(len(self._rows)))  # The list is a heap: leases get the lowest, often adjacent, blocks.
         self._turns: deque[_InLine] = deque()
         self._held = 0
         self._closed = False
@@ -164,38 +164,38 @@ class Pool(Handle):
 
     @property
     def tensor(self) -> Any:
-        """The memory: the tensor or array that was given, ``[blocks, ...]``."""
+        """The memory, ``[blocks, ...]``: the tensor or array that was passed to :meth:`Endpoint.new_pool`."""
         return self._region.tensor
 
     @property
     def free(self) -> int:
-        """The number of blocks that nobody has."""
+        """The number of free blocks."""
         return len(self._free)
 
     @property
     def leased(self) -> int:
-        """The number of blocks that leases have."""
+        """The number of leased blocks."""
         return len(self._rows) - len(self._free) - self._held
 
     @property
     def held(self) -> int:
         """The number of blocks of ended leases into which a borrower may still write.
 
-        Its connection was lost, and its process may be alive. They are free once it has said that it let go, or its
-        process has ended.
+        The connection with the borrower was lost, and its process may be alive. The blocks become free once the
+        borrower has released them or its process has ended.
         """
         return self._held
 
     @contextlib.asynccontextmanager
     async def lease(self, count: int = 1, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Lease]:
-        """Take blocks for the length of an ``async with`` block; tasks wait for them in the order of their calls.
+        """Lease blocks for an ``async with`` body. Tasks get blocks in the order of their calls.
 
-        At the end of the block its hand-overs are taken back, and the blocks are free once nobody uses them any more.
+        At the end of the body, the lease takes its hand-overs back. The blocks become free once no borrower uses them.
 
         :param count: the number of blocks.
-        :param timeout: the seconds for which to wait for them, None for no deadline; by default the endpoint's.
+        :param timeout: the seconds to wait for the blocks, None for no deadline; by default the endpoint's.
         :raises ArgumentError: the pool has fewer blocks.
-        :raises CommTimeoutError: so many were not free in time.
+        :raises CommTimeoutError: not enough blocks were free in time.
         :raises CommClosedError: the endpoint is closed.
         """
         lease = Lease(self, await self._take(count, timeout))
@@ -227,12 +227,12 @@ class Pool(Handle):
             with anyio.move_on_after(seconds):
                 await turn.served
         except BaseException:
-            self._put(turn.blocks)  # Perhaps they came in the turn of the loop in which the task was cancelled.
+            self._put(turn.blocks)  # The blocks may have come in the same cycle of the event loop as the cancellation.
             raise
         finally:
             if turn in self._turns:
                 self._turns.remove(turn)
-                self._serve()  # The next ones may want fewer.
+                self._serve()  # The next tasks may want fewer blocks.
         if self._closed and not turn.blocks:
             raise CommClosedError("the endpoint is closed")
         if not turn.blocks:
@@ -241,7 +241,7 @@ class Pool(Handle):
         return turn.blocks
 
     def _serve(self) -> None:
-        """Give blocks to those whose turn it is."""
+        """Give blocks to the waiting tasks, in their order."""
         while self._turns and (self._closed or self._turns[0].count <= len(self._free)):
             turn = self._turns.popleft()
             if not self._closed:
@@ -249,23 +249,23 @@ class Pool(Handle):
             turn.served.set()
 
     def _put(self, blocks: Sequence[int]) -> None:
-        """Take blocks back that nobody uses any more."""
+        """Free blocks that are no longer in use."""
         for block in blocks:
             heapq.heappush(self._free, block)
         self._serve()
 
     def _hold(self, change: int) -> None:
-        """Count blocks that are held, or not any more."""
+        """Add to the count of held blocks."""
         self._held += change
 
     def _close(self) -> None:
-        """Give out nothing more: the endpoint is closed."""
+        """Refuse further leases: the endpoint is closed."""
         self._closed = True
         self._serve()
 
 
 class LeasedBlocks(Handle):
-    """Blocks of a lease, in an order of their own; made by :meth:`select`."""
+    """Selected blocks of a lease, in a chosen order; made by :meth:`select`."""
 
     def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
         self._pool, self._blocks = pool, blocks
@@ -279,18 +279,18 @@ class LeasedBlocks(Handle):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The indices of its blocks in the pool."""
+        """The indices of the blocks in the pool."""
         return self._blocks
 
     @property
     def pool(self) -> Pool:
-        """The pool that it is of."""
+        """The pool of the blocks."""
         return self._pool
 
     def select(self, places: Sequence[int]) -> LeasedBlocks:
-        """Return some of the blocks, by their places in here.
+        """Return some of the blocks, by their places in this selection.
 
-        :raises ArgumentError: there is no such place.
+        :raises ArgumentError: a place is out of range.
         """
         return LeasedBlocks(self._pool, selected(self._blocks, places))
 
@@ -299,7 +299,7 @@ def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
     """Return some of the blocks of a lease.
 
     :param places: their places among those blocks.
-    :raises ArgumentError: there is no such place.
+    :raises ArgumentError: a place is out of range.
     """
     wrong = [place for place in places if type(as_int(place)) is not int or not 0 <= place < len(blocks)]
     if wrong:
@@ -308,24 +308,24 @@ def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
 
 
 class Lease(LeasedBlocks):
-    """Blocks of a pool that one task has; made by :meth:`Pool.lease`, whose ``async with`` block is its life."""
+    """Blocks of a pool that one task holds; made by :meth:`Pool.lease`, and valid within its ``async with`` body."""
 
     def __init__(self, pool: Pool, blocks: tuple[int, ...]) -> None:
         super().__init__(pool, blocks)
         self._ending = self._ended = False
         self._out: dict[LentBlocks, None] = {}
-        """The hand-overs by which others may use the blocks: under way, or held."""
+        """The hand-overs through which others may use the blocks: under way or held."""
 
     def __repr__(self) -> str:
         return f"<Lease of {len(self)} blocks{' (ended)' * self._ended}>"
 
     @property
     def ended(self) -> bool:
-        """True once the blocks may be another lease's."""
+        """True once another lease may get the blocks."""
         return self._ended
 
     def _lend(self, out: LentBlocks) -> None:
-        """Note a hand-over, until :meth:`_settled`.
+        """Register a hand-over, until :meth:`_settled`.
 
         :raises LeaseError: the lease has ended.
         """
@@ -334,20 +334,20 @@ class Lease(LeasedBlocks):
         self._out[out] = None
 
     def _settled(self, out: LentBlocks) -> None:
-        """Note that nobody uses the blocks any more by way of a hand-over."""
+        """Note that a hand-over no longer uses the blocks."""
         del self._out[out]
         if self._ended and not self._out:
             self._pool._hold(-len(self))
             self._pool._put(self._blocks)
 
     async def _end(self, why: str) -> None:
-        """Take every hand-over back, and give the blocks back unless they are held."""
+        """Take all hand-overs back, and free the blocks unless a borrower holds them."""
         self._ending = True
         try:
             # The hand-over itself raises the error.
             with anyio.CancelScope(shield=True), contextlib.suppress(CommError):
                 await all_of([functools.partial(out.take_back, why) for out in self._out if not out.ended])
-        finally:  # No scope shields a task from asyncio's own cancel(), which comes here once all of it has ended.
+        finally:  # No scope shields a task from asyncio's own cancel(), which gets here once all hand-overs have ended.
             self._ended = True
             if self._out:
                 self._pool._hold(len(self))

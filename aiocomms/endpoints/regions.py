@@ -1,4 +1,4 @@
-"""Memory that an endpoint opens to others, as its owner and as these see it."""
+"""Memory regions that an endpoint opens to other endpoints: the owner's handle and the remote handle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run them all, each to its end, and raise the first error afterwards."""
+    """Run all calls concurrently, each to its end, and then raise the first error."""
     errors: list[CommError] = []
 
     async def run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -45,11 +45,11 @@ async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> No
 
 REVOKED = "its owner has revoked the region"
 Close = Callable[..., Coroutine[Any, Any, None]]
-"""A function that closes an attachment: ``close(attachment, why, timeout)``."""
+"""The type of a function that closes an attachment: ``close(attachment, why, timeout)``."""
 
 
 class Attachment:
-    """One region that is open between the two, as either of them sees it."""
+    """One region that is open between two endpoints; each of the two has its own instance."""
 
     owner: int
     number: int
@@ -61,16 +61,16 @@ class Attachment:
         self.owner, self.number, self.descriptor = owner, number, descriptor
         self.opened, self.closed = opened, closed
         self.window: Window | None = None
-        """The window, once it is opened, unless the connection was lost before."""
+        """The window; None until it is opened, and if the connection was lost before."""
         self.over = ""
-        """The reason why nothing may be started on it any more; empty: it may."""
+        """The reason why no operation may start on the region any more; empty while operations may start."""
         self.leaving = False
 
 
 class Region(Handle):
-    """Memory of this endpoint's that others may read or write; made by :meth:`Endpoint.register`.
+    """Memory of this endpoint that other endpoints may read or write; made by :meth:`Endpoint.register`.
 
-    ``async with`` revokes it at the end.
+    ``async with`` revokes the region at the end.
     """
 
     def __init__(
@@ -87,33 +87,33 @@ class Region(Handle):
 
     @property
     def tensor(self) -> Any:
-        """The memory: the tensor or array that was given."""
+        """The memory: the tensor or array that was passed to :meth:`Endpoint.register`."""
         return self._given
 
     @property
     def descriptor(self) -> bytes:
-        """The descriptor to give to those that may use the region.
+        """The descriptor, for the programs that may use the region: at most 1,024 bytes.
 
-        It has at most 1,024 bytes, which only this endpoint can have made.
+        Only this endpoint can make it.
         """
         return self._descriptor
 
     @property
     def revoked(self) -> bool:
-        """True once no endpoint may use it any more."""
+        """True once the region is revoked."""
         return self._revoked
 
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Take it back: what is under way ends, and no endpoint reads or writes it when this returns. Idempotent.
+        """Revoke the region: wait for operations under way, and refuse new ones. Idempotent.
 
-        That holds for the endpoints that are connected. One whose connection was lost before, though its process goes
-        on (it was stopped, or its deadlines have passed), may have begun to write by then.
+        When this returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
+        earlier may still write if its process lives.
 
-        :param timeout: the seconds that the other endpoints have for that, None for no deadline; by default the
-            endpoint's.
-        :raises ArgumentError: ``timeout`` is none; nothing was revoked.
-        :raises CommTimeoutError: one did not let go by then. The connection with it is lost, and as long as its process
-            lives it may finish what it had begun.
+        :param timeout: the seconds until all other endpoints have released the region, None for no deadline; by default
+            the endpoint's.
+        :raises ArgumentError: ``timeout`` is not valid; nothing was revoked.
+        :raises CommTimeoutError: an endpoint did not release the region in time. The connection with it is lost; while
+            its process lives, its operations under way may still complete.
         :raises RuntimeError: this is not the endpoint's thread.
         """
         if get_ident() != self._thread:
@@ -132,19 +132,19 @@ class Region(Handle):
 
     @property
     def _number(self) -> int:
-        """Its number among the endpoint's."""
+        """The number of the region among the endpoint's regions."""
         return self._says.number
 
     def _part(self) -> Tensor:
-        """Return what is open to another endpoint: nothing once it is revoked."""
+        """Return the memory that another endpoint may open: an empty tensor once the region is revoked."""
         return self._memory.new_empty(0) if self._revoked else self._memory
 
     def _opened(self, attachment: Attachment, close: Close) -> None:
-        """Note that it is open to another endpoint, until :meth:`_left`."""
+        """Note that another endpoint has opened the region, until :meth:`_left`."""
         self._open[attachment] = close
 
     def _left(self, attachment: Attachment) -> None:
-        """Note that it is no longer open to another endpoint."""
+        """Note that another endpoint has closed the region."""
         self._open.pop(attachment, None)
 
 
@@ -156,12 +156,12 @@ class Described(Handle):
 
     @property
     def count(self) -> int:
-        """Its number of elements."""
+        """The number of elements of the region."""
         return self._says.count
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its elements."""
+        """The dtype of the region's elements."""
         return dtype_of(self._says)
 
     @property
@@ -176,15 +176,15 @@ class Described(Handle):
 
     @property
     def closed(self) -> bool:
-        """True once it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
+        """True once the region is unusable: revoked, closed or expired, or the connection is over."""
         return bool(self._attachment.over) or expired(self._says.expires)
 
 
 class RemoteRegion(Described):
-    """A region of another endpoint's; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
+    """A region of another endpoint; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
 
-    Operations take effect in the order of the calls. A ``put`` is done when its source may be reused; it has arrived
-    when the other endpoint gets a later :meth:`Peer.signal`, or a later ``flush`` is done.
+    Operations take effect in the order of the calls. A ``put`` is done when its source may be reused. Its data has
+    arrived when the other endpoint receives a later :meth:`Peer.signal`, or when a later ``flush`` is done.
     """
 
     def __init__(self, says: Descriptor, attachment: Attachment, close: Close) -> None:
@@ -193,7 +193,7 @@ class RemoteRegion(Described):
         self._window: Window = attachment.window
         self._owner = attachment.owner
         self._puts = self._seen = 0
-        """The number of puts, and the number of those that are known to be visible."""
+        """The number of puts, and how many puts are known to be visible."""
 
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
@@ -201,17 +201,20 @@ class RemoteRegion(Described):
 
     @property
     def _settled(self) -> bool:
-        """True if all that was put so far is visible."""
+        """True if all puts so far are visible to the owner."""
         return self._puts == self._seen or self._attachment.closed.is_set
 
     def _settling(self, timeout: OpTimeout) -> tuple[RemoteRegion, int, Awaitable[None]]:
-        """Begin to see to that: the number of puts that are visible once the last is awaited."""
+        """Start to wait for all puts so far to be visible.
+
+        :returns: this region, the number of puts so far, and what to await until they are visible.
+        """
         if self._window.closed:  # A window closes after everything else.
             return self, self._puts, self._attachment.closed
         return self, self._puts, self._window.flush(self._owner, timeout=timeout)
 
     def _is_of(self, attachment: Attachment) -> bool:
-        """Return whether it is this opening of the region, and no earlier one."""
+        """Return whether this handle belongs to that attachment, not to an earlier one of the same region."""
         return self._attachment is attachment
 
     def put(
@@ -224,13 +227,13 @@ class RemoteRegion(Described):
     ) -> Work[Given]:
         """Write a tensor into the region.
 
-        :param tensor: a tensor of any shape and of the region's dtype; it must not be changed until the work is done.
+        :param tensor: a tensor of any shape, with the region's dtype. Do not change it until the work is done.
         :param offset: the first element to write.
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
-        :raises RegionError: the region may not be written, or not any more; nothing was sent.
+        :raises RegionError: the region is not writable or no longer usable; nothing was sent.
         """
         self._check("put", "written", self._says.write)
         work = self._window.put(tensor, self._owner, offset, hints=hints, timeout=timeout)
@@ -247,13 +250,13 @@ class RemoteRegion(Described):
     ) -> Work[Given]:
         """Read from the region into a tensor.
 
-        :param tensor: the tensor to read into, of any shape and of the region's dtype.
+        :param tensor: the tensor to read into, of any shape, with the region's dtype.
         :param offset: the first element to read.
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the region has fewer elements; nothing was sent.
-        :raises RegionError: the region may not be read, or not any more; nothing was sent.
+        :raises RegionError: the region is not readable or no longer usable; nothing was sent.
         """
         self._check("get", "read", self._says.read)
         return self._window.get(tensor, self._owner, offset, hints=hints, timeout=timeout)
@@ -283,26 +286,26 @@ class RemoteRegion(Described):
         return self._window.get_v(tensor, self._owner, offsets, starts, count, timeout=timeout)
 
     def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
-        """Wait until all that was put so far is visible to the owner.
+        """Wait until all puts so far are visible to the owner.
 
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: the work; its result is None.
-        :raises RegionError: the region may not be used any more.
+        :raises RegionError: the region is no longer usable.
         """
         self._check("flush", "used", True)
         return self._window.flush(self._owner, timeout=timeout)
 
     async def _memory(self) -> Tensor | None:
-        """Return the region itself, where this process has mapped it; None: it has not.
+        """Return the region's memory if this process has mapped it, else None.
 
-        It stays mapped as long as the tensor is kept, whatever becomes of the region.
+        The memory stays mapped as long as the tensor exists, even after the region is closed.
         """
         if not self._window.mapped(self._owner):
             return None
         return await self._window.map_remote_tensor(self._owner)
 
     async def aclose(self) -> None:
-        """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
+        """Close the region here: wait for operations under way, and tell the owner. Idempotent."""
         await self._close(self._attachment, "")
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The notes that the two ends of a connection send each other, about regions and about blocks that are lent."""
+"""Notes that the two ends of a connection send each other, about regions and lent blocks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import ControlCodec
 
 LEADER: Final = 0
-"""The rank that decides in which order regions are opened and closed."""
+"""The rank that decides the order in which regions are opened and closed."""
 LONGEST_WHY: Final = 200
-"""Characters of a reason."""
+"""The most characters of a reason."""
 
 
 class Ask(msgspec.Struct, tag=0, array_like=True):
-    """The question whether the sender may use a region of the receiver."""
+    """A request of the sender to use a region of the receiver."""
 
     question: int
     descriptor: bytes
 
 
 class Refuse(msgspec.Struct, tag=1, array_like=True):
-    """The answer that it may not."""
+    """A refusal of :class:`Ask`."""
 
     question: int
     why: str
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """The answer that it may, which asks the leader to open the region."""
+    """A consent to the leader's :class:`Ask`: the leader is to open the region."""
 
     question: int
     number: int
 
 
 class RegionOpening(msgspec.Struct, tag=3, array_like=True):
-    """The leader opens a region of the rank ``owner``, because of a question of the other one."""
+    """A notice of the leader that it opens a region of the rank ``owner`` at the request of the other rank."""
 
     owner: int
     number: int
@@ -45,7 +45,7 @@ class RegionOpening(msgspec.Struct, tag=3, array_like=True):
 
 
 class Leave(msgspec.Struct, tag=4, array_like=True):
-    """The request to the leader that it close a region."""
+    """A request to the leader to close a region."""
 
     owner: int
     number: int
@@ -53,7 +53,7 @@ class Leave(msgspec.Struct, tag=4, array_like=True):
 
 
 class Closing(msgspec.Struct, tag=5, array_like=True):
-    """The word of the leader that it closes a region."""
+    """A notice of the leader that it closes a region."""
 
     owner: int
     number: int
@@ -61,59 +61,59 @@ class Closing(msgspec.Struct, tag=5, array_like=True):
 
 
 class Bye(msgspec.Struct, tag=6, array_like=True):
-    """The word of an endpoint that it closes the connection."""
+    """A notice of an endpoint that it closes the connection."""
 
 
 class Here(msgspec.Struct, tag=7, array_like=True):
-    """The word of an end that it is there."""
+    """The first note of an end: where its process runs."""
 
     place: str
-    """The host and its numbering of processes: ends of one place may map each other's memory."""
+    """The host and its process-id namespace: ends in the same place may map each other's memory."""
     process: int
-    """Its number there; 0: it is not known."""
+    """The process id in that place; 0 if it is unknown."""
 
 
 class Shelf(msgspec.Struct, tag=8, array_like=True):
-    """A pool of the sender, of which it is about to lend blocks."""
+    """A pool of the sender, which is about to lend blocks of it."""
 
     pool: int
     blocks: bytes
-    """The descriptor of its memory."""
+    """The descriptor of the pool's memory."""
     words: bytes
-    """The descriptor of the words that vouch for what is read."""
+    """The descriptor of the words by which a reader checks its reads; see :attr:`LeaseLedger.words`."""
     shape: tuple[int, ...]
-    """The shape of its memory: the number of blocks, and what a block is."""
+    """The shape of the pool's memory: the number of blocks, then the shape of a block."""
 
 
 class Lend(msgspec.Struct, tag=9, array_like=True):
-    """The sender lends blocks; its body has their indices, and what the program has to say."""
+    """A hand-over of blocks to the receiver; the body has the indices of the blocks and the program's ``meta``."""
 
     number: int
-    """The number of the hand-over among those of the sender's endpoint, which is never used again."""
+    """The number of the hand-over at the sender's endpoint, which never uses the number again."""
     slot: int
-    """The place of its word."""
+    """The index of the hand-over's word in :attr:`LeaseLedger.words`."""
     pool: int
     write: bool
     body: bytes
     more: int = 0
-    """The number of :class:`Piece` in which the rest of the body follows."""
+    """The number of :class:`Piece` notes that carry the rest of the body."""
 
 
 class Piece(msgspec.Struct, tag=10, array_like=True):
-    """A part of the body of what was said before."""
+    """A part of the body of the preceding :class:`Lend` or :class:`GiveBack`."""
 
     body: bytes
 
 
 class Recall(msgspec.Struct, tag=11, array_like=True):
-    """The sender takes back what it has lent; it waits for :class:`GiveBack` or :class:`LetGo`."""
+    """A recall of lent blocks by their owner, which then waits for :class:`GiveBack` or :class:`LetGo`."""
 
     number: int
     why: str
 
 
 class GiveBack(msgspec.Struct, tag=12, array_like=True):
-    """The sender is through with what it was lent, and uses it no more; its body is the program's answer."""
+    """The return of lent blocks by their borrower; the body is the program's answer."""
 
     number: int
     body: bytes
@@ -121,25 +121,25 @@ class GiveBack(msgspec.Struct, tag=12, array_like=True):
 
 
 class LetGo(msgspec.Struct, tag=13, array_like=True):
-    """The sender uses no more what it was lent: it was taken back, or dropped."""
+    """The release of lent blocks by their borrower without an answer: they were recalled or dropped."""
 
     number: int
     why: str
     over: bool = False
-    """True if that is because the connection is over."""
+    """True if the borrower releases the blocks because the connection is over."""
 
 
 OfLeases = Here | Shelf | Lend | Piece | Recall | GiveBack | LetGo
-"""The words about blocks that are lent."""
+"""The notes about lent blocks."""
 Word = Ask | Refuse | Grant | RegionOpening | Leave | Closing | Bye | OfLeases
 WORDS: Final = ControlCodec[Word](Word, "what the other endpoint says")
 
 
 def read(what: bytes, rank: int) -> Word:
-    """Decode what the other end says.
+    """Decode a note of the other end.
 
-    :param rank: this end's.
-    :raises ProtocolError: it makes no sense, or is not for this end to hear.
+    :param rank: the rank of this end.
+    :raises ProtocolError: the note is malformed, or the other end may not send it.
     """
     word = WORDS.decode(what, 1 - rank)
     if isinstance(word, (RegionOpening, Closing) if rank == LEADER else (Grant, Leave)):

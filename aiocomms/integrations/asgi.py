@@ -1,4 +1,4 @@
-"""A service behind an ASGI application, as of Starlette, FastAPI or Litestar, none of which it needs.
+"""A service behind an ASGI application, for example of Starlette, FastAPI or Litestar. It imports none of these.
 
 See ``docs/serving.md``.
 """
@@ -23,17 +23,17 @@ T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Start = Callable[[], Awaitable[tuple[Service, Execute]]]
-"""A function that opens the service on a rank, and returns it with what carries out plans there."""
+"""A function that opens the service on a rank, and returns it with the function that carries out plans there."""
 
 _TEXT = "text/plain; charset=utf-8"
 
 
 class WebService(Handle):
-    """A service whose rank 0 is a web server, and the probes of that; one program for all ranks.
+    """A service whose rank 0 is a web server with probes. All ranks run the same program.
 
-    :param start: an async function that is called once on each rank: it opens a communicator, loads the model, and
-        returns the :class:`~aiocomms.serving.Service` and the function that carries out plans.
-    :param max_running: see :meth:`Service.drive`, as for ``max_waiting``.
+    :param start: an async function, called once on each rank. It opens a communicator, loads the model, and returns the
+        :class:`~aiocomms.serving.Service` and the function that carries out plans.
+    :param max_running: see :meth:`Service.drive`, also for ``max_waiting``.
     """
 
     def __init__(self, start: Start, max_running: int | None = None, max_waiting: int | None = None) -> None:
@@ -43,7 +43,7 @@ class WebService(Handle):
 
     @property
     def driver(self) -> Driver:
-        """The driver, within the lifespan.
+        """The driver of the service, available within the lifespan.
 
         :raises CommClosedError: the service is not open.
         """
@@ -55,8 +55,8 @@ class WebService(Handle):
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others.
 
-        If the service cannot go on, as when nobody takes the place of a lost rank in time, the web server's handler of
-        SIGTERM is called, so that it ends: a launcher that restarts ranks starts this one anew.
+        If the service cannot go on, for example because no process replaces a lost rank in time, this raises SIGTERM.
+        The web server's handler then ends the server, and a launcher that restarts ranks starts this rank again.
 
         :raises CommError: the service could not go on.
         """
@@ -68,16 +68,16 @@ class WebService(Handle):
             tasks.cancel_scope.cancel()
 
     async def work(self) -> None:
-        """Carry out plans on every other rank, until rank 0 ends."""
+        """Carry out plans until rank 0 ends. Every rank but 0 calls this."""
         service, execute = await self._start()
         _measure(service)
         async with service:
             await service.work(execute)
 
     def main(self, serve: Callable[[], object]) -> None:
-        """Run this rank, by the environment of its launcher: serve on rank 0, and work on the others.
+        """Run this rank as its launcher's environment says: serve on rank 0, and work on the other ranks.
 
-        :param serve: a function that runs the web server, as ``lambda: uvicorn.run(app)`` does.
+        :param serve: a function that runs the web server, such as ``lambda: uvicorn.run(app)``.
         """
         launch = read_environment(os.environ)
         if launch is None or launch.rank == 0:
@@ -86,10 +86,10 @@ class WebService(Handle):
             anyio.run(self.work)
 
     async def probes(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer ``/healthz``, ``/readyz`` and ``/metrics``: an ASGI application, to be mounted anywhere.
+        """Answer ``/healthz``, ``/readyz`` and ``/metrics``. This is an ASGI application that can be mounted anywhere.
 
         ``/healthz`` is 200 while the service runs or recovers, ``/readyz`` while it takes plans; else 503 and why.
-        ``/metrics`` is what Prometheus scrapes, of this service and all else that its default registry shows.
+        ``/metrics`` has the metrics of this service and of the rest of Prometheus' default registry.
         """
         if scope["type"] != "http":
             return
@@ -126,7 +126,7 @@ def _metrics() -> tuple[int, str, str]:
 
 
 def _measure(service: Service) -> None:
-    """Have Prometheus see a service, if it is installed."""
+    """Register a service with Prometheus, if its client is installed."""
     try:
         from aiocomms.integrations.prometheus import instrument
     except ImportError:
@@ -137,21 +137,21 @@ def _measure(service: Service) -> None:
 async def _end_with(driver: Driver) -> None:
     """End the web server when the service cannot go on."""
     await driver.wait_ended()
-    if callable(signal.getsignal(signal.SIGTERM)):  # By default the process would end amid its answers.
+    if callable(signal.getsignal(signal.SIGTERM)):  # Without a handler the process would end before its answers.
         signal.raise_signal(signal.SIGTERM)
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
-    """Await something for a client, and cancel it when the client goes away, which no web framework does by itself.
+    """Await an awaitable for a client, and cancel it when the client disconnects. No web framework does this by itself.
 
-    Read the body of the request before: what comes next from the client is its end. A framework that reads it for the
-    handler's arguments, as FastAPI does, has done so.
+    Read the body of the request before, so that the next message of the client is its disconnection. A framework that
+    reads the body for the handler's arguments, such as FastAPI, has already done so.
 
-    :param client: the ``receive`` of ASGI, or a request that has it, as those of Starlette, FastAPI and Litestar do.
-    :param awaitable: what is awaited, such as ``driver.run(plan)``.
-    :returns: its result.
-    :raises ClientLeftError: the client has gone. An answer reaches nobody.
-    :raises ArgumentError: the request's body was not read; or whatever is raised by the awaitable.
+    :param client: the ``receive`` of ASGI, or a request that has it, as in Starlette, FastAPI and Litestar.
+    :param awaitable: the awaitable, such as ``driver.run(plan)``.
+    :returns: the result of the awaitable.
+    :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
+    :raises ArgumentError: the request's body was not read. An exception of the awaitable propagates, too.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[Exception] = []

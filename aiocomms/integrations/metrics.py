@@ -1,7 +1,6 @@
-"""Metrics of ops: durations by op, transport and size, and how late the loop is; what exporters of them share.
+"""Metrics for exporters: durations of ops by op, transport and size, and the lateness of the event loop.
 
-They are built on the public hooks and on :meth:`Communicator.statistics`; an exporter for another system would use the
-same.
+They use only the public hooks and :meth:`Communicator.statistics`, as an exporter for another system would.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from aiocomms.serving.plans import SERVICE_LANE
 _SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
 LARGEST: Final = ">=64MiB"
 SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
-"""The classes of sizes in bytes, by the number of bits of the size."""
+"""The names of the size classes in bytes, by the number of bits of the size."""
 
 
 class Instrumentable(Protocol):
-    """An object that can be measured: a communicator, or the portal of one, a blocking communicator among them."""
+    """An object that can be measured: a communicator, a portal or a blocking communicator."""
 
     @property
     def name(self) -> str:
-        """The communicator's."""
+        """The communicator's name."""
 
     @property
     def rank(self) -> int:
@@ -42,11 +41,11 @@ class Instrumentable(Protocol):
 
     @property
     def closed(self) -> bool:
-        """True once it was closed on this rank."""
+        """True once the communicator is closed on this rank."""
 
     @property
     def aborted(self) -> bool:
-        """True once it is lost."""
+        """True once the communicator is lost."""
 
     @property
     def transports(self) -> dict[str, str]:
@@ -63,7 +62,7 @@ class Instrumentable(Protocol):
 
 
 class Traceable(Instrumentable, Protocol):
-    """An object whose ops can be traced; otherwise as :class:`Instrumentable`."""
+    """An :class:`Instrumentable` whose ops can be traced from their calls."""
 
     def register_pre_hook(self, fn: Any) -> Hook:
         """See :meth:`Communicator.register_pre_hook`."""
@@ -72,15 +71,15 @@ class Traceable(Instrumentable, Protocol):
 def instrumentable(comm: Any, also: str = "") -> None:
     """Check the argument of an exporter.
 
-    :param also: what else it accepts, for the error.
-    :raises ArgumentTypeError: it is no communicator.
+    :param also: the other types that the exporter accepts, for the error.
+    :raises ArgumentTypeError: ``comm`` is no communicator.
     """
     if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
         raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator{also}")
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty: the program has."""
+    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty: the program."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
@@ -102,16 +101,16 @@ class MetricRow(NamedTuple):
     op: str
     transport: str
     size: str
-    """One of :data:`SIZES`."""
+    """The size class, one of :data:`SIZES`."""
     counts: list[int]
     seconds: float
     bytes: int
 
 
 class Tally:
-    """The counts of one communicator's ops by their kind, made by a post-hook until :meth:`remove`.
+    """The counts of one communicator's ops by kind, from a post-hook until :meth:`remove`.
 
-    It is written on the loop's thread only, and read on any.
+    The hook writes on the loop's thread. Any thread may read.
     """
 
     def __init__(self, comm: Instrumentable) -> None:
@@ -121,7 +120,7 @@ class Tally:
 
     def _ended(self, work: Work[Any]) -> None:
         called = work.called
-        # A work without a time was called before this hook was registered.
+        # A work without a time of its call is older than this hook.
         if called is None or work.error is not None:
             return
         seconds, op = clock.now() - called, work.op
@@ -135,22 +134,22 @@ class Tally:
         kind.bytes += size
 
     def rows(self) -> Iterator[MetricRow]:
-        """Yield what was counted so far; any thread."""
+        """Yield the counts so far. Safe on any thread."""
         for (cls, size, part), kind in list(dict(self._kinds).items()):
-            # Collectives that no transport carries go by messages.
+            # Collectives that no transport carries consist of messages.
             transport = self._transports.get(cls.family, "messages")
             yield MetricRow(part + cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
 
 
 class Totals:
-    """The sums over the ops of one rank, of a communicator and of those in whose place it is."""
+    """The sums over the ops of one rank, on a communicator and on the lost ones that it replaces."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], MetricRow] = {}
         self._failed: dict[tuple[str, int | None], int] = {}
 
     def add(self, rows: Iterable[MetricRow], failed: Iterable[Failures]) -> None:
-        """Add those of one communicator."""
+        """Add the counts of one communicator."""
         for row in rows:
             known = self._rows.get(row[:3])
             if known is not None:
@@ -162,7 +161,7 @@ class Totals:
             self._failed[key] = self._failed.get(key, 0) + each.count
 
     def failures(self) -> list[Failures]:
-        """Return why ops have failed."""
+        """Return the numbers of failed ops by reason."""
         return [Failures(*key, count) for key, count in self._failed.items()]
 
     def rows(self) -> list[MetricRow]:
@@ -171,10 +170,10 @@ class Totals:
 
 
 class Lateness:
-    """The time until a loop comes round to a call of another thread. Only a look makes such a call."""
+    """The delay until a loop makes a call from another thread. Only :meth:`look` makes such calls."""
 
     def __init__(self) -> None:
-        """Begin with the loop that runs on this thread, if there is one; else nothing is known."""
+        """Measure the loop that runs on this thread, if there is one; else the lateness stays unknown."""
         self._loop: Loop | None = None
         try:
             self._loop = running_loop()
@@ -184,9 +183,11 @@ class Lateness:
         self._last: float | None = None
 
     def look(self) -> float | None:
-        """Return how late the loop was with the call of the last look, or is by now; and make another. Any thread.
+        """Return the lateness of the last call, or so far if it is pending. If none is pending, start another call.
 
-        :returns: seconds; None: it is not known, as by the first look.
+        Safe on any thread.
+
+        :returns: seconds; None: unknown, as at the first look.
         """
         asked, now = self._asked, clock.now()
         if asked is not None:
@@ -202,7 +203,7 @@ class Lateness:
 
 
 class Measured:
-    """A communicator that is measured; :meth:`remove` ends that."""
+    """The measurement of one communicator; :meth:`remove` ends it."""
 
     name: str
     rank: int
@@ -212,10 +213,10 @@ class Measured:
     def __init__(self, comm: Instrumentable) -> None:
         self.name, self.rank = comm.statistics().name, comm.rank
         self.tally, self.lateness = Tally(comm), Lateness()
-        self._comm = ref(comm)  # A program that forgets to close it is to hear of that.
+        self._comm = ref(comm)  # A strong reference would prevent the warning of a communicator left open.
         self._removed = False
         self.lost: Statistics | None = None
-        """The statistics at its loss, if it was lost: a later look may find it closed."""
+        """The statistics at the communicator's loss, if it was lost: a later look may find it closed."""
         self._hook = comm.register_abort_hook(self._lost)
         if comm.aborted:
             self._lost()
@@ -225,19 +226,19 @@ class Measured:
             self.lost = comm.statistics()
 
     def open(self) -> Instrumentable | None:
-        """Return the communicator; None: it was closed or forgotten, or is measured no more."""
+        """Return the communicator; None: it was closed or collected, or the measurement has ended."""
         comm = self._comm()
         return None if comm is None or comm.closed or self._removed else comm
 
     def remove(self) -> None:
-        """Measure it no more, and show it no more. Idempotent."""
+        """Stop measuring and showing the communicator. Idempotent."""
         self._removed, self.lost = True, None
         self.tally.remove()
         self._hook.remove()
 
 
 class MeasuredService:
-    """A service that is measured, with its communicators; :meth:`remove` ends that."""
+    """The measurement of a service and its communicators; :meth:`remove` ends it."""
 
     def __init__(self, service: Service, add: Callable[[Instrumentable], Measured]) -> None:
         self._service = ref(service)
@@ -247,16 +248,16 @@ class MeasuredService:
         self._hook = service.register_comm_hook(self._follow)
 
     def _follow(self, comm: Instrumentable) -> None:
-        # The exporter keeps what a lost one has come to.
+        # The exporter keeps the counts of a lost communicator.
         self._measured = self._add(comm)
 
     def look(self) -> ServiceStatistics | None:
-        """Return the statistics of the service; None: it has ended or is forgotten, or is measured no more."""
+        """Return the statistics of the service; None: it has ended or was collected, or the measurement has ended."""
         service = self._service()
         return None if service is None or service.closed or self._removed else service.statistics()
 
     def remove(self) -> None:
-        """Measure it and its communicator no more, and show them no more. Idempotent."""
+        """Stop measuring and showing the service and its communicator. Idempotent."""
         self._removed = True
         self._hook.remove()
         if self._measured is not None:
@@ -264,14 +265,15 @@ class MeasuredService:
 
 
 Place = tuple[str, int]
-"""The name of a communicator, as it was before any reconfiguration, and this rank."""
+"""The name of a communicator before any reconfiguration, and this rank."""
 
 
 class Shown:
     """The communicators that one exporter shows.
 
-    What those that were lost have come to is kept, and goes on with the one that takes such a one's place: else nobody
-    would ever see the failure for which the ranks have recovered. It goes with the one that is closed in order.
+    The counts of a lost communicator are kept, and added to those of the one that replaces it. Otherwise the metrics
+    would never show the failure that led to a recovery. The kept counts are dropped when a communicator is closed
+    without a loss.
     """
 
     def __init__(self) -> None:
@@ -281,28 +283,28 @@ class Shown:
         self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
-        """Measure one more."""
+        """Measure one more communicator."""
         added = Measured(comm)
         with self._lock:
             self._measured.append(added)
         return added
 
     def add_service(self, service: Service) -> MeasuredService:
-        """Measure a service, its communicator and those that follow."""
+        """Measure a service with its current and later communicators."""
         added = MeasuredService(service, self.add)
         with self._lock:
             self._services.append(added)
         return added
 
     def services(self) -> list[ServiceStatistics]:
-        """Return the statistics of the services that have not ended; any thread."""
+        """Return the statistics of the services that have not ended. Safe on any thread."""
         with self._lock:
             found = [(each, now) for each in self._services if (now := each.look()) is not None]
             self._services = [each for each, _ in found]
         return [now for _, now in found]
 
     def open(self) -> list[tuple[Measured, Statistics]]:
-        """Return those that are open, with their statistics; any thread."""
+        """Return the open communicators with their statistics. Safe on any thread."""
         with self._lock:
             found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
             for each in self._measured:
@@ -319,7 +321,7 @@ class Shown:
             self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
 
     def totals(self) -> dict[Place, Totals]:
-        """Return what they have come to, and those that were lost before; any thread."""
+        """Return the sums of each communicator, including the lost ones that it replaces. Safe on any thread."""
         found = self.open()
         totals: dict[Place, Totals] = {}
         with self._lock:

@@ -23,7 +23,7 @@ _SCOPE = "aiocomms"
 
 
 class Tracing(Handle):
-    """The spans of ops that are called within a span, each made when the op has ended; ``remove()`` ends that."""
+    """The registration that makes a span of each op called within a span; ``remove()`` ends it."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
@@ -32,17 +32,17 @@ class Tracing(Handle):
         self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
-        # The current span is the caller's: post-hooks are called in the context of the call. Without a sampled span the
-        # op belongs to no request, or to one that is not sampled.
+        # Post-hooks run in the context of the call, so the current span is the caller's. Without a sampled span the op
+        # belongs to no request, or to an unsampled one.
         if not trace.get_current_span().get_span_context().trace_flags.sampled:
             return
         if work.called is None:  # The op was called before this hook was registered.
             return
         op = work.op
         part = part_of(op, getattr(work, "lane", ""))
-        if part and "recv" in op.name:  # A receive that stands ready is of no request.
+        if part and "recv" in op.name:  # A standing receive belongs to no request.
             return
-        # The order keeps the span from beginning before its call.
+        # The clocks are read in this order so that the span does not begin before the call.
         took, now = clock.now() - work.called, int(clock.wall() * 1e9)
         transport = self._transports.get(op.family, "messages")
         facts = {
@@ -61,17 +61,17 @@ class Tracing(Handle):
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
-    """Make a span of each op from now on that is called within a span: a child of it, from the call to the op's end.
+    """Make a child span of each later op that is called within a span. It lasts from the call to the op's end.
 
-    It is made when the op has ended, and is told then when that began.
+    The span is created when the op has ended, with the earlier start time.
 
-    Whether it is recorded is for the sampler of the provider to decide; that of OpenTelemetry's SDK follows the parent
-    by default. Ops that are called within no span, or within one that is not sampled, have none.
+    The provider's sampler decides whether the span is recorded. By default the sampler of OpenTelemetry's SDK follows
+    the parent. An op that is called outside a sampled span gets no span.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
-    :param tracer_provider: None: the global one.
+    :param tracer_provider: the provider of the tracer; None: the global one.
     :returns: a handle with ``.remove()``.
-    :raises ArgumentTypeError: ``comm`` is none of these.
+    :raises ArgumentTypeError: ``comm`` has another type.
     """
     instrumentable(comm)
     return Tracing(comm, tracer_provider)
@@ -82,7 +82,7 @@ def _labels(name: str, rank: int) -> dict[str, Any]:
 
 
 class PlanTracing(Handle):
-    """The spans of a service's plans, and of the ops of its communicators; :meth:`remove` ends that."""
+    """The registration that makes spans of a service's plans and of their ops; :meth:`remove` ends it."""
 
     def __init__(self, service: Service, provider: TracerProvider | None) -> None:
         self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
@@ -99,7 +99,7 @@ class PlanTracing(Handle):
         self._ops = Tracing(comm, self._provider)
 
     def _within(self, start: PlanStart) -> AbstractContextManager[object]:
-        # The plan's task on rank 0 has the context of the call; elsewhere it comes with the plan.
+        # On rank 0 the plan's task has the context of the call. Elsewhere the carrier has it.
         caller = context.get_current() if start.comm.rank == 0 else propagate.extract(start.carrier, context.Context())
         if not trace.get_current_span(caller).get_span_context().trace_flags.sampled:
             return nullcontext()
@@ -111,7 +111,7 @@ class PlanTracing(Handle):
         return self._tracer.start_as_current_span("aiocomms.plan", caller, attributes=facts)
 
     def remove(self) -> None:
-        """Trace neither plans nor ops any more. Idempotent."""
+        """Stop the tracing of plans and ops. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         if self._ops is not None:
@@ -119,20 +119,20 @@ class PlanTracing(Handle):
 
 
 def _fill(carrier: dict[str, str]) -> None:
-    """Give a plan the context of its caller, if that is traced."""
+    """Add the context of a plan's caller to the carrier, if the caller is traced."""
     if trace.get_current_span().get_span_context().trace_flags.sampled:
         propagate.inject(carrier)
 
 
 def trace_plans(service: Service, tracer_provider: TracerProvider | None = None) -> PlanTracing:
-    """Make a span of each plan on this rank that is called within a span, and of its ops; call it on every rank.
+    """Make a span of each plan on this rank that is called within a span, and of its ops. Call this on every rank.
 
     The caller's context travels with the plan, as the global propagator writes it. So the plan's span is a child of the
-    caller's on every rank, and the plan's ops are children of that. It lasts from the call of ``execute`` to its end.
-    As by :func:`trace_ops`, what is called within no span, or within one that is not sampled, has none.
+    caller's span on every rank, and the spans of the plan's ops are its children. The span lasts from the call of
+    ``execute`` to its end. As with :func:`trace_ops`, a call outside a sampled span gets no span.
 
-    :param service: its communicators are traced as by :func:`trace_ops`, the current one and those that follow.
-    :param tracer_provider: None: the global one.
+    :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
+    :param tracer_provider: the provider of the tracer; None: the global one.
     :returns: a handle with ``.remove()``.
     :raises ArgumentTypeError: ``service`` is no service.
     """

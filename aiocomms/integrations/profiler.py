@@ -1,4 +1,4 @@
-"""Ranges of ops in torch's profiler, while one runs. See ``docs/metrics.md``."""
+"""Ranges of ops in torch's profiler. See ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from aiocomms.progress.work import Work
 
 
 def profiling() -> bool:
-    """Return whether a profiler of torch is on."""
+    """Return whether torch's profiler runs."""
     return profiler._is_profiler_enabled
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument, in whatever lists."""
+    """Yield the tensors of an argument, also from nested lists."""
     if isinstance(given, Tensor):
         yield given
     else:
@@ -31,29 +31,29 @@ def tensors(given: Any) -> Iterator[Tensor]:
 
 
 class Range:
-    """One range: from here until :meth:`end`, which any thread may call."""
+    """One range, from its creation until :meth:`end`, which any thread may call."""
 
     def __init__(self, name: str, given: Any) -> None:
-        """Begin it.
+        """Begin the range.
 
-        :param given: the tensors that the operation reads or writes, whose shapes are shown.
+        :param given: the tensors that the operation reads or writes. The profiler shows their shapes.
         """
         self._record = torch.autograd._record_function_with_args_enter(name, *tensors(given))
 
     def end(self) -> None:
-        """End it."""
+        """End the range."""
         torch.autograd._record_function_with_args_exit(self._record)
 
 
 class Recording(Handle):
-    """The ranges of ops that are called while a profiler runs; :meth:`remove` ends that."""
+    """The registration that makes a range of each op while a profiler runs; :meth:`remove` ends it."""
 
     def __init__(self, comm: Traceable) -> None:
         self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.
         self._hooks = [comm.register_post_hook(self._ended), comm.register_pre_hook(self._called)]
 
     def remove(self) -> None:
-        """Make no more ranges; those of ops under way end here, without an end of their op. Idempotent."""
+        """Make no more ranges, and end the ranges of pending ops now. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         while self._ranges:
@@ -73,14 +73,14 @@ class Recording(Handle):
 
 
 def record_ops(comm: Traceable) -> Recording:
-    """Show each op from now on as a range of torch's profiler, such as ``aiocomms:all_reduce``, while one runs.
+    """Show each later op as a range in torch's profiler, such as ``aiocomms:all_reduce``, while the profiler runs.
 
-    A range begins at the call, and ends with the op, before the tasks that await it go on; so it lasts as long as the
-    op, whatever the loop does meanwhile.
+    A range begins at the call and ends with the op, before the tasks that await it resume. So it has the duration of
+    the op, also if the event loop is busy.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :returns: a handle with ``.remove()``.
-    :raises ArgumentTypeError: ``comm`` is none of these.
+    :raises ArgumentTypeError: ``comm`` has another type.
     """
     instrumentable(comm)
     return Recording(comm)

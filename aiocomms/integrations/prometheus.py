@@ -1,7 +1,7 @@
 """Metrics of communicators and services for Prometheus; needs ``pip install "aiocomms[prometheus]"``.
 
-See ``docs/metrics.md``. What is summed up for each op is two numbers and a count, by a post-hook. All else is read
-when Prometheus scrapes: a service counts its plans anyhow.
+See ``docs/metrics.md``. A post-hook adds two numbers and a count for each op. Everything else is read when Prometheus
+scrapes, because communicators and services keep those counts anyway.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
 class Exporter(Handle, Collector):
-    """The metrics of all communicators and services that are measured for one registry."""
+    """The metrics of all measured communicators and services of one registry."""
 
     def __init__(self) -> None:
         self.shown: Shown = Shown()
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry would otherwise scrape to learn the names."""
+        """Return nothing, so that the registry does not scrape to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Look at all of them; on any thread."""
+        """Yield the metrics of all communicators and services. Safe on any thread."""
         families, streams, plans = _Families(), _StreamFamilies(), _PlanFamilies()
         for (name, rank), totals in self.shown.totals().items():
             families.add_totals([name, str(rank)], totals)
@@ -86,7 +86,7 @@ class _Families:
         self.memory = _gauge("shared_memory_bytes", "Memory that is shared with other processes of the host.")
 
     def add_totals(self, labels: list[str], totals: Totals) -> None:
-        """Show what ops took and moved, and how they failed."""
+        """Show the durations, bytes and failures of ops."""
         moved: dict[tuple[str, str], int] = {}
         for row in totals.rows():
             self.seconds.add_metric([*labels, row.op, row.transport, row.size], _buckets(row.counts), row.seconds)
@@ -98,7 +98,7 @@ class _Families:
             self.failures.add_metric([*labels, failed.error, peer], failed.count)
 
     def add_state(self, each: Measured, now: Statistics) -> None:
-        """Show what a communicator is doing."""
+        """Show the current state of a communicator."""
         labels = [each.name, str(each.rank)]
         self.generation.add_metric(labels, now.generation)
         for rank, seconds in now.silence.items():
@@ -131,7 +131,7 @@ class _StreamFamilies:
         )
 
     def add(self, each: Measured, now: Statistics) -> None:
-        """Show what the streams of a communicator carry and hold."""
+        """Show the counts of a communicator's streams."""
         streams: dict[tuple[str, str], list[StreamStatistics]] = {}
         for stream in now.streams:
             streams.setdefault((stream.name, str(stream.peer)), []).append(stream)
@@ -139,7 +139,7 @@ class _StreamFamilies:
             self._add([each.name, str(each.rank), *key], alike)
 
     def _add(self, labels: list[str], alike: list[StreamStatistics]) -> None:
-        """Show the sums over the streams of one name to one rank."""
+        """Show the sums over the streams with the same name and peer."""
         self.sent.add_metric(labels, sum(each.sent for each in alike))
         self.received.add_metric(labels, sum(each.received for each in alike))
         self.queued.add_metric(labels, sum(each.queued for each in alike))
@@ -170,7 +170,7 @@ class _PlanFamilies:
         )
 
     def add(self, now: ServiceStatistics) -> None:
-        """Show what its plans took, how they have ended, and what it is doing."""
+        """Show the durations, outcomes and current state of a service's plans."""
         labels = [now.name, str(now.rank)]
         for family, durations in ((self.seconds, now.took), (self.wait, now.waited)):
             family.add_metric(labels, _buckets(durations.counts), durations.seconds)
@@ -214,17 +214,17 @@ def instrument(comm: Instrumentable | Peer | BlockingPeer, registry: CollectorRe
 def instrument(
     comm: Instrumentable | Peer | BlockingPeer | Service, registry: CollectorRegistry = REGISTRY
 ) -> Measured | MeasuredService:
-    """Measure a communicator from now on, until it is closed; call it on the thread of its event loop.
+    """Measure a communicator from now on, until it is closed. Call this on the thread of its event loop.
 
-    Called elsewhere, as for a portal or a blocking communicator, it shows all but the lateness of the loop. Of a
-    service it shows the plans, from the first one on, and each of its communicators in turn, until the service ends.
-    A connection of endpoints is shown as a communicator of two, whose name has those of both endpoints.
+    A call on another thread, as for a portal or a blocking communicator, leaves out the lateness of the loop. For a
+    service the metrics have all plans since its start, and each of its communicators in turn, until the service ends.
+    A connection of endpoints appears as a communicator of two ranks, whose name contains the names of both endpoints.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator,
         :class:`~aiocomms.Peer`, blocking peer or :class:`~aiocomms.serving.Service`.
-    :param registry: where to show it; any number of communicators may share one.
+    :param registry: the registry that shows the metrics; any number of communicators may share one.
     :returns: a handle with ``.remove()``.
-    :raises ArgumentTypeError: it is none of these.
+    :raises ArgumentTypeError: ``comm`` has another type.
     """
     if isinstance(comm, (Peer, BlockingPeer)):
         comm = comm._comm

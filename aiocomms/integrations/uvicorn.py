@@ -1,4 +1,4 @@
-"""uvicorn, which ends without the loss of a request that has come to a connection."""
+"""A uvicorn server that ends without the loss of a request on an accepted connection."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ import anyio
 import uvicorn
 
 LINGER: Final = 1.0
-"""Seconds for which connections that were accepted may send their first request, when the server ends."""
+"""Seconds in which accepted connections may send their first request when the server ends."""
 _PAUSE: Final = 0.01
 
 
 class Server(uvicorn.Server):
-    """A ``uvicorn.Server`` that, when it ends, first answers each connection that it has accepted.
+    """A ``uvicorn.Server`` that answers each accepted connection before it ends.
 
-    uvicorn by itself closes a connection whose request it has not read, and the client sees it reset. This one stops
-    listening, and waits up to :data:`LINGER` until each connection has sent a request. A connection that was kept open
-    behind an answer is closed, as HTTP lets a server do at any time.
+    The original closes a connection whose request it has not read, and the client sees a reset. This server stops
+    listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It closes a connection
+    that stays open after an answer, as HTTP permits at any time.
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; a second SIGINT ends at once. uvicorn would end the process by the signal when it has ended."""
+        """Begin to end; a second SIGINT ends at once. The original kills the process by the signal after its end."""
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        :raises SystemExit: the application did not start, or did not end in good order.
+        :raises SystemExit: the application failed at its start or end.
         """
         super().run(sockets)
         if not self.started or self.lifespan.should_exit:
             sys.exit(1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for first requests, and close the connections when all is answered."""
+        """Stop listening, wait for first requests, and close the connections when all requests are answered."""
         for server in self.servers:
             server.close()
         with anyio.move_on_after(LINGER):
-            await anyio.sleep(_PAUSE)  # in which those that have been accepted become connections of uvicorn
-            # uvicorn tells of a request by no event.
+            await anyio.sleep(_PAUSE)  # In this time accepted sockets become connections of uvicorn.
+            # uvicorn has no event for a request.
             while not self.force_exit and any(map(_has_sent_nothing, self.server_state.connections)):  # noqa: ASYNC110
                 await anyio.sleep(_PAUSE)
         await super().shutdown(sockets)
 
 
 def _has_sent_nothing(connection: Any) -> bool:
-    """Tell whether a connection, an ``HTTPProtocol`` of uvicorn, has had no request; one of a WebSocket has."""
+    """Return whether a connection, an ``HTTPProtocol`` of uvicorn, has had no request. A WebSocket has had one."""
     return getattr(connection, "cycle", connection) is None
 
 
 def run(app: Any, **config: Any) -> None:
-    """Serve an application until SIGINT or SIGTERM, by a :class:`Server`.
+    """Serve an application with a :class:`Server` until SIGINT or SIGTERM.
 
     :param app: an ASGI application.
     :param config: parameters of ``uvicorn.Config``, such as ``port`` or ``fd``.
-    :raises SystemExit: the application did not start, or did not end in good order.
+    :raises SystemExit: the application failed at its start or end.
     """
     Server(uvicorn.Config(app, **config)).run()

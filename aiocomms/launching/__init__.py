@@ -1,6 +1,6 @@
-"""The launcher: starts the ranks of a job, and a new process in the place of one that dies.
+"""The launcher, which starts the ranks of a job, and replaces a process that dies by a new one.
 
-:func:`supervise` is what ``aiocomms run`` calls, and what a program calls that starts ranks itself.
+``aiocomms run`` calls :func:`supervise`. A program that starts ranks itself calls it, too.
 """
 
 from aiocomms.launching.job import Job

@@ -1,4 +1,4 @@
-"""The supervisor's side of the fork server: it starts it, sends it messages, and hears of births and deaths."""
+"""The supervisor's side of the fork server, which starts it, sends messages, and receives starts and ends of ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main
 
 
 class ForkServer:
-    """A fork server that runs. It belongs to the supervisor's loop.
+    """A running fork server. It belongs to the supervisor's event loop.
 
-    :param settings: its first message: ``program``, ``preload`` and ``grace``.
-    :param environment: of the fork server, which the ranks inherit.
+    :param settings: the first message, with ``program``, ``preload`` and ``grace``.
+    :param environment: the environment of the fork server, which the ranks inherit.
     """
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -38,22 +38,22 @@ class ForkServer:
         self._socket.setblocking(False)
 
     async def start(self, key: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
-        """Have a process started.
+        """Order the start of a process.
 
-        :param key: its name in messages.
-        :param descriptors: stdout, stderr, the line, perhaps a listening socket. They remain the caller's.
+        :param key: the name of the process in messages.
+        :param descriptors: stdout, stderr, the line, and possibly a listening socket. The caller still owns them.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
-        """Have a signal sent to a process; nothing happens if it has ended."""
+        """Order a signal to a process. An ended process gets none."""
         await self._send(["signal", key, number], [])
 
     async def _send(self, message: object, descriptors: Sequence[int]) -> None:
         data = json.dumps(message).encode()
         if len(data) > LARGEST:
             raise CommError(f"a rank's environment has {len(data)} bytes, wanted at most {LARGEST}")
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hear() finds out.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # hear() notices the end.
             while True:
                 try:
                     socket.send_fds(self._socket, [data], descriptors)
@@ -63,9 +63,9 @@ class ForkServer:
                     return
 
     async def hear(self) -> list[Any] | None:
-        """Wait for the next message: ``ready``; ``failed`` and why; ``started``, ``refused`` or ``ended`` with a key.
+        """Wait for the next message: ``ready``, ``failed`` with a reason, or ``started``, ``refused``, ``ended``.
 
-        :returns: None: the fork server has ended.
+        :returns: the message, with a process's key after the last three words; None: the fork server has ended.
         """
         while True:
             await anyio.wait_readable(self._socket)
@@ -79,12 +79,12 @@ class ForkServer:
             return message
 
     async def aclose(self) -> None:
-        """Have it end, with all its processes, and wait for that; :meth:`hear` tells of their ends meanwhile."""
-        with contextlib.suppress(OSError):  # The fork server has ended, or hears no more.
+        """End the fork server and all its processes, and wait. :meth:`hear` returns their ends meanwhile."""
+        with contextlib.suppress(OSError):  # The fork server may have ended.
             self._socket.shutdown(socket.SHUT_WR)
         with anyio.CancelScope(shield=True):
             await run_in_thread(self._process.wait)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Close the connection to the fork server."""
         self._socket.close()

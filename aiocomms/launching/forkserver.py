@@ -1,10 +1,10 @@
-"""The fork server: a process that has imported what the ranks need, and of which they are forks.
+"""The fork server: a process that has imported the modules of the ranks, and forks to start each rank.
 
-The supervisor starts it, with one end of a socket pair. It imports torch, aiocomms and what the user names, and then
-forks once for each message. So a new rank is there in a moment. It is single-threaded, reaps its children, and says how
-each has ended.
+The supervisor starts it with one end of a socket pair. It imports torch, aiocomms and the user's ``preload`` modules,
+and then forks once for each start message. So a new rank starts at once. The fork server has one thread, reaps its
+children, and reports the exit code of each.
 
-If the supervisor is gone, the socket says so: the fork server ends the ranks by SIGTERM and, after the grace time, by
+If the supervisor ends, the socket closes: the fork server ends the ranks by SIGTERM and, after the grace time, by
 SIGKILL. If the fork server itself is killed, the kernel kills the ranks (``PR_SET_PDEATHSIG``).
 """
 
@@ -29,11 +29,11 @@ from typing import Any, Final, NamedTuple, NoReturn
 from aiocomms.lowlevel import clock
 
 LARGEST: Final = 2**18
-"""Bytes of a message, which is at most a rank's environment."""
+"""The largest message in bytes. A rank's environment is the longest content."""
 PRELOADED: Final = ("torch", "torch.distributed", "aiocomms.communicator.formation", "aiocomms.serving")
 LISTENING: Final = 3
-"""The descriptor at which a program finds the first socket that was opened for it: systemd's SD_LISTEN_FDS_START."""
-_HIGH: Final = 64  # Descriptors of our own are above those that programs count on.
+"""The descriptor of a program's first listening socket: systemd's SD_LISTEN_FDS_START."""
+_HIGH: Final = 64  # The fork server's own descriptors are above those that programs expect.
 _PR_SET_PDEATHSIG: Final = 1
 _INT: Final = array.array("i").itemsize
 
@@ -46,8 +46,8 @@ class Birth(NamedTuple):
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve until the supervisor is gone; in a fork, run the program."""
-    _die_with_parent(os.getppid())  # While it imports it cannot look at the socket.
+    """Serve until the supervisor has ended; in a fork, run the program."""
+    _die_with_parent(os.getppid())  # During the imports the process cannot read the socket.
     control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH))
     os.close(descriptor)
     _reserve(LISTENING)
@@ -61,7 +61,7 @@ def main(descriptor: int) -> NoReturn:
         _send(control, "failed", f"{name} cannot be imported: {type(error).__name__}: {error}")
         raise SystemExit(1) from None
     gc.collect()
-    gc.freeze()  # No collection in a rank touches what it shares with the others.
+    gc.freeze()  # Garbage collection in a rank does not write to the memory that the forks share.
     _prctl(_PR_SET_PDEATHSIG, 0)
     _send(control, "ready")
     birth = _Server(control, program, settings["grace"]).serve()
@@ -85,7 +85,7 @@ class _Server:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Birth | None:
-        """Do what the supervisor says until it is gone; in a fork, return what that becomes."""
+        """Obey the supervisor until it has ended; in a fork, return the program and environment of the fork."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -105,7 +105,7 @@ class _Server:
                     return None
 
     def _next(self) -> tuple[list[Any], list[int]]:
-        """Return a message, if there is one, and the descriptors that came with it."""
+        """Return a message, if there is one, and its descriptors."""
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             # socket.recv_fds drops the flags.
@@ -124,13 +124,13 @@ class _Server:
             while self._woken.recv(4096):
                 pass
         for key, pid in list(self._children.items()):
-            # A reaped rank's number may be used again, so the rest of its process group is killed before.
+            # The kernel may reuse the pid of a reaped rank, so the rest of its process group is killed before.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
                 _, status = os.waitpid(pid, 0)
                 del self._children[key]
-                with contextlib.suppress(OSError):  # The supervisor is gone.
+                with contextlib.suppress(OSError):  # The supervisor may have ended.
                     _send(self._control, "ended", key, os.waitstatus_to_exitcode(status))
 
     def _signal(self, key: str, number: int) -> None:
@@ -138,11 +138,11 @@ class _Server:
         if pid is not None:
             os.kill(pid, number)
             if number == signal.SIGKILL:
-                with contextlib.suppress(ProcessLookupError):  # The child has no group of its own yet.
+                with contextlib.suppress(ProcessLookupError):  # The child may have no group of its own yet.
                     os.killpg(pid, number)
 
     def _end(self) -> None:
-        """End all children, and wait for them."""
+        """End all children, and wait for their ends."""
         ends = clock.now() + self._grace
         for key in self._children:
             self._signal(key, signal.SIGTERM)
@@ -155,7 +155,7 @@ class _Server:
             self._reap()
 
     def _fork(self, key: str, environment: dict[str, str], descriptors: list[int]) -> Birth | None:
-        """Fork; return what the fork becomes, and None in this process."""
+        """Fork; return the program and environment in the fork, and None in this process."""
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,12 +181,12 @@ class _Server:
 
 
 def _part(ranks: int) -> None:
-    """Leave the process group of the fork server, and its session too where no rank has to share its core.
+    """Leave the process group of the fork server, and also its session if each rank has a core of its own.
 
-    Linux shares the cores out among sessions first (autogroup), so that a rank in one of its own gets more beside other
-    programs. Ranks that share cores lose more by it: sessions interrupt each other. See docs/benchmarks/serve.md.
+    Linux divides the cores among sessions first (autogroup), so a rank in its own session gets more time beside other
+    programs. Ranks that share cores lose by it, because sessions interrupt each other. See docs/benchmarks/serve.md.
 
-    :param ranks: of this host.
+    :param ranks: the number of ranks on this host.
     """
     if ranks > len(os.sched_getaffinity(0)):
         os.setpgid(0, 0)
@@ -195,9 +195,9 @@ def _part(ranks: int) -> None:
 
 
 def _take(descriptors: list[int]) -> dict[str, str]:
-    """Take over a rank's descriptors: stdout, stderr, the line to the supervisor, perhaps a listening socket.
+    """Install a rank's descriptors: stdout, stderr, the line to the supervisor, and possibly a listening socket.
 
-    :returns: the variables that tell the program of them.
+    :returns: the environment variables that describe them to the program.
     """
     out, err, reports, *listeners = descriptors
     os.dup2(out, 1)
@@ -206,7 +206,7 @@ def _take(descriptors: list[int]) -> dict[str, str]:
     variables = {"AIOCOMMS_SUPERVISOR": f"{kept}:{os.getpid()}"}
     os.close(LISTENING)
     if listeners:
-        # systemd's protocol, which uvicorn, gunicorn and others know (sd_listen_fds).
+        # This is systemd's protocol (sd_listen_fds), which uvicorn, gunicorn and others support.
         spare = fcntl.fcntl(listeners[0], fcntl.F_DUPFD_CLOEXEC, _HIGH)
         os.dup2(spare, LISTENING)
         os.close(spare)
@@ -224,7 +224,7 @@ def _run(birth: Birth) -> NoReturn:
     os.environ.update(birth.environment)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if "numpy" in sys.modules:  # Forks would draw the same numbers.
+    if "numpy" in sys.modules:  # Without a new seed all forks would draw the same numbers.
         sys.modules["numpy"].random.seed()
     importlib.import_module("aiocomms.bootstrap.early").watch()
     importlib.import_module("aiocomms.diagnosis.on_signal").dump_if_asked()
@@ -253,19 +253,19 @@ def _show(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    if trace is not None:  # Without such a frame the program was not found, say.
+    if trace is not None:  # There is no such frame if, for example, the program was not found.
         error.__traceback__ = trace
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _set_path(program: Sequence[str]) -> None:
-    """Make ``sys.path[0]`` what it is for ``python FILE.py`` or ``python -m MODULE``."""
+    """Set ``sys.path[0]`` as ``python FILE.py`` or ``python -m MODULE`` does."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))  # noqa: PTH109, PTH120
 
 
 def _reserve(descriptor: int) -> None:
-    """Open a descriptor, so that nothing else takes its number."""
+    """Open a descriptor, so that no other file gets its number."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
         os.dup2(null, descriptor, inheritable=False)

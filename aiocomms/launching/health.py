@@ -1,4 +1,4 @@
-"""The answers to a cluster that asks whether the supervisor and its ranks are well: ``/healthz`` and ``/readyz``."""
+"""The HTTP probes of the supervisor and its ranks for a cluster: ``/healthz`` and ``/readyz``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from aiocomms.launching.job import At, reason_of
 
 _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
-"""Seconds for a request."""
+"""Seconds in which a request must arrive."""
 
 State = Callable[[], Mapping[str, Any]]
-"""A function that returns the body, in which ``ready`` says whether all ranks have formed a communicator."""
+"""A function that returns the body of an answer. ``ready`` is true if all ranks have formed a communicator."""
 
 
 def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
-    """Return the answer to a request, as HTTP/1.1.
+    """Return the HTTP/1.1 answer to a request.
 
-    :param request: its head.
+    :param request: the head of the request.
+    :param state: the body of the answer.
     """
     method, path, *_ = (*request.split(b"\r\n")[0].split(b" "), b"", b"")
     path = path.partition(b"?")[0]
@@ -46,9 +47,9 @@ def answer(request: bytes, state: Mapping[str, Any]) -> bytes:
 
 
 async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -> None:
-    """Answer to requests until this is cancelled, each on a connection of its own.
+    """Answer requests, each on a connection of its own, until this call is cancelled.
 
-    :raises ArgumentError: it is not possible at this place.
+    :raises ArgumentError: the address cannot be bound.
     """
 
     async def handle(stream: ByteStream) -> None:

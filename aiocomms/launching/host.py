@@ -1,4 +1,4 @@
-"""The processes of one host: their births, reports, output and ends."""
+"""The processes of one host: their starts, reports, output and ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Event = tuple[Any, ...]
 
 
 class RankProcess:
-    """A process of a rank, and the supervisor's ends of its pipes."""
+    """The process of a rank, and the supervisor's ends of its pipes."""
 
     def __init__(self, rank: int, incarnation: int, log: BinaryIO | None) -> None:
         self.rank, self.incarnation, self.log = rank, incarnation, log
@@ -35,27 +35,27 @@ class RankProcess:
         self.pid: int | None = None
         self.formed = False
         self.pipes: list[int] = []
-        """The ends of stdout, stderr and the line, on which the rank reports and hears whether it is replaced."""
+        """The ends of stdout, stderr and the line, which carries the rank's reports and the notice of replacement."""
         self.theirs: list[int] = []
         line = socket.socketpair()
         for mine, its in (os.pipe(), os.pipe(), (line[0].detach(), line[1].detach())):
             self.pipes.append(mine)
             self.theirs.append(its)
             os.set_blocking(mine, False)
-        os.set_blocking(self.theirs[2], False)  # A report never holds up a rank.
+        os.set_blocking(self.theirs[2], False)  # A report never blocks a rank.
         self.reports = LineSplitter()
         self.scopes = [anyio.CancelScope() for _ in range(3)]
         self.pumping = 2
 
 
 class HostProcesses:
-    """The ranks of this host, as forks of one fork server, which is started anew if it was killed.
+    """The ranks of this host, as forks of one fork server. A new fork server replaces a killed one.
 
     :param settings: the fork server's first message.
-    :param environment: what the ranks inherit.
-    :param listener: the socket that rank 0 gets.
-    :param tell: is called with each event.
-    :param tasks: the tasks that read what ranks print: they end with the ranks.
+    :param environment: the environment that the ranks inherit.
+    :param listener: the listening socket for rank 0.
+    :param tell: the function to call with each event.
+    :param tasks: the group of the tasks that read the ranks' output. They end with the ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostProcesses:
         self._printer, self._tell, self._tasks = printer, tell, tasks
         self._server: ForkServer | None = None
         self.processes: dict[int, RankProcess] = {}
-        """The process of each rank that has one."""
+        """The running processes, by rank."""
 
     async def start(self, deed: Start, variables: Mapping[str, str]) -> None:
         """Start the process of a rank."""
@@ -88,23 +88,23 @@ class HostProcesses:
     async def signal(self, rank: int, number: int, *, replaced: bool = False) -> None:
         """Send a signal to the process of a rank, if it has one.
 
-        :param replaced: whether to tell it before that another process takes its place.
+        :param replaced: whether to tell the process first that another one takes its place.
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
             if replaced and process.pipes[2] != _CLOSED:
-                with contextlib.suppress(OSError):  # The process ends just now.
+                with contextlib.suppress(OSError):  # The process may just have ended.
                     os.write(process.pipes[2], REPLACED)
             await self._server.signal(process.key, number)
 
     def refuse_connections(self) -> None:
-        """Close the listening socket, for no rank will accept from it any more."""
+        """Close the listening socket, because no rank will accept connections any more."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
     async def aclose(self) -> None:
-        """End all processes and the fork server, and wait for them."""
+        """End all processes and the fork server, and wait for their ends."""
         server, self._server = self._server, None
         if server is not None:
             await server.aclose()
@@ -112,7 +112,7 @@ class HostProcesses:
             self._end(process)
 
     async def _hear(self, server: ForkServer) -> None:
-        """Hear from the fork server until it has ended."""
+        """Handle the fork server's messages until it has ended."""
         try:
             ready = await self._follow(server)
         finally:
@@ -121,7 +121,7 @@ class HostProcesses:
             await self._lose(ready)
 
     async def _follow(self, server: ForkServer) -> bool:
-        """Do what the fork server's messages ask for; return whether it has got ready."""
+        """Handle the fork server's messages, and return whether it was ready before its end."""
         ready = False
         while (message := await server.hear()) is not None:
             match message:
@@ -140,7 +140,7 @@ class HostProcesses:
         return ready
 
     async def _lose(self, ready: bool) -> None:
-        """Note that the fork server was killed, and all its forks with it."""
+        """Note that the fork server and all its forks were killed."""
         server, self._server = self._server, None
         assert server is not None
         await server.aclose()
@@ -155,7 +155,7 @@ class HostProcesses:
         return self.processes[int(key.partition(".")[0])]
 
     def _end(self, process: RankProcess) -> None:
-        """Read what a process has reported before its end, and let its output be read."""
+        """Read the last reports of an ended process, and let its tasks read the rest of its output."""
         del self.processes[process.rank]
         self._read_reports(process)
         for scope in process.scopes:
@@ -173,7 +173,7 @@ class HostProcesses:
             os.close(pipe)
 
     def _read_reports(self, process: RankProcess) -> bool:
-        """Read what there is; return False at the end."""
+        """Read the available reports; return False at the end of the line."""
         if process.pipes[2] == _CLOSED:
             return False
         data = _read(process.pipes[2])
@@ -189,7 +189,7 @@ class HostProcesses:
         return data != b""
 
     async def _pump(self, process: RankProcess, stream: int) -> None:
-        """Print what a process writes, until it has ended."""
+        """Print the output of a process until it has ended."""
         pipe, splitter = process.pipes[stream - 1], LineSplitter()
         try:
             with process.scopes[stream - 1]:
@@ -199,7 +199,7 @@ class HostProcesses:
                     if data == b"":
                         break
                     await self._print(process, stream, splitter.feed(data or b""))
-            while data := _read(pipe):  # The process has ended, and perhaps others hold the pipe.
+            while data := _read(pipe):  # The process has ended, but others may still hold the pipe open.
                 await self._print(process, stream, splitter.feed(data))
             await self._print(process, stream, splitter.end())
         finally:
@@ -215,10 +215,10 @@ class HostProcesses:
 
 
 def _read(pipe: int) -> bytes | None:
-    """Return what a pipe holds: nothing at its end, None if it holds nothing yet."""
+    """Return the available data of a pipe: empty at its end, None if there is no data yet."""
     try:
         return os.read(pipe, _PIECE)
     except BlockingIOError:
         return None
-    except ConnectionResetError:  # The process has ended, and has not heard all that it was told.
+    except ConnectionResetError:  # The process has ended before it read all messages.
         return b""

@@ -1,8 +1,8 @@
-"""The supervisors of several hosts: the first decides for all, and the others do for it what it says.
+"""The supervisors of several hosts: the first one decides for all, and the others carry out its orders.
 
-They meet in a store of torch's, which the first one serves at the rendezvous. In it each host has a queue of messages,
-which are signed with the job's token. A host that waits for the next message asks the store once, and is answered when
-there is one.
+They meet in a torch store, which the first one serves at the rendezvous. In the store each host has a queue of messages
+signed with the job's token. A host waits for its next message with one request, which the store answers when the
+message is there.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _COMES: Final = 600.0
-"""Seconds for which a host waits for the first one."""
+"""Seconds for which a host waits for the first host."""
 _LEAVES: Final = 10.0
-"""Seconds for which the first host waits until the others have heard that the job is over."""
+"""Seconds for which the first host waits until the others know that the job is over."""
 _LONG: Final = timedelta(days=365)
 _MAC: Final = 32
 
 
 class HostQueue:
-    """The queues of all hosts, as one of them sees them. All of it blocks.
+    """The message queues of all hosts, from the view of one host. All calls block.
 
     :param at: the rendezvous.
     :param host: the number of this host.
     :param size: the number of hosts.
-    :raises StoreLostError: the first host does not come.
-    :raises ArgumentError: another supervisor is this host.
+    :raises StoreLostError: the first host does not start in time.
+    :raises ArgumentError: another supervisor has the same host number.
     """
 
     def __init__(self, at: At, host: int, size: int) -> None:
         self._host, self._next = host, 1
         self._key = mac(job_token() or b"", "aiocomms", "run")
-        # A connection that waits for a message can do nothing else.
+        # A connection that waits for a message is blocked, so there are two.
         self._out, self._in = (self._connected(at, size) for _ in range(2))
         with store_errors():
             if self._out.add(f"aiocomms run/host {host}", 1) > 1:
@@ -59,7 +59,7 @@ class HostQueue:
     def send(self, host: int, message: object) -> None:
         """Send a message to a host.
 
-        :raises StoreLostError: the first host is gone.
+        :raises StoreLostError: the first host has ended.
         """
         key = f"{host}/{self._out.add(f'aiocomms run/{host}', 1)}"
         data = json.dumps(message).encode()
@@ -69,7 +69,7 @@ class HostQueue:
     def receive(self) -> list[Any]:
         """Wait for the next message to this host.
 
-        :raises StoreLostError: the first host is gone.
+        :raises StoreLostError: the first host has ended.
         :raises AuthError: the message's sender has another token.
         """
         key = f"{self._host}/{self._next}"
@@ -84,10 +84,10 @@ class HostQueue:
 
 
 class OtherHosts:
-    """The other hosts, for the first one.
+    """The other hosts, from the view of the first one.
 
     :param size: the number of hosts.
-    :param tell: is called with each event of theirs.
+    :param tell: the function to call with each event of another host.
     """
 
     def __init__(self, queue: HostQueue, size: int, tell: Any) -> None:
@@ -96,7 +96,7 @@ class OtherHosts:
         self._all_left = anyio.Event()
 
     async def do(self, host: int, deed: Start | Tell, variables: Mapping[str, str]) -> None:
-        """Have a host start a process, or send a signal to one."""
+        """Order a host to start a process or to send a signal to one."""
         if isinstance(deed, Start):
             message = ["start", deed.rank, deed.incarnation, deed.generation, deed.restarts, dict(variables)]
             await self._send(host, message)
@@ -107,7 +107,7 @@ class OtherHosts:
         await run_in_thread(lambda: self._queue.send(host, message))
 
     async def hear(self) -> None:
-        """Hear from the others until :meth:`end` has been called."""
+        """Receive messages of the other hosts until :meth:`end` is called."""
         while True:
             match await run_in_thread(self._queue.receive):
                 case ["end"]:
@@ -120,7 +120,7 @@ class OtherHosts:
                     self._tell(tuple(event))
 
     async def end(self, code: int) -> None:
-        """Tell the others that the job is over, and wait until they have heard of it."""
+        """Tell the other hosts that the job is over, and wait until they have confirmed."""
         for host in sorted(self._left):
             await self._send(host, ["over", code])
         with anyio.move_on_after(_LEAVES):

@@ -15,11 +15,11 @@ from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel.auth import check_exposed, read_token
 
 Restart = Literal["never", "on-failure"]
-"""The fate of a rank that dies."""
+"""The treatment of a rank that dies."""
 
 
 class At(NamedTuple):
-    """A place to listen at."""
+    """A host and port to listen at."""
 
     host: str
     port: int
@@ -29,30 +29,30 @@ class At(NamedTuple):
 
 
 class Job(msgspec.Struct, kw_only=True, frozen=True):
-    """The ranks of a program, and how they are supervised; see the options of ``aiocomms run``."""
+    """The ranks of a program, and the rules of their supervision; see the options of ``aiocomms run``."""
 
     program: Sequence[str]
     """The program and its arguments, as after ``python``: ``["server.py", "--debug"]`` or ``["-m", "server"]``."""
     ranks: int = 1
-    """The ranks of each host."""
+    """The number of ranks on each host."""
     restart: Restart = "never"
-    """The answer to a rank's death: all others end; or a new process takes its place."""
+    """The treatment of a rank that dies: ``never`` ends all ranks; ``on-failure`` starts a new process in its place."""
     max_restarts: int = 8
-    """The restarts of one rank within 60 s, before the job is given up."""
+    """The number of restarts of one rank within 60 s. A further failure ends the job."""
     grace: float = 30.0
     """Seconds between SIGTERM and SIGKILL."""
     nnodes: int = 1
-    """The number of hosts, each with a supervisor."""
+    """The number of hosts, each with one supervisor."""
     node_rank: int = 0
     """The number of this host."""
     rendezvous: str | None = None
-    """``HOST:PORT`` of the first host, where the supervisors meet."""
+    """``HOST:PORT`` of the first host, at which the supervisors meet."""
     health: str | None = None
-    """``PORT`` or ``HOST:PORT`` where HTTP asks how the job is."""
+    """``PORT`` or ``HOST:PORT`` at which the supervisor serves ``/healthz`` and ``/readyz``."""
     listen: str | None = None
-    """``HOST:PORT`` of a socket that rank 0 gets by systemd's protocol."""
+    """``HOST:PORT`` of a listening socket that rank 0 gets by systemd's protocol."""
     log_dir: str | None = None
-    """The folder for a file of each process's output."""
+    """The folder for one file of output per process."""
     preload: Sequence[str] = ()
     """Modules that are imported once for all ranks."""
 
@@ -62,9 +62,9 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
         return self.ranks * self.nnodes
 
     def check(self, environ: Mapping[str, str]) -> None:
-        """Check it, before anything is started.
+        """Check the job before any process starts.
 
-        :raises ArgumentError: an option is wrong; says which, and what was wanted.
+        :raises ArgumentError: an option is wrong. The error names the option and the wanted value.
         """
         for name, value, least in (
             ("ranks", self.ranks, 1), ("nnodes", self.nnodes, 1), ("max_restarts", self.max_restarts, 0)
@@ -112,7 +112,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
             raise ArgumentError(f"there is no file {first!r}")
 
     def warnings(self, environ: Mapping[str, str], cores: int) -> list[str]:
-        """Return what is unwise about it on a host with so many cores."""
+        """Return warnings about the job's use of a host with ``cores`` cores."""
         threads = environ.get("OMP_NUM_THREADS", "1")
         if self.ranks > cores:
             return [
@@ -127,9 +127,10 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def place(name: str, text: str) -> At:
-    """Return a place of the form ``HOST:PORT``, ``[HOST]:PORT``, or ``PORT`` on the loopback address.
+    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT``, or ``PORT`` on the loopback address.
 
-    :raises ArgumentError: it has another form.
+    :param name: the name of the option, for the error.
+    :raises ArgumentError: ``text`` has another form.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
@@ -139,5 +140,5 @@ def place(name: str, text: str) -> At:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a place cannot be used, without the place, which Python may repeat."""
+    """Return the reason of an error without the address, which Python may add."""
     return str(error) if error.errno is None else os.strerror(error.errno)

@@ -1,4 +1,4 @@
-"""The output of the ranks: whole lines, each with its rank before it, on the supervisor's own streams and in files."""
+"""The output of the ranks: whole lines with the rank as prefix, on the supervisor's own streams and in files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import anyio
 from anyio import to_thread
 
 LONGEST: Final = 2**16
-"""Bytes of a line. A longer one is printed as several."""
+"""The longest line in bytes. A longer one is printed as several lines."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
 
 
 class LineSplitter:
-    """Makes lines of what a stream brings in pieces."""
+    """A splitter that joins the pieces of a stream and divides them into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete by now, without their ends."""
+        """Return the lines that are complete now, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         while len(self._rest) > LONGEST:
             lines.append(self._rest[:LONGEST])
@@ -32,13 +32,13 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """Return what has come after the last end of a line."""
+        """Return the rest after the last line end."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
 
 def prefixes(size: int, *, coloured: bool) -> list[bytes]:
-    """Return what stands before the lines of each rank."""
+    """Return the prefix of each rank's lines."""
     plain = [f"[{rank}]" for rank in range(size)]
     if coloured:
         plain = [f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m" for rank, text in enumerate(plain)]
@@ -46,15 +46,15 @@ def prefixes(size: int, *, coloured: bool) -> list[bytes]:
 
 
 def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether lines on a descriptor have colours: on a terminal, unless NO_COLOR says otherwise."""
+    """Return whether lines on a descriptor have colours: on a terminal, unless NO_COLOR is set or TERM is "dumb"."""
     return os.isatty(descriptor) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 class Printer:
-    """Prints the lines of all ranks. A terminal or a pipe that does not take them holds up the ranks, not the loop.
+    """The printer of the lines of all ranks. A blocked terminal or pipe blocks the ranks, but not the loop.
 
     :param size: the number of ranks.
-    :param folder: where the lines of each process are written, too, without a prefix; None: nowhere.
+    :param folder: the folder for a file of each process's lines, without a prefix; None: no files.
     """
 
     def __init__(self, size: int, folder: Path | None, environ: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ class Printer:
     def log(self, rank: int, incarnation: int) -> BinaryIO | None:
         """Open the file of a process.
 
-        :raises OSError: it cannot be written.
+        :raises OSError: the file cannot be opened.
         """
         if self._folder is None:
             return None
@@ -76,7 +76,7 @@ class Printer:
     async def lines(self, rank: int, descriptor: int, lines: list[bytes], log: BinaryIO | None) -> None:
         """Print lines of a rank.
 
-        :param descriptor: 1 or 2, where the rank has written them, and where they are printed.
+        :param descriptor: 1 or 2, on which the rank has written them and this process prints them.
         """
         before = self._prefixes[descriptor][rank]
         await self._print(descriptor, b"".join(before + line + b"\n" for line in lines))
@@ -84,7 +84,7 @@ class Printer:
             await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
 
     async def say(self, text: str) -> None:
-        """Print a sentence of the supervisor, on stderr."""
+        """Print a sentence of the supervisor on stderr."""
         await self._print(_ERR, f"aiocomms run: {text}\n".encode())
 
     async def _print(self, descriptor: int, data: bytes) -> None:
@@ -93,7 +93,7 @@ class Printer:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write all of it; nothing, where nobody reads any more."""
+    """Write all data. A closed pipe discards it."""
     with contextlib.suppress(OSError):
         view = memoryview(data)
         while view:

@@ -1,11 +1,11 @@
-"""The decisions of a supervisor: which rank is started, signalled or given up, and when. No process is in here.
+"""The decisions of a supervisor: which rank to start, to signal or to give up, and when. This module has no processes.
 
-A :class:`Supervision` is told what happens, and answers with what to do. Whoever carries that out tells it what comes
-of it. So a test plays the processes and the clock.
+A :class:`Supervision` takes events and returns orders. The supervisor carries out the orders and reports their results
+as events. So a test can play the processes and the clock.
 
-Each process of a rank has a number, its *incarnation*. All ranks that are started together are a *generation*. In it, a
-process that takes a dead one's place is a *newcomer*, whom a rank that has formed a communicator has to take in. Where
-no such rank is left, the generation ends and the next one begins.
+Each process of a rank has a number, its *incarnation*. All ranks that are started together are a *generation*. Within a
+generation, a process that replaces a dead one is a *newcomer*. A rank that has formed a communicator must take it in.
+If no such rank is left, the generation ends and the next one begins.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import msgspec
 WINDOW: Final = 60.0
 """Seconds within which a rank's restarts are counted."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds before a rank's second restart within the window, which double each time; before the first there are none."""
+"""Seconds before a rank's second restart within the window, and the longest pause. The pause doubles each time. The
+first restart has no pause."""
 LINGER: Final = 1.0
-"""Seconds that a process which the others have lost may take to end by itself."""
+"""Seconds in which a process that the other ranks have lost may end by itself."""
 SILENCE: Final = 30.0
-"""Seconds after which the host of a killed process is taken for gone."""
+"""Seconds without the end of a killed process after which its host counts as failed."""
 ENDING: Final = 5.0
-"""Seconds that the processes of a generation that cannot go on may take to end by SIGTERM."""
+"""Seconds in which the processes of a generation that cannot go on may end by SIGTERM."""
 PATIENCE: Final = 60.0
-"""Seconds after which a rank that has not formed a communicator is named."""
+"""Seconds after which the supervisor prints the ranks that have not formed a communicator."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class Start(msgspec.Struct, frozen=True):
     incarnation: int
     generation: int
     restarts: int
-    """The processes that have been this rank in this generation before."""
+    """The number of earlier processes of this rank in this generation."""
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class Tell(msgspec.Struct, frozen=True):
     rank: int
     signal: int
     replaced: bool = False
-    """True if the process is told before that another one takes its place, while the other ranks go on."""
+    """True if the process is first told that another one takes its place while the other ranks go on."""
 
 
 class Say(msgspec.Struct, frozen=True):
@@ -62,7 +63,7 @@ Deed = Start | Tell | Say
 
 
 class SupervisedRank:
-    """One rank, and the process that is it."""
+    """One rank, and its current process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -72,15 +73,15 @@ class SupervisedRank:
         self.formed: dict[str, int] = {}
         """The communicators that the process has formed, by name, and the last epoch of each."""
         self.leaving = False
-        """True once the process was told to end, or has said that it leaves, so that another one takes its place."""
+        """True once the process was told to end, or has reported that it leaves: another one takes its place."""
         self.due = False
-        """True while a pause goes by before its next process is started."""
+        """True during the pause before the start of the next process."""
         self.code: int | None = None
-        """The exit code of the last process, minus the signal's number if one has ended it; None: none has ended."""
+        """The exit code of the last ended process, or minus the signal's number; None: no process has ended."""
         self.order = 0
-        """The place of that end among all ends."""
+        """The position of that end among all ends."""
         self.begun: deque[float] = deque()
-        """The times within the window at which it failed or left of itself, and was restarted."""
+        """The times within the window when the process failed or left, and was restarted."""
 
     def allow(self, most: int, now: float) -> bool:
         """Count a restart, and return whether it is one of the first ``most`` within the window."""
@@ -90,41 +91,41 @@ class SupervisedRank:
         return len(self.begun) <= most
 
     def pause(self) -> float:
-        """Return the seconds before the restart that was counted last."""
+        """Return the pause before the last counted restart, in seconds."""
         again = len(self.begun) - 2
         return 0.0 if again < 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**again)
 
 
 class Supervision:
-    """Decides about the ranks of a job.
+    """The decisions about the ranks of a job.
 
     :param size: the number of ranks.
-    :param restart: whether a rank that dies is started again.
-    :param most: the restarts of one rank within :data:`WINDOW` seconds.
-    :param grace: seconds that a rank may take to end once it has been told to.
+    :param restart: whether a failed rank is started again.
+    :param most: the number of restarts of one rank within :data:`WINDOW` seconds.
+    :param grace: seconds between the signal to end a rank and SIGKILL.
     """
 
     def __init__(self, size: int, *, restart: bool, most: int, grace: float) -> None:
         self.ranks: list[SupervisedRank] = [SupervisedRank(number) for number in range(size)]
         self.generation = -1
         self.restarts = 0
-        """The processes that were started in the place of others."""
+        """The number of processes that have replaced others."""
         self.first: tuple[int, int] | None = None
         """The rank that failed first, and its exit code."""
         self.stopping: str | None = None
-        """The reason why all ranks are to end; None: they are not."""
+        """The reason for the end of all ranks; None: the job goes on."""
         self._restart, self._most, self._grace = restart, most, grace
         self._gave_up: int | None = None
         self._ends = 0
         self._anew: float | None = None
-        """The pause before the next generation, once this one cannot go on."""
+        """The pause before the next generation, if this one cannot go on; else None."""
         self._rolling: list[int] = []
-        """The ranks that are still to be replaced, the next one first."""
+        """The ranks that are not replaced yet, the next one first."""
         self._alarms: list[tuple[float, int, int, str]] = []
         self._deeds: list[Deed] = []
         self._now = 0.0
 
-    # ---------------------------------------------------------------------------------------------- what is asked of it
+    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def over(self) -> bool:
@@ -138,18 +139,18 @@ class Supervision:
 
     @property
     def deadline(self) -> float | None:
-        """The time for :meth:`tick`; None: nothing waits for it."""
+        """The time of the next :meth:`tick`; None: no alarm is set."""
         return self._alarms[0][0] if self._alarms else None
 
     def code(self) -> int:
-        """Return the exit code of the job: that of the first rank whose last process has failed, or 0."""
+        """Return the exit code of the job: that of the first rank whose last process has failed, else 0."""
         if self._gave_up is not None:
             return status(self._gave_up)
         failed = sorted((rank.order, rank.code) for rank in self.ranks if rank.code)
         return status(failed[0][1]) if failed else 0
 
     def summary(self) -> list[str]:
-        """Return the lines that say what became of the job."""
+        """Return the lines that describe the outcome of the job."""
         ends = "; ".join(f"rank {rank.number}: {described(rank.code)}" for rank in self.ranks)
         lines = [f"{counted(len(self.ranks), 'rank')}, {counted(self.restarts, 'restart')}; {ends}"]
         if self.first is not None:
@@ -157,7 +158,7 @@ class Supervision:
             lines.append(f"rank {rank} failed first: {described(code)}")
         return lines
 
-    # --------------------------------------------------------------------------------------------------- what happens
+    # --------------------------------------------------------------------------------------------------------- events
 
     def begin(self, now: float) -> Sequence[Deed]:
         """Start all ranks."""
@@ -176,11 +177,11 @@ class Supervision:
         return self._done()
 
     def lost(self, number: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
-        """Note that a communicator's epoch has lost a rank: that rank's process ends soon, or is killed."""
+        """Note that a communicator's epoch has lost a rank. The rank's process must end soon, or it is killed."""
         self._now = now
         if 0 <= number < len(self.ranks) and self.stopping is None:
             rank = self.ranks[number]
-            # A process that has formed a later epoch is another one than was lost, or was taken in again.
+            # A process that has formed a later epoch is a newer one, or has joined again.
             if rank.alive and not rank.leaving and rank.formed.get(name, epoch + 1) <= epoch:
                 self._alarm(LINGER, rank, "lost")
         return self._done()
@@ -197,7 +198,7 @@ class Supervision:
     def ended(self, number: int, incarnation: int, code: int, now: float) -> Sequence[Deed]:
         """Note that a process has ended.
 
-        :param code: its exit code, or minus the number of the signal that has ended it.
+        :param code: the exit code, or minus the number of the signal that has ended the process.
         """
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation:
@@ -207,7 +208,7 @@ class Supervision:
         return self._done()
 
     def stop(self, why: str, now: float) -> Sequence[Deed]:
-        """Have all ranks end; if they have been told to before, kill them."""
+        """End all ranks, or kill them if they were told to end before."""
         self._now = now
         if self.stopping is None:
             self._stop(why)
@@ -216,7 +217,7 @@ class Supervision:
         return self._done()
 
     def replace_all(self, now: float) -> Sequence[Deed]:
-        """Replace rank after rank, from the highest to 0."""
+        """Replace one rank after the other, from the highest to 0."""
         self._now = now
         if self._rolling:
             self._say("the ranks are being replaced already")
@@ -228,11 +229,11 @@ class Supervision:
         return self._done()
 
     def tick(self, now: float) -> Sequence[Deed]:
-        """Do what is due."""
+        """Handle the alarms that are due."""
         self._now = now
         return self._done()
 
-    # ---------------------------------------------------------------------------------------------------- what follows
+    # ------------------------------------------------------------------------------------------------------ decisions
 
     def _ring(self, rank: SupervisedRank, what: str) -> None:
         match what:
@@ -261,7 +262,7 @@ class Supervision:
         self._alarm(SILENCE, rank, "silent")
 
     def _miss(self, rank: SupervisedRank) -> None:
-        """Give up a rank whose supervisor does not say that it has ended: its host is gone, or cut off."""
+        """Give up a killed rank whose supervisor does not report its end: its host has failed or is disconnected."""
         rank.alive, rank.code = False, -signal.SIGKILL
         if self.stopping is None:
             self._gave_up = rank.code
@@ -306,7 +307,7 @@ class Supervision:
             self._replace(rank, rank.pause())
 
     def _replace(self, rank: SupervisedRank, pause: float) -> None:
-        """Start a newcomer; or all ranks, where none is left that could take it in."""
+        """Start a newcomer, or all ranks if no rank is left that could take it in."""
         if any(it.alive and it.formed for it in self.ranks):
             rank.due = True
             self._alarm(pause, rank, "start")
@@ -314,13 +315,13 @@ class Supervision:
             self._end_generation(pause)
 
     def _end_generation(self, pause: float) -> None:
-        """End what is left of a generation, in which nobody could take in a newcomer; the next one follows."""
+        """End the rest of a generation in which no rank can take in a newcomer. The next generation follows."""
         self._anew, self._rolling = pause, []
         if any(it.alive for it in self.ranks):
             self._say("no rank is left that could take in another: all are started anew")
         for it in self.ranks:
             it.due = False
-            if it.alive and it.restarts:  # A newcomer has waited to be taken in, and done nothing else.
+            if it.alive and it.restarts:  # A newcomer has only waited to be taken in, so it can be killed.
                 self._deeds.append(Tell(it.number, signal.SIGKILL))
             elif it.alive:
                 self._deeds.append(Tell(it.number, signal.SIGTERM))
@@ -332,11 +333,11 @@ class Supervision:
             self._alarm(self._anew, self.ranks[0], "anew")
 
     def _look_for_newcomers(self) -> None:
-        """End the job if newcomers wait for ranks that have all ended; while ranks are replaced, start all anew."""
+        """End the job if newcomers wait for ranks that have all ended. During a replacement, start all ranks again."""
         waiting = [it for it in self.ranks if it.due or (it.alive and it.restarts and not it.formed)]
         if not waiting or any(it.alive and it.formed for it in self.ranks):
             return
-        if self._rolling:  # The program ends all its ranks with the one that was replaced.
+        if self._rolling:  # The program has ended all ranks together with the replaced one.
             self._end_generation(0.0)
         else:
             self._gave_up = waiting[0].code
@@ -398,7 +399,7 @@ class Supervision:
 
 
 def status(code: int) -> int:
-    """Return the exit code of a shell for one of a process: 128 more than a signal's number."""
+    """Return the exit code as a shell reports it: for a signal, 128 more than its number."""
     return 128 - code if code < 0 else code
 
 

@@ -37,12 +37,13 @@ _LOOPBACK: Final = "127.0.0.1"
 async def supervise(job: Job) -> int:
     """Run the ranks of a job until all have ended.
 
-    On the main thread SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. A call that is cancelled
+    On the main thread SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. A cancellation of the call
     ends the ranks, too.
 
-    :returns: the exit code: that of the rank that failed first, 128 more than its number for a signal; 0: none did.
-    :raises ArgumentError: the job is not as it should be, or a port is in use; no process was started.
-    :raises CommError: the ranks cannot be started, or the supervisors of other hosts are gone.
+    :returns: the exit code of the job: 0, or that of the first rank whose last process has failed. For a signal it is
+        128 more than the signal's number.
+    :raises ArgumentError: the job is invalid, or a port is in use. No process was started.
+    :raises CommError: the ranks cannot be started, or the supervisors of other hosts have ended.
     """
     job.check(os.environ)
     printer = Printer(job.size, _folder(job), os.environ)
@@ -67,7 +68,7 @@ async def supervise(job: Job) -> int:
 
 
 async def _supervised(supervisor: HostSupervisor, job: Job) -> int:
-    """Run a job, and meanwhile hear signals and answer to HTTP."""
+    """Run a job, and handle signals and HTTP requests meanwhile."""
     async with anyio.create_task_group() as beside:
         if threading.current_thread() is threading.main_thread():
             await beside.start(supervisor.hear_signals)
@@ -81,8 +82,8 @@ async def _supervised(supervisor: HostSupervisor, job: Job) -> int:
 class HostSupervisor(ABC):
     """The supervisor of one host.
 
-    :param job: what runs.
-    :param tasks: where the tasks run that end with the ranks.
+    :param job: the job to run.
+    :param tasks: the group of the tasks that end with the ranks.
     """
 
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
@@ -94,18 +95,18 @@ class HostSupervisor(ABC):
 
     @abstractmethod
     async def run(self) -> int:
-        """Run the ranks of this host until all have ended; return the exit code."""
+        """Run the ranks of this host until all have ended, and return the exit code."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Any]:
-        """Return what ``/readyz`` says: whether the ranks have formed a communicator, and how each rank is."""
+        """Return the body of ``/readyz``: whether the ranks have formed a communicator, and the state of each rank."""
 
     @abstractmethod
     def summary(self) -> Sequence[str]:
-        """Return the lines that say what became of the job."""
+        """Return the lines that describe the outcome of the job."""
 
     async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Take the signals of this process for the ranks'."""
+        """Turn the signals of this process into events."""
         with anyio.open_signal_receiver(*_SIGNALS) as signals:
             task_status.started()
             async for number in signals:
@@ -114,7 +115,7 @@ class HostSupervisor(ABC):
                 self._send.send_nowait(event)
 
     async def aclose(self) -> None:
-        """End what is left."""
+        """End the remaining processes."""
         with anyio.CancelScope(shield=True):
             await self._host.aclose()
         self._send.close()
@@ -122,7 +123,7 @@ class HostSupervisor(ABC):
 
 
 class Supervisor(HostSupervisor):
-    """The supervisor of the first host, which decides for all."""
+    """The supervisor of the first host, which decides for all hosts."""
 
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
         super().__init__(job, listener, printer, tasks)
@@ -150,7 +151,7 @@ class Supervisor(HostSupervisor):
         return code
 
     async def _run(self) -> int:
-        """Start the ranks, and do what is to be done until all have ended."""
+        """Start the ranks, and carry out the supervision's orders until all ranks have ended."""
         supervision = self.supervision
         await self._do(supervision.begin(anyio.current_time()))
         while not supervision.over:
@@ -194,11 +195,11 @@ class Supervisor(HostSupervisor):
                 await self._host.signal(deed.rank, deed.signal, replaced=deed.replaced)
 
     async def _variables(self, deed: Start) -> dict[str, str]:
-        """Return the variables that tell a process its place in the job."""
+        """Return the environment variables with a process's place in the job."""
         given = self._job.rendezvous
         host = _LOOPBACK if given is None else place("rendezvous", given).host
         if deed.generation not in self._stores:
-            await run_in_thread(self._stores.clear)  # An earlier generation's keys would be taken for this one's.
+            await run_in_thread(self._stores.clear)  # Keys of an earlier generation must not remain.
             self._stores[deed.generation] = await run_in_thread(lambda: open_store(host))
         return variables(self._job, deed, At(host, self._stores[deed.generation][1]))
 
@@ -219,21 +220,21 @@ class Supervisor(HostSupervisor):
         return self.supervision.summary()
 
     async def aclose(self) -> None:
-        """End what is left, and the store after it."""
+        """End the remaining processes, and then the store."""
         await super().aclose()
         with anyio.CancelScope(shield=True):
             await run_in_thread(self._stores.clear, anyhow=True)
 
 
 class Follower(HostSupervisor):
-    """The supervisor of another host than the first, which does what that one says."""
+    """The supervisor of every host but the first, which carries out the first one's orders."""
 
     _stops = 0
 
     async def run(self) -> int:
         """Run the ranks of this host; see :class:`HostSupervisor`.
 
-        :raises CommError: the first host does not come, or is gone.
+        :raises CommError: the first host does not start in time, or has ended.
         """
         assert self._job.rendezvous is not None
         at, mine = place("rendezvous", self._job.rendezvous), self._job.node_rank
@@ -249,7 +250,7 @@ class Follower(HostSupervisor):
         return code
 
     async def _end_early(self) -> None:
-        """End this host if it is told to while it waits for the first one."""
+        """Raise an error if this host gets a stop signal while it waits for the first host."""
         while (await self._events.receive())[0] != "stop":
             pass
         raise CommError("it was told to end before the first host had come")
@@ -271,7 +272,7 @@ class Follower(HostSupervisor):
             if self._stops > 1:  # The first host may not answer.
                 for rank in list(self._host.processes):
                     await self._host.signal(rank, signal.SIGKILL)
-            with contextlib.suppress(StoreLostError):  # _obey() hears of it, too.
+            with contextlib.suppress(StoreLostError):  # _obey() gets this error, too.
                 await run_in_thread(functools.partial(queue.send, 0, list(event)))
 
     def state(self) -> Mapping[str, Any]:
@@ -284,14 +285,14 @@ class Follower(HostSupervisor):
         return {"ready": ready, "ranks": ranks}
 
     def summary(self) -> Sequence[str]:
-        """Return nothing: the first host says what became of the job."""
+        """Return no lines: the first host prints the outcome of the job."""
         return []
 
 
 def _serve_rendezvous(at: At) -> list[TCPStore]:
-    """Serve the store in which supervisors meet, until the list is emptied.
+    """Serve the store in which supervisors meet, until the returned list is cleared.
 
-    :raises ArgumentError: it cannot be there.
+    :raises ArgumentError: the address cannot be bound.
     """
     try:
         return [open_store(at.host, at.port)[0]]
@@ -302,7 +303,7 @@ def _serve_rendezvous(at: At) -> list[TCPStore]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what all ranks inherit: one thread for each operation of torch, and a secret of the job's own."""
+    """Return the environment of all ranks, by default with one thread for torch's operations and a new job token."""
     given = dict(environ)
     given.setdefault("OMP_NUM_THREADS", "1")
     if "AIOCOMMS_TOKEN_FILE" not in given:
@@ -311,7 +312,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
-    """Return the variables of one process, as torchrun sets them and aiocomms and torch read them."""
+    """Return the environment variables of one process, the same as torchrun sets, for aiocomms and torch."""
     node, local = divmod(deed.rank, job.ranks)
     return {
         "RANK": str(deed.rank),
@@ -330,10 +331,10 @@ def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
 
 
 def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Serve a store of torch's on a socket of our own, for without one torch listens on every interface. Blocks.
+    """Serve a torch store on a socket bound to one address; torch itself would listen on every interface. Blocks.
 
-    :returns: the store, which is served as long as it lives, and its port.
-    :raises OSError: the port is in use, or the host is not this one.
+    :returns: the store, which is served as long as the object lives, and its port.
+    :raises OSError: the port is in use, or the address is not on this host.
     """
     from torch.distributed import TCPStore
 
@@ -350,7 +351,7 @@ def _listen(at: At) -> socket.socket:
         listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise ArgumentError(f"listen cannot be at {at}: {reason_of(error)}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Inherited by connections.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Accepted connections inherit this.
     return listener
 
 
@@ -365,7 +366,7 @@ def _folder(job: Job) -> Path | None:
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group, of those of this package if there is one."""
+    """Return the first :class:`CommError` of a group, or its first error if there is none."""
     errors: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

@@ -1,1 +1,1 @@
-"""Live groups: collectives that end with whom they have, in memory that outlives each rank."""
+"""Live groups: collectives that complete without dead or late ranks, through memory that outlives each rank."""

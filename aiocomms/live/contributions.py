@@ -1,4 +1,4 @@
-"""The contribution of a rank to a round: tensors, and the op that it has called with them."""
+"""Contributions of ranks to a round: tensors, and a description of the call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
     """The description of a call, which is the header of its contribution."""
 
     op: str
-    """The op and its operator, as in ``all_reduce(sum)``: the same on all ranks."""
+    """The op and its operator, such as ``all_reduce(sum)``; the same on all ranks."""
     dtype: str
-    """The dtype of all tensors: the same on all ranks; empty: there are none."""
+    """The dtype of all tensors; the same on all ranks; empty if there are no tensors."""
     shapes: tuple[tuple[int, ...], ...]
     alike: bool
-    """True if the shapes are the same on all ranks, too."""
+    """True if the shapes must be the same on all ranks."""
 
     @classmethod
     def of(cls, op: str, tensors: Sequence[Tensor], alike: bool) -> Self:
@@ -39,7 +39,7 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.op} of {', '.join(f'{self.dtype}{list(shape)}' for shape in self.shapes) or 'nothing'}"
 
     def fits(self, other: Called) -> bool:
-        """Return whether both may be calls of one op."""
+        """Return whether this call matches the other one."""
         return (self.op, self.dtype) == (other.op, other.dtype) and (not self.alike or self.shapes == other.shapes)
 
 
@@ -47,13 +47,13 @@ CALLED: Final = ControlCodec[Called](Called, "what a rank has called")
 
 
 class Contribution(NamedTuple):
-    """The contribution of a rank, as others see it."""
+    """A contribution as the other ranks read it."""
 
     called: Called
     data: Tensor
 
     def tensors(self) -> Iterator[Tensor]:
-        """Return its tensors, of the area's own memory."""
+        """Yield the tensors, as views of the data."""
         begin, dtype = 0, _DTYPES.get(self.called.dtype, torch.uint8)
         for shape in self.called.shapes:
             end = begin + math.prod(shape) * dtype.itemsize
@@ -62,17 +62,18 @@ class Contribution(NamedTuple):
 
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as bytes, as areas hold them."""
+    """Return tensors as flat byte tensors, the form in which areas hold them."""
     return [octets(tensor) for tensor in tensors]
 
 
 def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes, Tensor]]) -> dict[int, Contribution]:
-    """Decode what the ranks have contributed to a round.
+    """Decode the contributions to a round, by rank.
 
-    :param mine: what this rank has called.
-    :param encoded: the same, as its own header.
-    :raises MismatchError: it is not of one op.
-    :raises ProtocolError: it makes no sense.
+    :param mine: the call of this rank.
+    :param encoded: the same call, encoded as this rank's header.
+    :param given: the header and the data of each rank.
+    :raises MismatchError: ranks have called different ops.
+    :raises ProtocolError: a contribution is malformed.
     """
     found = {}
     for rank, (header, data) in given.items():

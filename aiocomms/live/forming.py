@@ -1,4 +1,4 @@
-"""The meeting of the processes of a live group: which memory they share, and who has which place."""
+"""The forming of a live group: its processes agree on shared memory, and take their places."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from aiocomms.lowlevel.stores import admitting, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 _STORE: Final = "store"
-"""The word on which the ranks agree where they share no memory; else it is the host whose memory it is."""
+"""The value on which the ranks agree if they share no memory; else they agree on the host with the memory."""
 _PAUSE: Final = 0.01
-"""Seconds between two looks at the store."""
+"""The seconds between two looks at the store."""
 _SALT_BITS: Final = 17
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 async def form(
     name: str, store: Store | None, rank: int | None, size: int | None, timeout: float, capacity: int
 ) -> LiveGroup:
-    """Take a place, as :class:`aiocomms.live_group` is asked to."""
+    """Take a place in a live group; see :class:`aiocomms.live_group` for the parameters."""
     seconds = min(timeout, FORMING)
     if rank is None or size is None:
         store, rank, size = await launched(name, seconds)
@@ -80,9 +80,9 @@ def _registers(store: Store, fd: int | None, place: LivePlace) -> Registers:
 
 
 async def _take(registers: Registers, rank: int) -> int:
-    """Take a place; return what it is held by.
+    """Take a place; return the holder value of this process.
 
-    :raises ArgumentError: a process has it that lives.
+    :raises ArgumentError: another live process has the place.
     """
     salt = int.from_bytes(clock.token_bytes(4), "little") % (1 << _SALT_BITS)
     mine = salt << PROCESS_BITS | process_number(os.getpid())  # A process may have several places.
@@ -93,13 +93,13 @@ async def _take(registers: Registers, rank: int) -> int:
         if held not in (0, LEFT) and isinstance(registers, SharedRegisters) and registers.alive(held):
             raise ArgumentError(f"rank is {rank}, which another process is that lives")
         if (found := await registers.swap(place_of(rank), held, mine)) == held:
-            await registers.tell(None)  # The others do not wait for the process that had the place before.
+            await registers.tell(None)  # The other ranks no longer wait for the former process.
             return mine
         held = found
 
 
 class Opened(NamedTuple):
-    """A process that has the memory, and how others open it there."""
+    """A process that has the memory open, and the file descriptor through which other processes open it."""
 
     pid: int
     holder: int
@@ -108,12 +108,12 @@ class Opened(NamedTuple):
 
     @classmethod
     def here(cls, fd: int) -> Self:
-        """Return this process."""
+        """Return the record of this process."""
         return cls(os.getpid(), process_number(os.getpid()), fd, os.fstat(fd).st_ino)
 
     @classmethod
     def listed(cls, text: str) -> list[Self]:
-        """Decode a list."""
+        """Decode a list of records, one a line."""
         return [cls(*map(int, line.split(","))) for line in text.split()]
 
     def __str__(self) -> str:
@@ -121,13 +121,13 @@ class Opened(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """True if the process lives."""
+        """True if the process is alive."""
         return process_number(self.pid) == self.holder
 
     def opened(self) -> int | None:
-        """Open the memory; None: the process is gone, or has closed it.
+        """Open the memory; return None if the process is gone or has closed it.
 
-        :raises ArgumentError: it is another user's.
+        :raises ArgumentError: another user runs the process.
         """
         try:
             if not self.lives:
@@ -144,7 +144,7 @@ class Opened(NamedTuple):
 
 
 class LiveMeeting:
-    """The meeting of one process with the others, in a thread: every call blocks."""
+    """One process's part in the forming of the group; it runs in a thread, because every call blocks."""
 
     def __init__(self, store: Store, place: LivePlace, seconds: float) -> None:
         self.store, self._place = store, place
@@ -153,7 +153,7 @@ class LiveMeeting:
         self._given_up, self._fd = False, -1
 
     def give_up(self) -> None:
-        """Close what the thread has opened, or will have: nobody waits for it any more."""
+        """Close the memory that the thread has opened or will open: the call was cancelled or failed."""
         with self._lock:
             self._given_up = True
             if self._fd >= 0:
@@ -161,10 +161,11 @@ class LiveMeeting:
 
     @store_errors("the store of the group is gone")
     def meet(self) -> int | None:
-        """Meet the others; return a descriptor of the memory that all share, or None: they share none.
+        """Meet the other ranks; return a file descriptor of the shared memory, or None if they share none.
 
-        :raises ArgumentError: they have other arguments, or share memory that this process cannot open.
-        :raises CommTimeoutError: some have not come, or the memory cannot be had.
+        :raises ArgumentError: other ranks have other arguments, or share memory that this process cannot open.
+        :raises CommTimeoutError: a rank has not come in time.
+        :raises OSError: the memory is not available.
         """
         mine = f"{self._place.size} {self._place.capacity}"
         theirs = self.store.compare_set("arguments", "", mine).decode()
@@ -193,7 +194,7 @@ class LiveMeeting:
                 raise CommTimeoutError(f"{late()}, within {self._seconds:g} s")
             clock.sleep(_PAUSE)
 
-    # ----------------------------------------------------------------------------------------------------- which memory
+    # ------------------------------------------------------------------------------------------------- choice of memory
 
     def _hosts(self) -> list[str]:
         return [f"host/{rank}" for rank in range(self._place.size)]
@@ -211,13 +212,13 @@ class LiveMeeting:
         absent = [rank for rank, key in enumerate(self._hosts()) if not self.store.check([key])]
         return f"ranks {absent} have not come"
 
-    # --------------------------------------------------------------------------------------------------- one host's own
+    # ---------------------------------------------------------------------------------------------------- shared memory
 
     def _memory(self) -> int:
-        """Open the memory of a process that has it, or make it where none has.
+        """Open the memory of a live process that has it; make new memory if there is none.
 
-        One register of the store lists those that have it, and is changed by compare-and-swap alone. So there is one
-        memory at a time.
+        One key of the store lists the processes that have the memory, and changes only by compare-and-set. So there is
+        only one memory at a time.
         """
         listed = self.store.compare_set("memory", "", "").decode()
         while True:

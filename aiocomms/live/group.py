@@ -18,17 +18,18 @@ DEFAULT_LANE: Final = "main"
 
 
 class LiveGroup(Handle):
-    """A group whose collectives end with whom they have; made by :class:`aiocomms.live_group`.
+    """A group whose collectives complete without dead or late ranks; made by :class:`aiocomms.live_group`.
 
-    What the ranks agree on is in memory that outlives each of them, so that a rank that dies ends nothing. A process
-    that takes its place goes on where the others are. On the event loop that made it. ``async with`` closes it.
+    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. A process
+    that takes the dead rank's place joins the open call. The group belongs to the event loop that made it. ``async
+    with`` closes it.
     """
 
     def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:
-        """Begin.
+        """Start without lanes.
 
-        :param holder: what stands in the register of this place.
-        :param kept: what is closed with it.
+        :param holder: the value of this process in the register of its place.
+        :param kept: the resources that :meth:`aclose` closes.
         """
         self._place, self._registers, self._holder, self._kept = place, registers, holder, kept
         self._lanes: dict[str, LiveLane] = {}
@@ -40,12 +41,12 @@ class LiveGroup(Handle):
 
     @property
     def name(self) -> str:
-        """The name that all its ranks have given."""
+        """The group's name."""
         return self._place.name
 
     @property
     def rank(self) -> int:
-        """This process's place, from 0."""
+        """The rank of this process, from 0."""
         return self._place.rank
 
     @property
@@ -55,14 +56,14 @@ class LiveGroup(Handle):
 
     @property
     def closed(self) -> bool:
-        """True once it was closed on this rank."""
+        """True once the group is closed on this rank."""
         return self._place.closed
 
     async def lane(self, name: str = DEFAULT_LANE) -> LiveLane:
-        """Open a lane; the same one again for the same name. Each has an order of its own.
+        """Open a lane, or return the open lane of that name. Each lane has its own order of calls.
 
-        :param name: the same on all ranks, of 1 to 200 characters.
-        :raises ArgumentError: it is no name, or the group has 256 lanes.
+        :param name: the lane's name, the same on all ranks, of 1 to 200 characters.
+        :raises ArgumentError: the name is not valid, or the group has 256 other lanes.
         :raises CommClosedError: the group is closed.
         """
         try:
@@ -76,7 +77,7 @@ class LiveGroup(Handle):
         return self._lanes[name]
 
     async def _number_of(self, name: str) -> int:
-        """Return the number of a lane: the first that has no other name, from where the name's hash says."""
+        """Return the number of a lane: from the hash of its name on, the first one without another name."""
         wanted = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 or 1
         for step in range(LANES):
             number = (wanted + step) % LANES
@@ -87,13 +88,13 @@ class LiveGroup(Handle):
         raise ArgumentError(f"name is {name!r}, and the group has {LANES} other lanes already")
 
     async def aclose(self) -> None:
-        """Leave: the others wait for this rank no more. Idempotent."""
+        """Leave the group: the other ranks no longer wait for this one. Idempotent."""
         if self.closed:
             return
         self._place.check("aclose")
         self._place.closed = True
         try:
-            with contextlib.suppress(CommError):  # The memory is gone, and with it the group.
+            with contextlib.suppress(CommError):  # An error means that the memory, and so the group, is gone.
                 if await self._registers.swap(place_of(self.rank), self._holder, LEFT) == self._holder:
                     await self._registers.tell(None)
         finally:

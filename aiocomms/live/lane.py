@@ -1,4 +1,4 @@
-"""The collectives of a live group, by the lanes of which each has an order of its own."""
+"""Collectives of a live group, by lanes: each lane has its own order of calls."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 
 class Partial(NamedTuple, Generic[T]):
-    """The result of a collective with whom it had.
+    """The result of a collective, and the ranks that contributed to it.
 
-    The ranks and the number are the same on all ranks that have a result of this call.
+    ``ranks`` and ``number`` are the same on all ranks that get a result of this call.
     """
 
     value: T
     ranks: tuple[int, ...]
-    """The ranks whose contributions are in it, in ascending order; perhaps without this one, if it was late."""
+    """The ranks that contributed, in ascending order. This rank is missing if it was late."""
     number: int
     """The number of the call in its lane, from 0."""
 
 
 class LivePlace:
-    """The place of this process in a group, as checks of tensors and errors need it."""
+    """The place of this process in a group, for checks of tensors and for errors."""
 
     fast_check: Callable[[object, bool], bool] | None = None
     device: torch.device = _CPU
@@ -55,13 +55,13 @@ class LivePlace:
 
     @property
     def usable(self) -> bool:
-        """True if :meth:`check` has nothing to say."""
+        """True if :meth:`check` raises no error."""
         return not self.closed and get_ident() == self._thread
 
     def check(self, op: str) -> None:
-        """Check that a call is on the group's thread, and that the group is open.
+        """Check that the caller runs on the group's thread, and that the group is open.
 
-        :raises RuntimeError: it is on another thread.
+        :raises RuntimeError: the caller runs on another thread.
         :raises CommClosedError: the group is closed.
         """
         if get_ident() != self._thread:
@@ -71,16 +71,15 @@ class LivePlace:
 
 
 class LiveLane(Handle):
-    """One lane of a live group: its collectives match by the order of their calls; made by :meth:`LiveGroup.lane`.
+    """A lane of a live group; its collectives match in the order of calls. Made by :meth:`LiveGroup.lane`.
 
-    Each waits for the ranks that were in the lane's last call and for those that come back, until its deadline, and
-    ends with those that have called it by then. Nobody waits for a rank that has died, and nothing else ends by that.
-    A rank that comes late to a call gets the result without its own contribution; one that is late by two calls gets
-    :class:`~aiocomms.errors.LeftBehindError`, and its next call is the one that is open then. So is the first of a
-    process that has taken a dead one's place.
+    A call waits, until its deadline, for the ranks of the lane's last call and for ranks that come back. It completes
+    with the ranks that have made the call by then. It does not wait for dead ranks. A late rank gets the result without
+    its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`; its next call
+    joins the open call. The first call of a process that takes a dead process's place joins the open call, too.
 
-    Tensors are contiguous and on the CPU. all_reduce works in place, as a communicator's does; the other results are
-    new tensors. Calls of several tasks take turns.
+    Tensors are contiguous and on the CPU. ``all_reduce`` works in place; the other collectives return new tensors.
+    Calls of several tasks run one after the other.
     """
 
     name: str
@@ -95,17 +94,16 @@ class LiveLane(Handle):
     async def all_reduce(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce one tensor per rank in place, in the order of the ranks: bit by bit the same on all.
+        """Reduce one tensor per rank in place, in the order of ranks; the result is bitwise the same on all ranks.
 
-        :param tensor: of the same dtype and shape on all ranks. An error leaves it as it is, but for LeftBehindError:
-            then it may hold anything.
-        :param op: the operator; AVG divides by how many ranks there are in the result.
-        :param timeout: the seconds for which it waits for other ranks; None: as long as they live; by default the
-            group's.
+        :param tensor: a tensor of the same dtype and shape on all ranks. An error leaves it unchanged, except that
+            after LeftBehindError its content is undefined.
+        :param op: the operator; AVG divides by the number of ranks in the result.
+        :param timeout: the seconds to wait for other ranks; None: as long as they live; by default the group's.
         :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops, or with other shapes; the lane stays usable.
-        :raises LeftBehindError: the others have gone on without this rank.
+        :raises LeftBehindError: the other ranks have gone on without this one.
         :raises CommClosedError: the group is closed, or another process has this place.
         """
         word = 0
@@ -128,11 +126,11 @@ class LiveLane(Handle):
     async def reduce_scatter(
         self, inputs: Sequence[Tensor], op: ReduceOp | str = ReduceOp.SUM, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[Tensor]:
-        """Reduce one tensor per rank and target, and return this rank's.
+        """Reduce the tensors for each rank, and return the reduction for this rank.
 
-        :param inputs: one tensor for each rank of the group, those of one number alike on all ranks.
-        :param op: as of :meth:`all_reduce`.
-        :param timeout: as of :meth:`all_reduce`.
+        :param inputs: one tensor for each rank of the group. ``inputs[i]`` has the same dtype and shape on all ranks.
+        :param op: as for :meth:`all_reduce`.
+        :param timeout: as for :meth:`all_reduce`.
         :returns: the reduction of all ``inputs[rank]``.
         :raises CommError: as :meth:`all_reduce` does.
         """
@@ -147,8 +145,8 @@ class LiveLane(Handle):
     async def all_gather(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[dict[int, Tensor]]:
         """Gather one tensor per rank.
 
-        :param tensor: of the same dtype on all ranks, of whatever shape.
-        :param timeout: as of :meth:`all_reduce`.
+        :param tensor: a tensor of any shape, with the same dtype on all ranks.
+        :param timeout: as for :meth:`all_reduce`.
         :returns: the tensors, by rank.
         :raises CommError: as :meth:`all_reduce` does.
         """
@@ -161,11 +159,11 @@ class LiveLane(Handle):
     async def all_to_all(
         self, inputs: Sequence[Tensor], *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Partial[dict[int, Tensor]]:
-        """Give each rank a tensor of its own. Those that are gone get nothing.
+        """Send each rank its own tensor. Tensors for dead ranks are dropped.
 
-        :param inputs: one tensor for each rank of the group, of one dtype, of whatever shapes.
-        :param timeout: as of :meth:`all_reduce`.
-        :returns: what the others have given this rank, by rank.
+        :param inputs: one tensor for each rank of the group, of any shapes, with the same dtype on all ranks.
+        :param timeout: as for :meth:`all_reduce`.
+        :returns: the tensors that the ranks have sent to this rank, by rank.
         :raises CommError: as :meth:`all_reduce` does.
         """
         inputs, mine = self._one_each(inputs), self._place.rank
@@ -176,11 +174,11 @@ class LiveLane(Handle):
         return await self._call("all_to_all", inputs, result, timeout)
 
     async def broadcast(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[Tensor]:
-        """Give all ranks the tensor of the first that lives: of ``ranks[0]`` of the result.
+        """Return the tensor of the lowest rank that takes part: ``ranks[0]`` of the result.
 
-        :param tensor: what this rank would give, of the same dtype on all ranks, of whatever shape.
-        :param timeout: as of :meth:`all_reduce`.
-        :returns: that rank's tensor.
+        :param tensor: this rank's tensor, of any shape, with the same dtype on all ranks.
+        :param timeout: as for :meth:`all_reduce`.
+        :returns: the tensor of ``ranks[0]``.
         :raises CommError: as :meth:`all_reduce` does.
         """
 
@@ -190,9 +188,9 @@ class LiveLane(Handle):
         return await self._call("broadcast", [tensor], result, timeout)
 
     async def barrier(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Partial[None]:
-        """Wait until all that live have called it.
+        """Wait until all live ranks have called this.
 
-        :param timeout: as of :meth:`all_reduce`.
+        :param timeout: as for :meth:`all_reduce`.
         :raises CommError: as :meth:`all_reduce` does.
         """
         return await self._call("barrier", [], lambda given: None, timeout)
@@ -220,7 +218,7 @@ class LiveLane(Handle):
             if self._turn.locked():
                 await self._turn.acquire()
             else:
-                self._turn.acquire_nowait()  # An acquire that need not wait gives the loop a turn.
+                self._turn.acquire_nowait()  # acquire() would yield to the event loop even if the lock is free.
             try:
                 place.check(name)
                 ends = clock.now() + seconds
@@ -232,7 +230,7 @@ class LiveLane(Handle):
         return Partial(value, round_.ranks, round_.number - BEGIN)
 
     def _bytes(self, tensors: Sequence[Tensor], write: bool) -> int:
-        """Check tensors, and return their bytes."""
+        """Check tensors, and return their total bytes."""
         check = checks.writable if write else checks.readable
         for tensor in tensors:
             check("tensor" if len(tensors) == 1 else "inputs", tensor, self._place)
@@ -261,14 +259,14 @@ def _reduced(op: ReduceOp, like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_plain(timeout: OpTimeout) -> bool:
-    """Return whether a timeout certainly has nothing wrong with it."""
+    """Return whether a timeout is valid without further checks."""
     if type(timeout) is float or type(timeout) is int:
         return 0 < timeout <= arguments.TIMEOUT_MAX
     return timeout is COMM_TIMEOUT
 
 
 async def _write(out: Tensor, value: Tensor) -> None:
-    """Copy a result in pieces between which the loop has its turn: a thread would go on when the call is cancelled."""
+    """Copy a result in pieces, and yield to the event loop between them; a thread could not be cancelled."""
     to, source = octets(out), octets(value)
     for begin in range(0, len(to), LONG):
         with writing(out):

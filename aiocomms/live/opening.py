@@ -1,4 +1,4 @@
-"""The opening of a live group. It loads as little as :mod:`aiocomms.communicator.opening`, for the same reason."""
+"""The opening of a live group; like :mod:`aiocomms.communicator.opening`, this module imports little."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CAPACITY = 4 * 2**20
 
 
 class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class like a function
-    """Take a place in a live group, whose collectives end with whom they have: with those that live, by a deadline.
+    """Take a place in a live group, whose collectives complete by a deadline without dead or late ranks.
 
-    Await it for a :class:`~aiocomms.live.group.LiveGroup`, or use it as ``async with live_group(...) as group:``. The
-    first time all ranks do so; afterwards a process that takes the place of one that has died goes on with the others.
-    Ranks of one host share memory, where the part with native code is installed; others go by the job's store, which is
-    slower, and does not tell who has died.
+    Await it for a :class:`~aiocomms.live.group.LiveGroup`, or write ``async with live_group(...) as group:``. The group
+    forms when all ranks have made the call. Later, a process can take the place of a dead one and go on with the
+    others. Ranks of one host share memory if the package with native code is installed. Otherwise the ranks use the
+    job's store, which is slower and does not detect deaths.
 
     :param name: the group's name, the same on all ranks.
-    :param store: where the ranks meet, with ``rank`` and ``size``; as of :class:`aiocomms.new_comm`. The group needs it
-        for as long as it lives.
+    :param store: the store where the ranks meet, with ``rank`` and ``size``; as for :class:`aiocomms.new_comm`. The
+        group needs the store until it is closed.
     :param rank: this rank.
     :param size: the number of places, at most 20.
-    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: such
-        ops wait for all that live, and forming has 600 s.
-    :param capacity: the most bytes that a rank contributes to one op, the same on all ranks. Memory is taken as it is
-        used: at most twice as much per lane and rank.
-    :raises ArgumentError: an argument is wrong, differs from the other ranks', or another process has this place.
-    :raises CommTimeoutError: some rank did not come in time; says which.
+    :param timeout: the deadline in seconds for forming the group, and the default deadline of ops. None: ops wait for
+        all live ranks, and forming has 600 s.
+    :param capacity: the most bytes that a rank contributes to one op, the same on all ranks. A group takes memory as it
+        is used: at most twice the capacity per lane and rank.
+    :raises ArgumentError: an argument is wrong, differs from other ranks, or another live process has this place.
+    :raises CommTimeoutError: a rank did not come in time; the message names it.
     :raises StoreLostError: the store cannot be reached.
     """
 

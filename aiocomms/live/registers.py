@@ -1,4 +1,4 @@
-"""The memory that the places of a live group share, and that outlives each of them: registers and areas."""
+"""Registers and areas: the memory that the ranks of a live group share, and that outlives each rank."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 LANES: Final = 256
-"""Lanes of a group."""
+"""The most lanes of a group."""
 LONG: Final = 2**20
-"""Bytes whose copies take the loop's thread too long."""
+"""The bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
-"""The value of the register of a place whose process has left."""
+"""The value in the register of a place when its process has left."""
 NAME, COMING, FIRST, SECOND = range(4)
-"""The registers of a lane: the number of its name; the places that come back; the rounds of even and odd numbers."""
+"""The registers of a lane: the hash of its name; the ranks that come back; the rounds of even and of odd numbers."""
 PER_LANE: Final = 4
 
 
 class Shortcut(Protocol):
-    """Native code for the rounds of a lane, where nothing of what :class:`~aiocomms.live.rounds.Rounds` is for happens.
+    """Native code for the common case of a lane's rounds; :class:`~aiocomms.live.rounds.Rounds` handles all others.
 
-    A round's word is what its register holds, with this rank's contribution in it.
+    A round's word is the value of its register once this rank's contribution is in the round.
     """
 
     def arrive(self, number: int, header: bytes, parts: Sequence[tuple[int, int]], /) -> int:
-        """Contribute to a round, and look for some time whether it is decided.
+        """Contribute to a round, and spin for some time until it is decided.
 
-        :param parts: addresses, and bytes there.
-        :returns: the round's word; 0: nothing was done.
+        :param parts: addresses, and the number of bytes at each.
+        :returns: the round's word; 0 if nothing was done.
         """
 
     def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
-        """Do the same with a tensor, in a call that is known, and reduce what all have contributed into the tensor.
+        """Do the same for a known call with one tensor, and reduce all contributions into the tensor.
 
-        :returns: a :class:`~aiocomms.live.lane.Partial`; a number: the round's word, and no more was done; None:
-            nothing was done.
+        :returns: a :class:`~aiocomms.live.lane.Partial` when all is done; the round's word when only the contribution
+            is; None when nothing was done.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
-        """Do the rest, once the round is decided.
+        """Reduce the contributions into the tensor, once the round is decided.
 
-        :returns: False: it was not done, and the tensor may hold anything.
+        :returns: False if that failed; the content of the tensor is then undefined.
         """
 
     def know(self, holders: dict[int, int], /) -> None:
-        """Take in who holds the ranks' places."""
+        """Store the holders of the ranks' places."""
 
     def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
-        """Take in the header of a call."""
+        """Store the header of a call, which is then a known call."""
 
 
 class Registers(Protocol):
-    """Registers that are changed by compare-and-swap, and areas of bytes, each written by one place.
+    """Registers, which change by compare-and-swap, and areas of bytes, each of which only one rank writes.
 
-    Operations of all processes have one order, which is each process's own order, too. A register has 63 bits, and is 0
-    at first. A process that dies at any moment leaves the registers whole; the area that it writes may be torn.
+    Operations are sequentially consistent across processes. A register has 63 bits and is initially 0. A process may
+    die at any moment: registers stay valid, but an area that it was writing may be torn.
     """
 
     async def load(self, register: int) -> int:
-        """Return what a register holds.
+        """Return the value of a register.
 
         :raises CommError: the memory is gone.
         """
 
     async def swap(self, register: int, expected: int, desired: int) -> int:
-        """Write to a register if it holds ``expected``; return what it held.
+        """Write ``desired`` to a register if it holds ``expected``; return the value that it held.
 
         :raises CommError: the memory is gone.
         """
@@ -73,34 +73,38 @@ class Registers(Protocol):
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
         """Write to an area.
 
-        :param parts: flat tensors of bytes, which stand one behind the other.
+        :param parts: flat byte tensors, which are written one after the other.
         :raises CommError: the memory is gone.
         """
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
-        """Return what stands in an area: the header, and a flat tensor of the bytes behind it, perhaps not a copy.
+        """Return the header of an area, and its data as a flat byte tensor, which may be a view of the area.
 
         :raises CommError: the memory is gone.
         """
 
     def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut | None:
-        """Return the native code for the rounds of a lane; None: there is none."""
+        """Return the native code for the rounds of a lane, or None."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
-        """Wait until a register may hold something else, somebody has called :meth:`tell`, or a process has died.
+        """Wait until a register may have changed, a rank has called :meth:`tell`, or a process has died.
 
-        :param ends: until when.
-        :returns: False: it is too late.
+        :param held: the last known value of the register.
+        :param ends: the end of the wait, as a time of ``aiocomms.lowlevel.clock.now()``.
+        :returns: False if ``ends`` has passed.
         """
 
     async def tell(self, register: int | None) -> None:
-        """Have all that wait for a register look again; None: all that wait for any."""
+        """Wake all ranks that wait for a register; None wakes the ranks that wait for any."""
 
     def alive(self, holder: int) -> bool:
-        """Return whether the process may live that has a place: the number which stands in the place's register."""
+        """Return whether a process may be alive.
+
+        :param holder: the number of the process, from the register of a place.
+        """
 
     def close(self) -> None:
-        """Use it no more: whoever waits gets a :class:`~aiocomms.errors.CommClosedError`. Idempotent."""
+        """Close this end: waiting tasks get a :class:`~aiocomms.errors.CommClosedError`. Idempotent."""
 
 
 def register_of(lane: int, which: int) -> int:
@@ -109,12 +113,12 @@ def register_of(lane: int, which: int) -> int:
 
 
 def place_of(rank: int) -> int:
-    """Return the number of the register that says which process has a place: 0 before the first, or :data:`LEFT`."""
+    """Return the number of the register of a place. It holds the place's process, :data:`LEFT`, or 0 at first."""
     return LANES * PER_LANE + rank
 
 
 def area_of(lane: int, number: int, rank: int, size: int) -> int:
-    """Return the number of the area to which a rank writes in a round."""
+    """Return the number of the area that a rank writes in a round."""
     return (lane * 2 + number % 2) * size + rank
 
 

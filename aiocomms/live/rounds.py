@@ -1,13 +1,13 @@
-"""The agreement of each round of a lane: whose contributions are in it.
+"""Agreement on each round of a lane: which ranks' contributions are in it.
 
 Consensus is a compare-and-swap on memory that outlives the ranks (Herlihy, "Wait-free synchronization", TOPLAS 1991).
-A round is one register: its number, a bit that says it is decided, and a bit for each rank whose contribution is there.
-A rank writes its contribution, and then sets its bit by compare-and-swap; whoever finds all bits that are expected sets
-the other one with the same swap. From then on the bits do not change: they are the result, the same for everyone.
+A round is one register: its number, a decided bit, and a bit for each rank whose contribution is there. A rank writes
+its contribution, and then sets its bit by compare-and-swap. If no expected bit is missing then, the same swap sets the
+decided bit. From then on the bits do not change. They are the result, which is the same on all ranks.
 
-Rounds of even and of odd numbers have a register and areas each. Round ``n`` uses those of round ``n - 2`` again, and a
-swap opens it before any rank writes to an area. A reader that finds the number still there after it has read has read
-what was meant for it (as with a seqlock).
+Rounds of even numbers and rounds of odd numbers have separate registers and areas. Round ``n`` reuses those of round
+``n - 2``; a swap opens the round before any rank writes to an area. A reader checks the round's number after it has
+read. If the number is unchanged, the data is valid, as with a seqlock.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from aiocomms.live.registers import COMING, FIRST, LEFT, Registers, area_of, pla
 from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
-"""The bits of a register that ranks have. Of its 63 bits one more says "decided", and 42 count rounds."""
+"""The bits of a register for ranks. Of the register's 63 bits, one more is the decided bit, and 42 count rounds."""
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
-"""Bytes before each header: who has written it."""
+"""The bytes before each header that hold the number of the writing process."""
 BEGIN: Final = 2
-"""The number of the first round. The registers of the two before it hold 0: as if all ranks had been in them."""
+"""The number of the first round. Registers that hold 0 count as decided rounds 0 and 1 with all ranks."""
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[dict[int, tuple[bytes, Tensor]]], Awaitable[T]]
-"""The code that makes a result of contributions, each a header and data, by rank."""
+"""The type of a function that makes a result from contributions: a header and data for each rank."""
 
 
 class Round(NamedTuple):
-    """The state of a round, as its register says it."""
+    """The state of a round, decoded from its register."""
 
     number: int
     decided: bool
@@ -50,7 +50,7 @@ class Round(NamedTuple):
 
     @property
     def word(self) -> int:
-        """The value of its register."""
+        """The value of the round's register."""
         return self.number * 2 * _DECIDED | self.decided * _DECIDED | self.bits
 
 
@@ -60,21 +60,21 @@ def _ranks_of(bits: int) -> tuple[int, ...]:
 
 
 class Into(NamedTuple):
-    """A tensor that is contributed, and into which all that have contributed are reduced."""
+    """A tensor that is contributed, and into which all contributions are reduced."""
 
     tensor: Tensor
     op: object
-    """The operator as the program has given it, and what it is."""
+    """The operator as the program passed it; ``operator`` is the same, parsed."""
     operator: ReduceOp
     word: int
-    """A number that :meth:`Rounds.all_reduce` has returned, which has contributed it; 0: it has not."""
+    """The round's word if :meth:`Rounds.all_reduce` has contributed the tensor, else 0."""
 
 
 class Rounds:
-    """The rounds of one lane, as one rank takes part in them: one at a time.
+    """One rank's participation in the rounds of one lane, one round at a time.
 
     :param lane: the lane's number.
-    :param holder: what stands in the register of this process's place.
+    :param holder: the value of this process in the register of its place.
     """
 
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
@@ -83,14 +83,14 @@ class Rounds:
         self._coming = register_of(lane, COMING)
         self._shortcut = registers.shortcut(lane, rank, size, holder)
         self._next: int | None = None
-        """The number of this rank's next round; None: whichever is open."""
+        """The number of this rank's next round; None for the open round."""
         self._was_in = False
-        """True if this rank is known to have been in the last round: then the others wait for it in the next."""
+        """True if this rank is known to have been in the last round; the others then wait for it in the next one."""
         self._holders: dict[int, int] = {}
-        """The holders of the ranks' places when these were last in a round."""
+        """The holder of each rank's place when that rank was last in a round."""
 
     def all_reduce(self, tensor: Tensor, op: object) -> Any:
-        """Take part in the next round with a call that is known, as :meth:`Shortcut.all_reduce` does."""
+        """Take part in the next round through :meth:`Shortcut.all_reduce`, and return its result."""
         number = self._next
         if not self._was_in or number is None or self._shortcut is None:
             return None
@@ -109,11 +109,11 @@ class Rounds:
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
-        :param ends: until when it waits for the others, by the registers' clock.
-        :param use: makes the result of the contributions by rank. If they change meanwhile, the result is dropped.
-        :param into: where native code may make the result instead.
+        :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
+        :param use: makes the result from the contributions. If they change meanwhile, the result is dropped.
+        :param into: the tensor into which native code may reduce instead of ``use``.
         :returns: the result, and the round.
-        :raises LeftBehindError: the others have gone on without this rank, whose next round is the one that is open.
+        :raises LeftBehindError: the other ranks have gone on; the next call of this rank joins the open round.
         :raises CommClosedError: another process has this place.
         """
         try:
@@ -130,7 +130,7 @@ class Rounds:
         return result, round_
 
     async def _decided(self, header: bytes, parts: Sequence[Tensor], ends: float, word: int) -> tuple[int, Round]:
-        """Contribute to the next round, unless that is done; return its number, and what it is once it is decided."""
+        """Contribute to the next round if ``word`` is 0; return its number and, once it is decided, its state."""
         number, round_ = self._at_once(header, parts, word)
         if not number:
             number = await self._come(header, parts, ends)
@@ -141,7 +141,7 @@ class Rounds:
         return number, round_
 
     def _reduced(self, round_: Round, header: bytes, into: Into | None) -> Any:
-        """Return the tensor if native code has reduced the contributions into it, which it does for a known call."""
+        """Return the tensor if native code has reduced the contributions into it, else None."""
         if into is None or self._shortcut is None or not round_.bits & self._bit:
             return None
         self._shortcut.know_call(into.tensor, into.op, into.operator.kind, into.operator.factor, header)
@@ -155,7 +155,7 @@ class Rounds:
         try:
             result = await use({rank: (header[_HOLDER:], data) for rank, (header, data) in given.items()})
         except CommError:
-            await self._look(number)  # Contributions that are gone may look like anything.
+            await self._look(number)  # An overwritten contribution may cause any error.
             raise
         await self._look(number)
         self._holders |= holders
@@ -163,10 +163,10 @@ class Rounds:
             self._shortcut.know(holders)
         return result
 
-    # ----------------------------------------------------------------------------------------------- to come to a round
+    # ------------------------------------------------------------------------------------------ contributing to a round
 
     def _at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round]:
-        """Contribute as native code does it; return the number of the round and what it is, or 0: it was not done."""
+        """Contribute through native code; return the round's number and state, or number 0 if nothing was done."""
         if word:
             round_ = self._round(0, word)
             return round_.number, round_
@@ -179,7 +179,7 @@ class Rounds:
         return 0, Round(0, False, 0)
 
     async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
-        """Contribute to a round, and return its number. A rank that is late may find it decided without it."""
+        """Contribute to a round, and return its number. If this rank is late, the round may be decided without it."""
         if await self._registers.load(place_of(self._rank)) != self._holder:
             raise CommClosedError("another process has this place of the group")
         if self._next is None:
@@ -187,7 +187,7 @@ class Rounds:
         known, number = self._was_in, self._next
         if not known:
             await self._announce(True)
-        if (await self._held(number - 1))[0].number == number - 1:  # A call that was cancelled has not seen its end.
+        if (await self._held(number - 1))[0].number == number - 1:  # A cancelled call did not wait for its round.
             await self._end_of(number - 1, ends)
         self._was_in, self._next = False, number + 1
         if await self._arrive(number, header, parts) and not known:
@@ -195,7 +195,7 @@ class Rounds:
         return number
 
     async def _join(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
-        """Contribute to the first round that can be come to in time: from then on this rank is expected."""
+        """Contribute to the first round that is still open; from then on the others wait for this rank."""
         self._was_in = False
         while True:
             await self._announce(True)
@@ -204,7 +204,7 @@ class Rounds:
             open_ = max(even, odd)
             if open_.decided:
                 await self._open(open_.number + 1)
-            elif open_.bits & self._bit:  # The process that had this place has contributed to it.
+            elif open_.bits & self._bit:  # The former process of this place has contributed to the round.
                 await self._end_of(open_.number, ends)
             elif await self._arrive(open_.number, header, parts):
                 await self._announce(False)
@@ -212,11 +212,11 @@ class Rounds:
                 return open_.number
 
     async def _announce(self, comes: bool) -> None:
-        """Have the next round wait for this rank, or no longer: from now on they do as long as it takes part."""
+        """Set or clear the bit that makes the next round wait for this rank."""
         await set_bit(self._registers, self._coming, self._bit, comes)
 
     async def _open(self, number: int) -> None:
-        """See to it that the register is of this round: the one before it is decided."""
+        """Open a round in its register, unless it is open; the round before it must be decided."""
         round_, held = await self._held(number)
         if round_.number < number:
             await self._registers.swap(self._register(number), held, number * 2 * _DECIDED)
@@ -234,10 +234,10 @@ class Rounds:
             round_, held = await self._held(number)
         return False
 
-    # ---------------------------------------------------------------------------------------------------- until its end
+    # ----------------------------------------------------------------------------------- waiting for the end of a round
 
     async def _end_of(self, number: int, ends: float) -> Round:
-        """Wait until a round is decided, or decide it: when nobody is waited for, or it is too late."""
+        """Wait until a round is decided. Decide it if no rank is awaited any more, or ``ends`` has passed."""
         while True:
             round_, held = await self._look(number)
             if round_.decided:
@@ -250,9 +250,10 @@ class Rounds:
                 return round_._replace(decided=True)
 
     async def _awaits(self, round_: Round) -> int:
-        """Return the bits of the ranks that a round waits for.
+        """Return the bits of the ranks that a round still waits for.
 
-        These were in the round before, or say that they come, and have not left, died or been replaced since.
+        They are the ranks of the round before and the ranks that have announced themselves, except those that have
+        contributed, left, died or been replaced.
         """
         coming = await self._registers.load(self._coming)
         before, _ = await self._held(round_.number - 1)
@@ -267,7 +268,7 @@ class Rounds:
         return awaited
 
     async def _forget(self, late: int) -> None:
-        """Have no round wait for ranks that were late, until they say once more that they come."""
+        """Clear the announcements of late ranks: rounds wait for such a rank only when it announces itself again."""
         for rank in range(self._size):
             if late >> rank & 1:
                 await set_bit(self._registers, self._coming, 1 << rank, False)
@@ -281,7 +282,7 @@ class Rounds:
         return area_of(self._lane, number, rank, self._size)
 
     async def _held(self, number: int) -> tuple[Round, int]:
-        """Return the round that has this one's register, and what the register holds."""
+        """Return the round that is now in this round's register, and the register's value."""
         held = await self._registers.load(self._register(number))
         return self._round(number, held), held
 
@@ -291,7 +292,7 @@ class Rounds:
         return Round(held // (2 * _DECIDED), bool(held & _DECIDED), held & (_DECIDED - 1))
 
     async def _look(self, number: int) -> tuple[Round, int]:
-        """Return the same of a round that this rank has come to.
+        """Return the state of a round to which this rank came, and the value of its register.
 
         :raises LeftBehindError: a later round has the register.
         """

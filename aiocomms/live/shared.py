@@ -1,7 +1,7 @@
 """Registers and areas in memory that processes of one host share.
 
-The memory has no name: it lives as long as a process has it, and each that joins opens it through ``/proc`` of one that
-has it. So nothing is left behind, whoever dies.
+The memory has no name, and exists as long as a process has it open. A joining process opens it through ``/proc`` of a
+process that has it. So no memory is left behind when processes die.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
 _LINE: Final = 64
-"""Bytes of a word: it has a cache line of its own."""
+"""The bytes per register: a cache line each."""
 _ALL: Final = 2**32 - 1
-"""The number that a bell says which is for all who wait."""
+"""The number in a datagram that wakes the ranks that wait for any register."""
 _NUMBER: Final = struct.Struct("<I")
 _LENGTHS: Final = struct.Struct("<QQ")
-"""The lengths of the header and of the data, with which an area begins."""
+"""The beginning of an area: the lengths of its header and of its data."""
 _HEAD: Final = 4096
-"""Bytes of an area before its data."""
+"""The bytes of an area before its data."""
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
-"""The registers, and behind them one for each that says who sleeps until it changes."""
+"""The number of words: the registers, then for each lane's register a word with the bits of the ranks that sleep."""
 _AREAS: Final = (_WORDS * _LINE + _HEAD - 1) // _HEAD * _HEAD
 _UNWATCHED: Final = -1
-"""The mark of a process that the kernel does not watch: it may live, until a deadline passes."""
+"""The mark of a process that cannot be watched, and counts as alive."""
 
 
 def size_of(size: int, capacity: int) -> int:
-    """Return the bytes of a group's memory. Pages that nobody writes take no memory."""
+    """Return the bytes of a group's memory. Pages that were never written take no memory."""
     return _AREAS + LANES * 2 * size * _stride(capacity)
 
 
 def new_memory(size: int, capacity: int) -> int:
-    """Return a descriptor of new memory for a group.
+    """Return a file descriptor of new memory for a group.
 
-    :raises OSError: there is none.
+    :raises OSError: the memory or the descriptor is not available.
     """
     fd = os.memfd_create("aiocomms live group", os.MFD_CLOEXEC)
     try:
@@ -67,9 +67,10 @@ def new_memory(size: int, capacity: int) -> int:
 class SharedRegisters:
     """The registers and areas of a live group in shared memory; see :class:`aiocomms.live.registers.Registers`.
 
-    On one event loop's thread. Whoever waits sleeps, and has a datagram from who changes the register.
+    All methods run on one event loop's thread. A waiting rank sleeps until it gets a datagram from the rank that has
+    changed the register.
 
-    :param fd: the memory's descriptor, which is closed with it.
+    :param fd: the file descriptor of the memory; :meth:`close` closes it.
     """
 
     def __init__(self, fd: int, rank: int, size: int, capacity: int) -> None:
@@ -80,7 +81,7 @@ class SharedRegisters:
         self._driver = LoopDriver.current()
         self._bells: dict[int, Bell] = {}
         self._living: dict[int, int | None] = {}
-        """The descriptors of processes by what they hold places with; None: the process has died."""
+        """The file descriptors of processes, by holder; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._listen()
@@ -124,7 +125,7 @@ class SharedRegisters:
             at += len(part)
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
-        """See :class:`aiocomms.live.registers.Registers`. What it returns is the area itself."""
+        """See :class:`aiocomms.live.registers.Registers`. The data is a view of the area."""
         begin = self._begin(area)
         length, count = _LENGTHS.unpack_from(self._memory, begin)
         head, data = begin + _LENGTHS.size, begin + _HEAD
@@ -132,7 +133,7 @@ class SharedRegisters:
         return header, self._bytes[data : data + min(count, self._capacity)]
 
     def shortcut(self, lane: int, rank: int, size: int, holder: int) -> Shortcut:
-        """See :class:`aiocomms.live.registers.Registers`. It spins for some time before others have to wake it."""
+        """See :class:`aiocomms.live.registers.Registers`. The native code spins for some time before a rank sleeps."""
         from aiocomms.live.lane import Partial
 
         made: Shortcut = native().LaneRounds(
@@ -154,7 +155,7 @@ class SharedRegisters:
     async def changed(self, register: int, held: int, ends: float) -> bool:
         """See :class:`aiocomms.live.registers.Registers`."""
         bell = self._bells.setdefault(register, Bell(self._driver))
-        self._sleep(register, True)  # A rank that changes it looks afterwards who sleeps: one of both sees the other.
+        self._sleep(register, True)  # A rank looks for sleepers after a change, so no change is missed.
         try:
             with anyio.move_on_after(ends - clock.now()):
                 if self._words.load(register) == held:
@@ -175,7 +176,7 @@ class SharedRegisters:
         said = _NUMBER.pack(_ALL if register is None else register)
         for rank in range(self._size):
             if asleep >> rank & 1 and rank != self._rank:
-                # One who is gone need not hear it, and one whose queue is full looks anyway.
+                # A dead rank needs no datagram, and a rank with a full queue wakes anyway.
                 with contextlib.suppress(OSError):
                     self._socket.sendto(said, self._name + str(rank))
 

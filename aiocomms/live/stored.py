@@ -1,4 +1,4 @@
-"""Registers and areas in the job's store: for ranks of several hosts, and wherever memory cannot be shared."""
+"""Registers and areas in the job's store, for ranks on several hosts or without native code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import buffers
 
 _PAUSE: Final = 0.005
-"""Seconds between two looks at a register. A store tells nobody that something has changed."""
+"""The seconds between two looks at a register. A store does not notify ranks of changes."""
 _LENGTH: Final = 4
-"""Bytes that say how long a header is."""
+"""The bytes of a header's length."""
 
 T = TypeVar("T")
 
@@ -27,18 +27,18 @@ T = TypeVar("T")
 class StoreRegisters:
     """The registers and areas of a live group in a store; see :class:`aiocomms.live.registers.Registers`.
 
-    Each call is a request to the store, or two. The store cannot tell who is alive.
+    Each call makes one or two requests to the store. The store does not know which processes are alive.
     """
 
     def __init__(self, store: Store) -> None:
         self._store: Store | None = store
 
     async def load(self, register: int) -> int:
-        """See :class:`aiocomms.live.registers.Registers`. A key that is not there yet is set to 0."""
+        """See :class:`aiocomms.live.registers.Registers`. This sets a missing key to 0."""
         return await self._ask(lambda store: int(store.add(f"r{register}", 0)))
 
     async def swap(self, register: int, expected: int, desired: int) -> int:
-        """See :class:`aiocomms.live.registers.Registers`. Whoever swaps has loaded the register before."""
+        """See :class:`aiocomms.live.registers.Registers`. The caller must have loaded the register before."""
 
         def swap(store: Store) -> int:
             found = int(store.compare_set(f"r{register}", str(expected), str(desired)))
@@ -62,22 +62,22 @@ class StoreRegisters:
         return value[_LENGTH:end], torch.frombuffer(data, dtype=torch.uint8)
 
     def shortcut(self, *_: int) -> None:
-        """See :class:`aiocomms.live.registers.Registers`. There is none."""
+        """See :class:`aiocomms.live.registers.Registers`. A store has no native code for rounds."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
-        """Wait for some milliseconds: a store tells nobody of changes."""
+        """Wait for some milliseconds: a store does not notify ranks of changes."""
         await anyio.sleep(max(0.0, min(_PAUSE, ends - clock.now())))
         return clock.now() < ends
 
     async def tell(self, register: int | None) -> None:
-        """Do nothing: all look by themselves."""
+        """Do nothing: all ranks poll."""
 
     def alive(self, holder: int) -> bool:
-        """Return True: nobody can tell."""
+        """Return True: the store does not know."""
         return True
 
     def close(self) -> None:
-        """See :class:`aiocomms.live.registers.Registers`. The store itself is the job's."""
+        """See :class:`aiocomms.live.registers.Registers`. The store itself stays open."""
         self._store = None
 
     async def _ask(self, call: Callable[[Store], T]) -> T:

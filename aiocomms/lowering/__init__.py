@@ -1,1 +1,1 @@
-"""Lowering of ops that a transport lacks: schedules of sends and receives, windows over messages, and the routing."""
+"""Lowering of ops that a transport lacks: schedules of sends and receives, windows over messages, and routing."""

@@ -1,10 +1,10 @@
-"""Probes, and receives from any of several ranks: made of a transport's probes, and of receives that do not wait.
+"""Probes and receives from any of several ranks, built from a transport's probes and non-blocking takes.
 
-A native probe takes nothing. So what waits for a message of several ranks has a probe with each of them. Whichever of
-these ends, no message is lost: the receive then takes one that is there, or waits on. A receive that names its source
-is the transport's own, and takes its messages before this module hears of them.
+A native probe takes no message. So an op that waits for a message of several ranks has a probe at each of them. When a
+probe ends, the op takes a message that is there, or goes on waiting; no message is lost. A receive that names one
+source goes to the transport directly, and takes its messages before this module sees them.
 
-What waits for one tag stands in one queue, in the order of the calls. It has one probe with each rank at a time.
+The ops that wait for one tag are in one queue, in the order of their calls. A queue has at most one probe at each rank.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
 
 FROM_ANY: Final[frozenset[type[ops.Op]]] = frozenset({ops.ProbeAny, ops.RecvAny, ops.RecvMessage})
-"""The ops that are made here."""
+"""The op types that this module carries."""
 _REMEMBERED: Final = 256
-"""Tags of which it is known whose turn is next."""
+"""The most tags for which the rank of the last message is remembered."""
 
 
 class Arrivals:
-    """The probes and receives of one communicator that name several sources, or any."""
+    """The probes and receives of one communicator that name several sources or any source."""
 
     def __init__(self, comm: Poster) -> None:
         self.comm: Poster = comm
         self._queues: dict[int, _Queue] = {}
         self._calls: dict[Completion, _AnyCall] = {}
-        self._last: dict[int, int] = {}  # the rank whose message came last, by tag
+        self._last: dict[int, int] = {}  # The keys are tags; the values are the ranks of the last messages.
 
     def call(self, op: Any, work: Completion) -> None:
         """Start an op; see :meth:`aiocomms.transport.Transport.post`."""
-        stream = self.comm.caller_stream()  # This call may refuse.
+        stream = self.comm.caller_stream()  # This call may raise, so it comes first.
         queue = self._queues.setdefault(op.tag, _Queue(self, op.tag))
         call = self._calls[work] = _AnyCall(op, work, queue, stream or nullcontext)
         queue.add(call)
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an op; False if it is under way or has ended."""
+        """Withdraw an op; return False if it takes a message or has ended."""
         call = self._calls.get(work)
         return call is not None and call.withdraw()
 
     def stop(self, number: int, error: CommError) -> None:
-        """End what is pending in a lane; see :meth:`Run.stop`."""
+        """End all pending ops of a lane; see :meth:`Run.stop`."""
         for work, call in list(self._calls.items()):
             if isinstance(work, LaneWork) and work.number == number:
                 call.stopped = error
@@ -58,7 +58,7 @@ class Arrivals:
                     work.abandon(error)
 
     def clear(self) -> None:
-        """Forget everything: the works have ended."""
+        """Forget all ops: their works have ended."""
         for queue in self._queues.values():
             queue.calls.clear()
             queue.looks.clear()
@@ -66,19 +66,19 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """Note that a message of a rank has come: the turn of the others is next."""
+        """Note that a message of a rank has come; the rank after it is next in turn."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
 
     def in_turn(self, tag: int, sources: Iterable[int]) -> list[int]:
-        """Return the sources, from the one whose turn it is, so that no rank's messages wait for ever."""
+        """Return the sources in round-robin order, so that no rank's messages starve."""
         first = self._last.get(tag, -1) + 1
         return sorted(sources, key=lambda src: (src - first) % self.comm.size)
 
     def forget(self, call: _AnyCall) -> None:
-        """Note that an op has ended, or waits no more."""
+        """Forget an op that has ended or was withdrawn."""
         self._calls.pop(call.work, None)
         if call.queue.idle:
             self._queues.pop(call.queue.tag, None)
@@ -89,9 +89,9 @@ class _Queue:
 
     def __init__(self, owner: Arrivals, tag: int) -> None:
         self.tag = tag
-        self.calls: list[_AnyCall] = []  # The calls that wait, in their order.
-        self.looks: dict[int, _Look] = {}  # The probes that wait, by their source.
-        self.taking = 0  # The number of calls that take a message.
+        self.calls: list[_AnyCall] = []  # These calls wait, in this order.
+        self.looks: dict[int, _Look] = {}  # These probes are pending, by source.
+        self.taking = 0  # This many calls are taking a message.
         self._owner = owner
 
     @property
@@ -101,13 +101,13 @@ class _Queue:
 
     @property
     def idle(self) -> bool:
-        """True if nothing waits."""
+        """True if no call waits or takes a message."""
         return not self.calls and not self.taking
 
     def add(self, call: _AnyCall, *, first: bool = False) -> None:
-        """Have an op wait.
+        """Add an op to the queue.
 
-        :param first: it has waited before all others.
+        :param first: True if the op goes back to the front of the queue.
         """
         self.calls.insert(0 if first else len(self.calls), call)
         sources = self._owner.in_turn(self.tag, call.sources)
@@ -116,7 +116,7 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and give out its messages for as long as there are some and a call wants one.
+        """Probe a rank, and offer its messages to the calls, as long as there are messages and calls for them.
 
         :param more: see :attr:`aiocomms.ops.Probe.more`.
         """
@@ -136,7 +136,7 @@ class _Queue:
         return next((call for call in self.calls if src in call.sources), None)
 
     def seen(self, look: _Look) -> None:
-        """Go on with a probe that has ended after its post."""
+        """Handle a probe that has ended after its post returned."""
         if self.looks.get(look.op.src) is look:
             self._handle(look)
             self.look(look.op.src)
@@ -154,7 +154,7 @@ class _Queue:
                     return
 
     def _miss(self, src: int, error: CommError) -> None:
-        """No message of a rank is there, and none will come."""
+        """Remove a rank from which no message will come; end the calls that have no other source."""
         for call in list(self.calls):
             if src in call.sources:
                 call.sources.discard(src)
@@ -162,7 +162,7 @@ class _Queue:
                     call.end(error)
 
     def drop(self, call: _AnyCall) -> None:
-        """Drop an op that waits no more, and the probes that it alone needs."""
+        """Remove an op from the queue, and withdraw the probes that no other op needs."""
         if call in self.calls:
             self.calls.remove(call)
         for src, look in list(self.looks.items()):
@@ -173,7 +173,7 @@ class _Queue:
 
 
 class _AnyCall:
-    """One op that waits, or takes a message."""
+    """One op that waits for a message or takes one."""
 
     def __init__(
         self, op: Any, work: Completion, queue: _Queue, stream: Callable[[], AbstractContextManager[object]]
@@ -185,15 +185,15 @@ class _AnyCall:
         self.sources: set[int] = set(op.sources)
         """The ranks from which a message may still come."""
         self.stopped: CommError | None = None
-        """The error with which it ends, because its lane was given up."""
+        """The error with which the op ends if its lane was given up."""
         self._taking: _Taking | None = None
 
     def offer(self, message: ops.Message) -> bool:
-        """Tell it of a message.
+        """Offer a message to the op.
 
-        :returns: whether it takes it, or tries to: the calls that wait behind it must look anew.
+        :returns: whether the op tries to take the message; then the calls behind it must probe again.
         """
-        # The message is named by the call's tag, not by its lane's.
+        # The program sees the call's own tag, not the tag of the lane's message.
         named = message._replace(tag=cast("Any", self.work.op).tag)
         if isinstance(self.op, ops.ProbeAny):
             self.end(named)
@@ -230,7 +230,7 @@ class _AnyCall:
             taking.fail(error)
 
     def taken(self, outcome: Any) -> None:
-        """Note whether it has received a message, which another receive may have taken."""
+        """Handle the end of a take; if another receive took the message first, wait again."""
         assert self._taking is not None
         op, self._taking = self._taking.op, None
         self.queue.taking -= 1
@@ -242,7 +242,7 @@ class _AnyCall:
             self.end(op.src if isinstance(self.op, ops.RecvAny) else ops.Received(op.src, op.result()))
 
     def end(self, outcome: Any) -> None:
-        """End with a value or with an error."""
+        """End the op with a value or an error."""
         self.queue.drop(self)
         if self.stopped is None:
             conclude(self.work, outcome)
@@ -250,7 +250,7 @@ class _AnyCall:
             cast("LaneWork[Any]", self.work).abandon(self.stopped)
 
     def withdraw(self) -> bool:
-        """Wait no more; False if a message is being taken."""
+        """Withdraw the op; return False if it is taking a message."""
         if self._taking is not None:
             if not self.queue.comm.withdraw(self._taking):
                 return False
@@ -261,7 +261,7 @@ class _AnyCall:
 
 
 class _Look:
-    """A native probe: the completion that the transport is given for it."""
+    """The completion of a native probe, for the transport."""
 
     __slots__ = ("__weakref__", "_queue", "ended", "op", "outcome", "posted")
 
@@ -273,7 +273,7 @@ class _Look:
         self._queue = queue
         self.ended: bool = False
         self.posted: bool = False
-        """True once its post has returned."""
+        """True once the post of the probe has returned."""
         self.outcome: Any = None
 
     def done(self) -> bool:
@@ -292,7 +292,7 @@ class _Look:
 
 
 class _Taking:
-    """A receive that does not wait: the completion that the transport is given for it."""
+    """The completion of a non-blocking take, for the transport."""
 
     __slots__ = ("__weakref__", "_call", "ended", "op")
 

@@ -1,12 +1,12 @@
-"""The end of a lane that a rank gives up: all ranks give it up, and the communicator and its other lanes go on.
+"""Abort of a lane: when one rank gives a lane up, all ranks do, and the communicator and its other lanes go on.
 
-The rank tells every other one, and so does each that hears of it, once per lane. What a rank has pending in the lane
-ends when the transport uses none of its tensors any more: receives that nothing has matched are withdrawn, and nothing
-new is sent. Between two ranks messages keep their order, so that when a rank has heard from another one, no message of
-the lane is still to come from there: it takes what has come and throws it away, which also lets the sender's
-tensors go.
+The rank sends a notice to every other rank, and each of them does the same once per lane. A pending op of the lane ends
+when the transport no longer uses its tensors: unmatched receives are withdrawn, and no further messages are sent.
+Messages between two ranks keep their order. So once a rank has received the notice of another rank, no message of the
+lane is still to come from there. The rank receives and drops the messages that have come, which also releases the
+sender's tensors.
 
-A rank listens from its first operation on a lane on. What it is told before waits for that like any other message.
+A rank receives notices from its first operation on a lane on. Earlier notices wait, like any other message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from aiocomms.ops import buffers, codec
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**12
-"""The number of lanes that are remembered as given up; no operation of an older one is refused."""
+"""The most lanes that are remembered as given up; operations on older ones are not refused."""
 
 _BYTES: Final = 1024
 _LONGEST_LANE, _LONGEST_REASON = 60, 120
-"""Characters that the other ranks are told of a key, and of a reason."""
+"""The most characters of a key, and of a reason, in a notice."""
 _MOST_TAGS: Final = 16
-"""Messages that may be under way to a rank and that it is told of."""
+"""The most messages that a notice lists."""
 
 
 _Channel = Annotated[int, msgspec.Meta(ge=0, le=ops.RMA_REPLY)]
@@ -42,7 +42,7 @@ _Tag = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The message by which a rank tells another that a lane is given up."""
+    """A notice to another rank that a lane is given up."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     lane: str
@@ -50,46 +50,46 @@ class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     first: Annotated[int, msgspec.Meta(ge=0)]
     """The rank that gave the lane up first."""
     tags: list[tuple[_Channel, _Tag]]
-    """Channels and tags of messages to the rank that is told, which nothing may have matched yet."""
+    """The channels and tags of messages to the receiver of the notice that may still be unmatched."""
 
 
 _CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("ends of lanes", b"aioL", 2))
 
 
 class Stopping(Protocol):
-    """The object that ends the ops of a lane."""
+    """The part of a router that ends the ops of a lane."""
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
-        """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
+        """End all pending ops of a lane, and return the sends that may still be unmatched."""
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
         """See :meth:`aiocomms.transport.Transport.post_at_once`."""
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget what has come of a lane from a rank, from which nothing more of it comes."""
+        """Forget a lane's messages from a rank, which sends no more of them."""
 
 
 class LaneAborts:
-    """The lanes of one communicator that were given up, and what the ranks tell each other of them."""
+    """The lanes of one communicator that were given up, and the exchange of notices about them."""
 
     def __init__(self, comm: Poster, router: Stopping) -> None:
         self._comm = comm
         self._router = router
         self.given_up: dict[int, LaneAbortedError] = {}
-        """The errors of lanes, by their numbers."""
+        """The errors of given-up lanes, by lane number."""
         self._listening = self._closed = False
         self._ears: dict[int, _Ear] = {}
-        """The receives that wait for the next word of each rank."""
+        """The receive of the next notice of each rank."""
 
     def listen(self) -> None:
-        """Hear from now on which lanes other ranks give up. Idempotent."""
+        """Start to receive the notices of other ranks. Idempotent."""
         if not self._listening:
             self._listening = True
             for rank in self._others():
                 self._await_word(rank)
 
     def close(self) -> None:
-        """Hear nothing any more."""
+        """Stop receiving notices."""
         self._listening = self._closed = True
         for ear in self._ears.values():
             if not ear.done():
@@ -109,7 +109,7 @@ class LaneAborts:
         self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
-        """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
+        """Drop the unmatched messages of a rank; a receive of no bytes takes any message."""
         op = ops.Recv(buffers.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
         while True:
             sink = _Sink(op)
@@ -125,11 +125,11 @@ class LaneAborts:
     def _post(self, message: _Message) -> None:
         try:
             self._comm.post(message.op, message)
-        except CommError:  # The rank has closed, or the communicator is lost: there is no rank to tell.
+        except CommError:  # The rank has closed, or the communicator is lost, so it needs no notice.
             message.ended = True
 
     def heard(self, rank: int, words: Tensor) -> None:
-        """Note that a rank has given a lane up."""
+        """Handle the notice of a rank that it has given a lane up."""
         try:
             told = _CODEC.decode_padded(codec.to_bytes(words), rank)
         except ProtocolError as error:
@@ -143,7 +143,7 @@ class LaneAborts:
             self._drop(rank, channel, tag)
 
     def _end(self, told: _GivenUp) -> None:
-        """Give a lane up on this rank, and tell the others, if that has not happened yet."""
+        """Give a lane up on this rank and notify the others, unless this has happened already."""
         number = told.number
         if number in self.given_up:
             return
@@ -162,7 +162,7 @@ class LaneAborts:
 
 
 class _Message:
-    """A message that no user waits for."""
+    """The completion of a message that no user awaits."""
 
     __slots__ = ("__weakref__", "ended", "op")
 
@@ -186,7 +186,7 @@ class _Message:
 
 
 class _Sink(_Message):
-    """A receive that throws a message away."""
+    """The completion of a receive that drops a message."""
 
     __slots__ = ("took",)
 
@@ -199,13 +199,13 @@ class _Sink(_Message):
         self.ended = self.took = True
 
     def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`. One of another size or dtype was taken all the same."""
+        """See :meth:`aiocomms.transport.Completion.fail`. A message of another size or dtype was taken, too."""
         self.ended = True
         self.took = isinstance(error, (MessageTruncatedError, MismatchError))
 
 
 class _Ear(_Message):
-    """The receive of the next word of one rank."""
+    """The completion of the receive of one rank's next notice."""
 
     __slots__ = ("_ends",)
 
@@ -222,6 +222,6 @@ class _Ear(_Message):
 
 
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
-    reason = told.reason.encode(errors="backslashreplace").decode()  # an exception's text may be no UTF-8
+    reason = told.reason.encode(errors="backslashreplace").decode()  # An exception's text may be invalid UTF-8.
     short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=reason[:_LONGEST_REASON])
     return codec.to_tensor(_CODEC.encode_padded(short, _BYTES), device)

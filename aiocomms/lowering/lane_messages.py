@@ -1,9 +1,9 @@
-"""Lanes: collectives that are matched by a key, and in the order of the calls among those of their key alone.
+"""Lanes over messages: collectives match by the key of their lane, and by the order of calls within the lane.
 
-Where the transport does not carry them itself, they go by messages, and each message has a tag that is made of the key.
-So nothing is ordered between lanes, and a message that comes before its receive waits for it like any
-other. Those of one lane run one after the other: then the order of the calls tells them apart, and a lane needs neither
-a number that all ranks count alike nor memory while nothing of it is under way.
+If the transport does not carry lanes itself, collectives become messages with tags that are derived from the key. So
+lanes have no order between them, and an early message waits for its receive like any other. The collectives of one lane
+run one after the other, so the order of calls is enough to match them. A lane needs no counter that all ranks share,
+and no memory while none of its ops is under way.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.inflight import LaneWork
 
 Key = str | bytes | int
-"""The key by which the ranks call a lane; keys of different types are different."""
+"""The key of a lane; keys of different types are different."""
 
 _ABOVE = 1 << 62
-"""Tags of lanes are at least this, and all others are less than 2**31."""
+"""The lower bound of tags of lanes; user tags and tags of other collectives are less than 2**31."""
 _BITS = _ABOVE - 1
 GIVEN_UP = 1 << 61
-"""The tag under which ranks tell each other of lanes that are given up, on the channel of collectives."""
+"""The tag of notices about lanes that are given up, on the channel of collectives."""
 _MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
-"""The distance between a lane's tags, which is odd: lanes whose numbers are close share none of the small ones."""
+"""The distance between a lane's tags. It is odd, so lanes with close numbers share no small tags."""
 
 
 def number_of(key: Key) -> int:
@@ -49,14 +49,14 @@ def _hash(data: bytes) -> int:
 
 
 def tag_of(number: int, tag: int) -> int:
-    """Return the tag that a message of a lane has in place of its user's tag."""
+    """Return the tag of a lane's message that replaces the user's tag."""
     return _ABOVE | (number + tag * _SPREAD) & _BITS
 
 
 def collective_tag(number: int, op: Any) -> int:
-    """Return the tag of a collective's messages, which ranks that call different collectives do not share.
+    """Return the tag of a collective's messages; it depends on the lane, the kind, the operator and the root.
 
-    What differs in size or dtype has one tag, and is found when a message arrives.
+    Collectives that differ only in size or dtype share a tag; the mismatch is found when a message arrives.
     """
     what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
     fingerprint = _fingerprints.get(what)
@@ -72,19 +72,19 @@ _fingerprints: dict[tuple[object, ...], int] = {}
 
 
 def collective_tags(number: int) -> list[int]:
-    """Return the tags of a lane's collectives, of all kinds that this process has called."""
+    """Return the tags of a lane's collectives, for all kinds that this process has called on any lane."""
     return [_ABOVE | (number + fingerprint) & _BITS for fingerprint in _fingerprints.values()]
 
 
 def within(op: Any, number: int) -> Any:
-    """Return a message, or a batch of them, as one of a lane."""
+    """Return a message, or a batch of messages, with the tags of a lane."""
     if isinstance(op, ops.Batch):
         return ops.Batch(tuple(within(part, number) for part in op.parts))
     return replace(op, tag=tag_of(number, op.tag))
 
 
 class _LaneRun(Run):
-    """The run of a collective of a lane, once it is its turn."""
+    """The run of a collective of a lane, which starts when it is its turn."""
 
     __slots__ = ("_turn",)
 
@@ -99,7 +99,7 @@ class _LaneRun(Run):
         self._turn.look()
 
     def begin(self) -> None:
-        """Start it after the one before it. Its caller has gone, so what is raised ends the communicator."""
+        """Start the run after the one before it. Its call has returned, so an error ends the communicator."""
         self._posted = True
         self.advance()
 
@@ -113,7 +113,7 @@ class _LaneRun(Run):
 
 
 class _Turn(deque[_LaneRun]):
-    """The collectives of one lane that have not ended: the first is under way, the others wait for their turn."""
+    """The queue of one lane's collectives: the first is under way, the others wait for their turn."""
 
     def __init__(self, turns: dict[int, _Turn], number: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Turn(deque[_LaneRun]):
         self._looking = False
 
     def call(self, run: _LaneRun) -> None:
-        """Start a collective, now or when those before it have ended."""
+        """Start a collective now, or when the ones before it have ended."""
         self.append(run)
         if len(self) == 1:
             try:
@@ -133,7 +133,7 @@ class _Turn(deque[_LaneRun]):
                 raise
 
     def look(self) -> None:
-        """Start the next one if the first has ended. Without recursion: thousands may end at once."""
+        """Start the next collective if the first has ended. This does not recurse, since thousands may end at once."""
         if self._looking:
             return
         self._looking = True
@@ -149,7 +149,7 @@ class _Turn(deque[_LaneRun]):
 
 
 class Turns(dict[int, _Turn]):
-    """The lanes of one communicator that have collectives under way, by their numbers."""
+    """The lanes of one communicator that have collectives under way, by lane number."""
 
     def __init__(self, comm: Poster) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ class Turns(dict[int, _Turn]):
         turn.call(_LaneRun(self._comm, steps, work, turn))
 
     def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
-        """Return the ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread.
+        """Return the ranks for whose messages a collective, or the lane's collective under way, waits. Thread-safe.
 
-        :returns: None: the collective is not made of messages.
+        :returns: the ranks, or None if the collective is not made of messages.
         """
         for turn in copied(self.values()):
             runs = copied(turn)
@@ -177,7 +177,7 @@ class Turns(dict[int, _Turn]):
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End the collectives of one lane; see :meth:`Run.stop`.
 
-        :returns: the messages that nothing may have matched yet.
+        :returns: the sends that may still be unmatched.
         """
         runs = list(self.pop(number, ()))
         left = [send for run in runs for send in run.unfinished_sends()]

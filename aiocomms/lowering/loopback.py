@@ -1,4 +1,4 @@
-"""Messages of a rank to itself: no transport is asked, and so they are the same on all of them."""
+"""Messages of a rank to itself; they use no transport, so they behave the same with every transport."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
 
 
 class Loopback:
-    """The sends and receives of one rank to and from itself.
+    """The sends, receives and probes of one rank to and from itself.
 
-    Whichever of the two is posted last copies the message within its call. A send of any size waits for its receive.
+    The later of a send and its receive copies the message when it is posted. A send of any size waits for its receive.
     """
 
     def __init__(self, rank: int) -> None:
@@ -29,7 +29,7 @@ class Loopback:
         self._probes: Queues[ops.Probe] = {}
 
     def carries(self, op: ops.Op) -> bool:
-        """Return whether an op is one of them."""
+        """Return whether an op is a message of this rank to itself."""
         if isinstance(op, ops.Send):
             return self._rank == op.dst
         return isinstance(op, (ops.Recv, ops.Probe)) and self._rank == op.src
@@ -71,7 +71,7 @@ class Loopback:
         conclude(received, outcome)
 
     def withdraw(self, work: Completion) -> bool:
-        """Forget a receive or a probe; False if something has matched it."""
+        """Withdraw a receive or a probe; return False if a send has matched it."""
         op: Any = work.op
         queues: Queues[Any] = self._probes if isinstance(op, ops.Probe) else self._recvs
         key, entry = (op.channel, op.tag), (op, work)
@@ -84,13 +84,13 @@ class Loopback:
         return True
 
     def close(self) -> None:
-        """Fail the sends that nothing has matched: this rank closes."""
+        """Fail the unmatched sends: this rank closes."""
         for work in [work for queue in self._sends.values() for _, work in queue]:
             conclude(work, CommClosedError("it was closed on this rank, which had not received the message"))
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the works have ended."""
+        """Forget all ops: their works have ended."""
         self._sends.clear()
         self._recvs.clear()
         self._probes.clear()
@@ -101,7 +101,7 @@ def _keep(queues: Queues[M], op: M, work: Completion) -> None:
 
 
 def _oldest(queues: Queues[M], counterpart: ops.Send | ops.Recv) -> tuple[M, Completion] | None:
-    """Take what matches from the queues; None: nothing does."""
+    """Remove the oldest matching op from the queues and return it, or return None."""
     key = counterpart.channel, counterpart.tag
     if (queue := queues.get(key)) is None:
         return None

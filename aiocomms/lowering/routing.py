@@ -19,21 +19,21 @@ from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Capabilities, Completion, LaneTransport, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
-"""A function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
+"""The type of a function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
 
 
 LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
-"""The same of a lane, with the contract of :meth:`aiocomms.transport.LaneTransport.post_in_lane`."""
+"""The type of a function that starts an op of a lane, as :meth:`aiocomms.transport.LaneTransport.post_in_lane` does."""
 
 
 class Router(dict[type[ops.Op], Route]):
-    """The routes of one communicator by op type. A route is decided when the first op of its type is called."""
+    """The routes of one communicator, by op type. The first call of an op type decides its route."""
 
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
+        """The runs of lowered ops that may be withdrawn or stopped. The messages of a run keep it alive."""
         self.loopback: Loopback = Loopback(comm.rank)
         self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
@@ -42,7 +42,7 @@ class Router(dict[type[ops.Op], Route]):
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes: ops of the same types may go to other transports from now on."""
+        """Forget all routes: later ops may go to other transports."""
         self.clear()
         self.within.clear()
         self[Offload] = self._comm.offload  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class Router(dict[type[ops.Op], Route]):
         return route
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait; False if it is under way."""
+        """Withdraw an unmatched receive or wait; return False if it is under way."""
         if type(work.op) in FROM_ANY:
             return self.arrivals.withdraw(work)
         lowered = self._runs.get(work)
@@ -64,9 +64,9 @@ class Router(dict[type[ops.Op], Route]):
         return run is not None and run.withdraw()
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
-        """End all that is pending in a lane; see :meth:`Run.stop` and :meth:`LaneTransport.give_up_lane`.
+        """End all pending ops of a lane; see :meth:`Run.stop` and :meth:`LaneTransport.give_up_lane`.
 
-        :returns: the messages that nothing may have matched yet.
+        :returns: the sends that may still be unmatched.
         """
         left = self.turns.stop(number, error)
         for work, ref in list(self._runs.items()):
@@ -86,17 +86,17 @@ class Router(dict[type[ops.Op], Route]):
             self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
-        """Nothing of a lane comes from a rank any more; see :meth:`LaneTransport.forget_lane`."""
+        """Forget a lane's messages from a rank, which sends no more of them; see :meth:`LaneTransport.forget_lane`."""
         if (transport := self._lane_carrier()) is not None:
             guarded(None, transport.forget_lane, number, rank)
 
     def _lane_carrier(self) -> LaneTransport | None:
-        """Return the transport that carries collectives of lanes; a :class:`LaneTransport`, or what stands for one."""
+        """Return the transport that carries collectives of lanes, or None."""
         transport = self._transports.get("collectives")
         return cast("LaneTransport", transport) if transport is not None and transport.capabilities.lanes else None
 
     def carrier(self, op: ops.Op) -> Transport | None:
-        """Return the transport that carries an op natively, if one does."""
+        """Return the transport that carries an op natively, or None."""
         transport = self._transports.get(op.family)
         return transport if transport is not None and type(op) in transport.capabilities.ops else None
 
@@ -113,7 +113,7 @@ class Router(dict[type[ops.Op], Route]):
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
-        """Return the route of messages: ``post``, but for what this rank sends to itself."""
+        """Return the route of messages: ``post``, or the loopback for messages of this rank to itself."""
         rank, loopback = self._comm.rank, self.loopback
         own: Callable[[Any, Completion], None] = loopback.recv
         if cls is not ops.Recv:
@@ -128,7 +128,7 @@ class Router(dict[type[ops.Op], Route]):
         return send if cls is ops.Send else recv
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
-        """Return the route of a type of op on lanes."""
+        """Return the route of an op type on lanes."""
         if cls in FROM_ANY and not self.carries_arrivals():
             return self._refuse_within
         transport = self._lane_carrier()
@@ -138,7 +138,7 @@ class Router(dict[type[ops.Op], Route]):
         return _where_it_reduces(cls, transport.capabilities, transport.post_in_lane, fallback)
 
     def _lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
-        """Start an op of a lane by messages: one, or several; or a collective, when it is its turn."""
+        """Start an op of a lane as messages; a collective waits for its turn in the lane."""
         if op.family == "collectives":
             context = Context(self._comm, collective_tag(lane, op))
             self.turns.call(SCHEDULES[type(op)](context, op), work)
@@ -148,14 +148,14 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Go on with a message of a lane that a shortcut has posted, whose outcome ``part`` will be told."""
+        """Take over a message of a lane that a shortcut has posted; ``part`` becomes its completion."""
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)
         self._runs[work] = weakref.ref(run)
 
     def carries_arrivals(self) -> bool:
-        """Return whether programs may probe, and receive from any rank."""
+        """Return whether programs may probe and receive from any rank."""
         p2p = self._transports.get("p2p")
         return p2p is not None and p2p.capabilities.ops >= ops.ARRIVALS
 
@@ -195,7 +195,7 @@ class Router(dict[type[ops.Op], Route]):
 
 
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
-    """The routes of ops of lanes by op type: to the transport where it carries them so, else to messages."""
+    """The routes of ops of lanes, by op type: to the transport if it carries them in lanes, else to messages."""
 
     def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
         self._decide = decide
@@ -211,7 +211,7 @@ def _where_it_reduces(
     post: Callable[..., float | None],
     fallback: Callable[..., float | None],
 ) -> Callable[..., float | None]:
-    """``post``; or, for a type of op whose operator a transport may lack for a dtype, what looks at that first."""
+    """Return ``post``; or, if the transport lacks some operators for some dtypes, a function that checks this first."""
     if capabilities.reductions is None or "op" not in cls.__struct_fields__:
         return post
 

@@ -1,7 +1,7 @@
-"""The runs of schedules: a run posts the messages of a step, and goes on when all of them are complete.
+"""Runs of schedules: a run posts the messages of a step, and goes on when all of them are complete.
 
-No task runs a schedule: the completion of a step's last message resumes it, so that an op whose messages have all
-arrived is finished inside ``post``.
+No task runs a schedule. The completion of a step's last message resumes the schedule, so an op whose messages have all
+arrived completes inside ``post``.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ class Poster(Protocol):
     name: str
     device: torch.device
     ledger: Ledger
-    """The number of its collectives called so far is the same on all ranks, and so serves as the tag of messages."""
+    """The ledger of calls; its count of collectives is the same on all ranks, and serves as the tag of messages."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """Hand an op to the transport that carries it."""
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive; False if something has matched it."""
+        """Withdraw an unmatched receive; return False if a message has matched it."""
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
         """See :meth:`Transport.caller_stream`."""
 
     def offload(self, op: Offload, work: Completion) -> None:
-        """Make a schedule's call in a thread, and complete the work on the loop's."""
+        """Make a schedule's call in a thread, and complete the work on the event loop's thread."""
 
     def lose(self, error: CommError) -> None:
-        """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
+        """End the communicator: the other ranks cannot know which messages of this rank are still missing."""
 
 
 class Offload(ops.Op, frozen=True, eq=False):
-    """The op that a schedule yields in place of a message: a call that blocks, made in a thread."""
+    """An op that a schedule yields in place of a message: a blocking call, made in a thread."""
 
     name = kind = "offload"
     call: Callable[[], object]
 
 
 class AloneError(Exception):
-    """Raised by a schedule after its last message: the op fails on this rank, and no other rank waits for it."""
+    """An error that a schedule raises after its last message: the op fails on this rank only."""
 
     def __init__(self, error: CommError) -> None:
         super().__init__(str(error))
@@ -70,17 +70,17 @@ class Run:
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
-        self._stream = comm.caller_stream()  # This comes before anything is done, for it may refuse.
+        self._stream = comm.caller_stream()  # This call may raise, so it comes first.
         self._steps = steps
         self._left = 0
-        self._posted = False  # True once a message was posted.
-        self._only: RunPart | None = None  # the first step's only message, until it is complete
-        self._parts: Sequence[weakref.ref[RunPart]] = ()  # the step's messages, which the transport keeps
+        self._posted = False  # This is True once a message was posted.
+        self._only: RunPart | None = None  # This is the first step's only message, until it is complete.
+        self._parts: Sequence[weakref.ref[RunPart]] = ()  # The transport keeps the step's messages alive.
         self._stopped: CommError | None = None
         self.work: Completion = work
 
     def advance(self) -> None:
-        """Go on where the op was called: what its steps enqueue on a GPU comes behind what its caller has enqueued."""
+        """Continue in the caller's stream: GPU work of the steps comes after the work that the caller has enqueued."""
         if self._stream is None:
             self._advance()
         else:
@@ -90,8 +90,8 @@ class Run:
     def _advance(self) -> None:
         """Post the next step, and the steps after it as long as each completes at once.
 
-        What is raised before the first message is posted goes to the caller, and nothing was sent. What is raised later
-        ends the communicator: the other ranks are in the middle of an op that this rank cannot finish.
+        An error before the first message goes to the caller, and nothing was sent. A later error ends the communicator:
+        the other ranks are in the middle of an op that this rank cannot finish.
         """
         while not self.work.done():
             try:
@@ -108,7 +108,7 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return
-            # One more is counted, so that parts which complete inside post do not call advance.
+            # The count is one too high, so that parts which complete inside post do not call advance.
             self._left = len(step) + 1
             parts = [RunPart(self, op) for op in step]
             self._only = parts[0] if len(parts) == 1 and not self._posted else None
@@ -123,13 +123,13 @@ class Run:
             self._parts = ()
 
     def adopt(self, part: RunPart) -> None:
-        """Go on behind the first step, whose only message a shortcut has posted; ``part`` is told the outcome."""
+        """Take over after the first step, whose only message a shortcut has posted; ``part`` becomes its completion."""
         (op,) = next(self._steps)
         part.__init__(self, op)  # type: ignore[misc]
         self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
 
     def _post(self, parts: Sequence[RunPart]) -> bool:
-        """Post messages; False if one cannot be, which has ended the op and the communicator."""
+        """Post messages; return False if one failed, which has ended the op and the communicator."""
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
             if self._stopped is not None:  # The post of another part has stopped this run.
@@ -145,7 +145,7 @@ class Run:
         return True
 
     def _break_off(self, error: Exception) -> None:
-        """Fail an op that cannot go on. Its messages may be under way, so what the others wait for is not known."""
+        """Fail an op that cannot go on; if a message was posted, end the communicator, too."""
         self._steps.close()
         self._parts = ()
         if not self._posted:
@@ -156,7 +156,7 @@ class Run:
         self._give_up(failure)
 
     def _give_up(self, error: CommError) -> None:
-        """End the op; and the communicator, if the other ranks may be waiting for messages that will never come."""
+        """End the op. If a message was posted, end the communicator, too: other ranks may wait for missing messages."""
         conclude(self.work, error)
         if self._posted:
             self._comm.lose(error.about(op=self.work.op.name, rank=self._comm.rank))
@@ -173,7 +173,7 @@ class Run:
                 self._end_stopped()
 
     def part_failed(self, error: CommError) -> None:
-        """End the op with the failure of one message of the current step."""
+        """End the op, because a message of the current step has failed."""
         if self._stopped is not None:
             self.part_done()
             return
@@ -189,7 +189,7 @@ class Run:
         self._give_up(error)
 
     def stop(self, error: CommError) -> None:
-        """Take no further step, and end the op with ``error`` once the transport uses none of its tensors any more."""
+        """Take no further step, and end the op with ``error`` once the transport no longer uses its tensors."""
         if self.work.done() or self._stopped is not None:
             return
         self._steps.close()
@@ -213,17 +213,17 @@ class Run:
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
-        """Return the ranks of the messages that it waits for. Any thread."""
+        """Return the ranks of the pending messages. Thread-safe."""
         late = [part.op for part in self._unfinished()]
         senders = {op.src for op in late if isinstance(op, ops.Recv)}
         return sorted(senders or {op.dst for op in late if isinstance(op, ops.Send)})
 
     def unfinished_sends(self) -> list[ops.Send]:
-        """Return the messages of its step that nothing may have matched yet."""
+        """Return the sends of the current step that may still be unmatched."""
         return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:
-        """Withdraw the op if all it has done is to post one receive that is still unmatched; else return False."""
+        """Withdraw the op if it has posted only one receive, which is still unmatched; else return False."""
         if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
             return False
         self._steps.close()
@@ -231,7 +231,7 @@ class Run:
 
 
 class BatchRun(Run):
-    """The run of a batch. It fails only when the transport uses none of its tensors any more."""
+    """The run of a batch. It fails only once the transport no longer uses its tensors."""
 
     __slots__ = ("_all_posted", "_fault")
 
@@ -261,7 +261,7 @@ class BatchRun(Run):
     def part_failed(self, error: CommError) -> None:
         """Note that one message has failed, and withdraw the unmatched receives: they must not take later messages."""
         if isinstance(error, MismatchError):
-            conclude(self.work, error)  # the communicator is lost, and the other messages may never end
+            conclude(self.work, error)  # The communicator is lost, and the other messages may never end.
         elif self._fault is None:
             self._fault = error
             if self._all_posted:
@@ -270,13 +270,13 @@ class BatchRun(Run):
 
 
 class RunPart:
-    """One message of a schedule: the completion that the transport is given for it."""
+    """The completion of one message of a schedule, for the transport."""
 
     __slots__ = ("__weakref__", "_run", "ended", "op")
 
     def __init__(self, run: Run, op: ops.Op) -> None:
         self._run = run
-        self.ended: bool = False  # True once the transport is done with it.
+        self.ended: bool = False  # This is True once the transport has finished the message.
         self.op: ops.Op = op
 
     @property

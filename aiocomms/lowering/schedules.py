@@ -1,8 +1,8 @@
-"""The schedules that express collectives, batches and objects as sends and receives.
+"""Schedules, which express collectives, batches and vectored RMA as simpler ops.
 
 A *schedule* is a generator. It yields the sends and receives of one step, and is resumed when all of them are complete.
 When it returns, the op is done; :mod:`aiocomms.lowering.runs` runs it. Schedules of different collectives on one
-communicator may overlap, as each has a tag of its own.
+communicator may overlap, because each has its own tag.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from aiocomms.ops.writing import write
 OpT = TypeVar("OpT", bound=ops.Op)
 
 RING_BYTES = 64 * 1024
-"""The size in bytes from which on an all_reduce is bound by bandwidth and uses the ring."""
+"""The size in bytes from which on an all_reduce uses the ring, because bandwidth limits it."""
 
 
 class Context:
-    """A communicator as one schedule sees it: its sends and receives have the tag of this op alone."""
+    """The view of a communicator for one schedule; its sends and receives have the tag of this op."""
 
     __slots__ = ("device", "rank", "size", "tag")
 
@@ -36,11 +36,11 @@ class Context:
         self.tag: int = tag
 
     def send(self, tensor: Tensor, dst: int) -> ops.Op:
-        """Make the record of a message to rank ``dst``."""
+        """Return the op that sends a message to rank ``dst``."""
         return ops.Send(tensor, dst, self.tag, ops.COLLECTIVE)
 
     def recv(self, tensor: Tensor, src: int) -> ops.Op:
-        """Make the record of the receive of a message from rank ``src``."""
+        """Return the op that receives a message from rank ``src``."""
         return ops.Recv(tensor, src, self.tag, ops.COLLECTIVE)
 
 
@@ -69,7 +69,7 @@ def batch(g: Context, op: ops.Batch) -> Steps:
 
 @schedule(ops.PutV)
 def put_v(g: Context, op: ops.PutV) -> Steps:
-    """Put each run by itself."""
+    """Put each run with its own op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Put(window, flat[start : start + op.count], op.dst, offset)
@@ -79,7 +79,7 @@ def put_v(g: Context, op: ops.PutV) -> Steps:
 
 @schedule(ops.GetV)
 def get_v(g: Context, op: ops.GetV) -> Steps:
-    """Get each run by itself."""
+    """Get each run with its own op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Get(window, flat[start : start + op.count], op.src, offset)
@@ -89,7 +89,7 @@ def get_v(g: Context, op: ops.GetV) -> Steps:
 
 @schedule(ops.Barrier)
 def barrier(g: Context, op: ops.Op) -> Steps:
-    """Dissemination barrier (Hensgen, Finkel and Manber 1988): ceil(log2(n)) rounds of empty messages."""
+    """Run a dissemination barrier (Hensgen, Finkel and Manber 1988): ceil(log2(n)) rounds of empty messages."""
     empty = buffers.empty(0, dtype=torch.uint8, device=g.device)
     distance = 1
     while distance < g.size:
@@ -104,7 +104,7 @@ def broadcast(g: Context, op: ops.Broadcast) -> Steps:
 
 
 def broadcast_tree(g: Context, tensor: Tensor, root: int) -> Steps:
-    """Broadcast down a binomial tree: in each round every rank that has the data sends it to one that has not."""
+    """Broadcast down a binomial tree: in each round every rank with the data sends it to a rank without it."""
     me = (g.rank - root) % g.size
     mask = 1
     while mask < g.size and not me & mask:
@@ -154,8 +154,8 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
 
 @schedule(ops.Scan, ops.Exscan)
 def scan(g: Context, op: ops.Scan) -> Steps:
-    """Recursive doubling (Hillis and Steele 1986): before step k a rank has reduced 2^k tensors up to its own."""
-    # The first partial is sent to later ranks. An exscan adds a second one, which lacks this rank's own tensor.
+    """Scan by doubling (Hillis and Steele 1986): before step k, a rank has reduced the 2^k tensors up to its own."""
+    # Later ranks receive the first partial. An exscan adds a second one, which lacks this rank's own tensor.
     partials = [reductions.lift(op.op, op.tensor)]
     received = torch.empty_like(partials[0])
     distance = 1
@@ -176,7 +176,7 @@ def scan(g: Context, op: ops.Scan) -> Steps:
 
 
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
-    """Recursive doubling; ranks above the largest power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
+    """Reduce by recursive doubling; ranks beyond a power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
     received = torch.empty_like(accumulator)
     power = 1 << (g.size.bit_length() - 1)
     extra = g.size - power
@@ -197,7 +197,7 @@ def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps
 
 
 def _ring_reduce(g: Context, op: reductions.ReduceOp, segments: list[Tensor]) -> Steps:
-    """Ring reduce-scatter (Patarasuk and Yuan 2009). Afterwards only ``segments[rank]`` is completely reduced."""
+    """Reduce-scatter around the ring (Patarasuk and Yuan 2009). Afterwards only ``segments[rank]`` is fully reduced."""
     received = torch.empty_like(max(segments, key=Tensor.numel))
     for step in range(1, g.size):
         out = segments[(g.rank - step) % g.size]
@@ -208,7 +208,7 @@ def _ring_reduce(g: Context, op: reductions.ReduceOp, segments: list[Tensor]) ->
 
 
 def ring_gather(g: Context, segments: Sequence[Sequence[Tensor]]) -> Steps:
-    """Ring all-gather: each rank gives the tensors of ``segments[rank]``, and receives those of the other segments."""
+    """Gather around the ring: each rank sends the tensors of ``segments[rank]``, and receives all other segments."""
     right, left = (g.rank + 1) % g.size, (g.rank - 1) % g.size
     for step in range(g.size - 1):
         out = segments[(g.rank - step) % g.size]
@@ -234,7 +234,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
 
 @schedule(ops.AllToAll, ops.AllToAllSingle, ops.AllToAllVSingle)
 def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
-    """Exchange pairwise: in step k each rank sends to the rank k ahead and receives from the rank k behind."""
+    """Exchange tensors pairwise: in step k each rank sends to the rank k ahead, and receives from the rank k behind."""
     ins, outs = op.ins(g.size), op.outs(g.size)
     write(outs[g.rank], ins[g.rank])
     for k in range(1, g.size):
@@ -244,7 +244,7 @@ def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
 
 @schedule(ops.Gather, ops.GatherSingle)
 def gather(g: Context, op: ops.Gather) -> Steps:
-    """Every rank sends its tensor straight to the root, so that each byte crosses the wire once."""
+    """Send every rank's tensor directly to the root, so that each byte crosses the wire once."""
     if g.rank != op.root:
         yield [g.send(op.input, op.root)]
         return
@@ -255,7 +255,7 @@ def gather(g: Context, op: ops.Gather) -> Steps:
 
 @schedule(ops.Scatter)
 def scatter(g: Context, op: ops.Scatter) -> Steps:
-    """Yield the root sends each rank its tensor directly."""
+    """Send each rank its tensor directly from the root."""
     if g.rank != op.root:
         yield [g.recv(op.output, op.root)]
         return

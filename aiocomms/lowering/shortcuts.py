@@ -1,4 +1,4 @@
-"""Shortcuts: native code of a transport that starts plain ops, and which communicators have it."""
+"""Shortcuts: native code of a transport that starts plain ops, and the choice of communicators that use it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
-    """Return the shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
+    """Return the shortcuts of a communicator, or None if there are none or ``AIOCOMMS_PURE`` turns them off.
 
-    There are none but where one transport carries all messages and collectives: else it is Python's to decide what
-    carries an op, or that nothing does. Windows have none where another transport carries them.
+    One transport must carry all messages and collectives; otherwise Python code routes the ops. Windows have shortcuts
+    only if the same transport carries them, too.
 
     :param by_family: the transports of the communicator.
-    :param entries: how many the recorder's ring keeps.
+    :param entries: the number of entries in the recorder's ring.
     """
     transport = by_family.get("p2p")
     pure = os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0")
@@ -39,27 +39,29 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
 
 
 def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool] | None:
-    """Return the first native check of tensors that a transport has; None: there is none."""
+    """Return the first native check of tensors among the transports, or None."""
     checks = (transport.fast_check for transport in transports if isinstance(transport, NativeTransport))
     return next((check for check in checks if check is not None), None)
 
 
 @functools.cache
 def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let native code start plain ops of a class, of those of its objects that have shortcuts; once for each plug-in.
+    """Replace methods of a class by native code, which starts plain ops of the objects that have shortcuts.
+
+    Each class and ``method`` is handled once.
 
     :param method: see :meth:`Shortcuts.method`.
     """
     for name in dir(cls):
         function = getattr(cls, name)
         if not name.startswith("_") and callable(function) and (native := method(cls, function)) is not function:
-            # torch.compile calls a method without its object, unless it is Python's, or by this name Cython's.
+            # torch.compile omits the object in calls of a native method, unless the type has Cython's name.
             type(native).__name__ = "cython_function_or_method"
             setattr(cls, name, native)
 
 
 @functools.cache
 def _with_fields(cls: type[T], fields: type[Any]) -> type[T]:
-    """Return a class of works whose fields are native code's."""
+    """Return a subclass of a class of works whose fields native code provides."""
     body = {"__slots__": (), "__module__": cls.__module__, "__doc__": cls.__doc__}
     return types.new_class(cls.__name__, (fields, cls), exec_body=lambda given: given.update(body))

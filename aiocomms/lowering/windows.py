@@ -1,8 +1,8 @@
-"""One-sided operations (RMA) over sends and receives, for communicators none of whose transports has RMA.
+"""One-sided operations (RMA) over sends and receives, for communicators without a transport that has RMA.
 
-Each rank serves its part of a window to each other rank: it receives that rank's requests one after the other and
-carries them out, so that they take effect in the order of the calls. The program of the memory's owner need not take
-part, but its event loop must run: a put to a rank whose loop is busy waits, where a transport with RMA would not.
+Each rank serves its part of a window to every other rank. It receives the other rank's requests one after the other and
+carries them out, so they take effect in the order of the calls. The owner's program need not take part, but its event
+loop must run. A put to a rank with a busy event loop waits, unlike a put over a transport with RMA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from aiocomms.ops import buffers, codec
 from aiocomms.ops.writing import write, writing
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
-_REQUEST = struct.Struct("<B7xqqq")  # kind, offset, count or first operand, second operand or whether to signal
+# The fields are the kind, the offset, the count or first operand, and the second operand or whether to signal.
+_REQUEST = struct.Struct("<B7xqqq")
 _PUT, _GET, _ADD, _SWAP, _SIGNAL, _FLUSH, _CLOSE = range(7)
 
 
@@ -32,18 +33,18 @@ class _Window:
     def __init__(self, tag: int, tensor: Tensor, rank: int) -> None:
         self.tag = tag
         self.mapped = (rank,)
-        """The ranks whose memory this process has: none but this one."""
+        """The ranks whose memory this process has mapped: only this rank."""
         self.flat = tensor.view(-1)
         self.signals: Counter[int] = Counter()
-        """The number of signals that have not been waited for yet, by source."""
+        """The number of signals that no wait has consumed yet, by source."""
         self.waiting: defaultdict[int, deque[Completion]] = defaultdict(deque)
-        """The waits that no signal has ended yet, by source."""
+        """The pending waits for signals, by source."""
         self.serving = 0
-        """The number of services that have not ended: one per rank that may still send requests."""
+        """The number of running services: one per rank that may still send requests."""
         self.closing: Completion | None = None
 
     def signal(self, src: int) -> None:
-        """Note a signal of rank ``src``: it ends the oldest wait for that rank, or is counted."""
+        """Note a signal of rank ``src``: complete the oldest wait for that rank, or count the signal."""
         if self.waiting[src]:
             self.waiting[src].popleft().complete()
         else:
@@ -55,21 +56,21 @@ class _Window:
         self.check_closed()
 
     def check_closed(self) -> None:
-        """Complete the close once no service is left."""
+        """Complete the close if no service is left."""
         if self.closing is not None and not self.serving:
             self.closing.complete()
 
     def span(self, offset: int, count: int) -> Tensor:
         """Return ``count`` elements of this rank's part, from ``offset`` on.
 
-        :raises ProtocolError: this part has fewer elements.
+        :raises ProtocolError: the range does not lie within this part.
         """
         if not (offset >= 0 and count >= 0 and offset + count <= self.flat.numel()):
             raise ProtocolError(f"a request for {count} elements from {offset} on of a window of {self.flat.numel()}")
         return self.flat[offset : offset + count]
 
     def atomic(self, what: int, offset: int, first: int, second: int) -> int:
-        """Carry out an atomic operation, during which nothing else runs, and return the element's value before it."""
+        """Carry out an atomic operation, and return the element's previous value. Nothing else runs meanwhile."""
         element = self.span(offset, 1)
         before = int(element.item())
         with writing(element):
@@ -127,7 +128,7 @@ class TwoSided(Transport):
         return None
 
     def try_cancel(self, work: Completion) -> bool:
-        """See :meth:`Transport.try_cancel`: of the ops posted here only waits for signals can be withdrawn."""
+        """See :meth:`Transport.try_cancel`. Only waits for signals can be withdrawn."""
         op: Any = work.op
         waiting = op.window.handle.waiting[op.src]
         if work not in waiting:
@@ -144,7 +145,7 @@ class TwoSided(Transport):
     # ------------------------------------------------------------------------------------ this rank's own requests
 
     def _ask(self, op: Any) -> Steps:
-        """Send a request, with the data behind it, and wait for the reply where there is one."""
+        """Send a request and its data, and wait for the reply if there is one."""
         window: _Window = op.window.handle
         if isinstance(op, ops.Flush) and op.dst is None:
             for dst in range(self._comm.size):
@@ -205,7 +206,7 @@ class TwoSided(Transport):
     # ----------------------------------------------------------------------------------- the other ranks' requests
 
     def _open(self, tensor: Tensor, work: Completion) -> None:
-        self._windows += 1  # opening is collective, so all ranks count alike
+        self._windows += 1  # Opening is collective, so all ranks have the same count.
         window = _Window(self._windows & 0x7FFFFFFF, tensor, self._comm.rank)
         for peer in range(self._comm.size):
             if peer != self._comm.rank:
@@ -225,13 +226,13 @@ class TwoSided(Transport):
             yield farewell
 
         window.closing = work
-        # The count holds until the peers have answered. All that this rank has asked for before is done then. A rank
-        # does it, too, that left its body with an error, and awaits no close of its own.
+        # This count keeps the window open until the peers have answered, when all earlier requests of this rank are
+        # done. The close also runs on a rank that left its body with an error and does not await the close.
         window.serving += 1
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
-        """Carry out one rank's requests until it closes the window, or asks for what makes no sense."""
+        """Carry out one rank's requests until it closes the window or sends an invalid request."""
         try:
             yield from self._requests(window, peer)
         except ProtocolError as error:
@@ -268,7 +269,7 @@ class TwoSided(Transport):
 
 
 class _Service:
-    """The completion of a service, which no program waits for."""
+    """The completion of a service or of a close; no program awaits it."""
 
     __slots__ = ("__weakref__", "_done", "_window", "op")
 
@@ -289,6 +290,6 @@ class _Service:
         self._window.served()
 
     def fail(self, error: CommError) -> None:
-        """See :class:`Completion`: the peer is gone, or broke the protocol, and is not served any more."""
+        """See :class:`Completion`. The peer is gone or broke the protocol, so its service ends."""
         self._done = True
         self._window.served()

@@ -14,10 +14,10 @@ from aiocomms.errors import ArgumentError, AuthError, ProtocolError
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 MAX_RECORD: Final = 64 * 1024
-"""Most bytes of a rank's record in the store."""
+"""The largest size in bytes of a rank's record in the store."""
 
 RENDEZVOUS = Dialect("the rendezvous", b"aioR", 3)
-"""The format in which ranks meet in a store: the records written there, and the agreement that they lead to."""
+"""The format of the rendezvous: the records that ranks write to a store, and the agreement that these lead to."""
 
 _TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name
 _TOKEN_FILE: Final = "AIOCOMMS_TOKEN_FILE"  # noqa: S105
@@ -28,11 +28,11 @@ _MAC: Final = 32
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
-    """Return the job's token, of ``AIOCOMMS_TOKEN`` or of the file that ``AIOCOMMS_TOKEN_FILE`` names, or None.
+    """Return the job's token from ``AIOCOMMS_TOKEN`` or from the file that ``AIOCOMMS_TOKEN_FILE`` names, or None.
 
     :param environ: the environment, as ``os.environ``.
-    :raises ArgumentError: both are set, the token is too short or too long, or the file cannot be read or is not this
-        user's alone. Never falls back to having none.
+    :raises ArgumentError: both variables are set, the token is too short or too long, or the file cannot be read or is
+        not this user's alone. The function never falls back to None then.
     """
     text, path = environ.get(_TOKEN), environ.get(_TOKEN_FILE)
     if text is not None and path is not None:
@@ -43,7 +43,7 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
 
 
 def job_token() -> bytes | None:
-    """Return this job's token, or None. It is read once: a file may be on a disk that is slow, and a loop may wait.
+    """Return this job's token, or None. It is read once, because a file on a slow disk would block the event loop.
 
     :raises ArgumentError: as :func:`read_token`.
     """
@@ -57,10 +57,10 @@ def _kept(text: str | None, path: str | None) -> bytes | None:
 
 
 def check_exposed(what: str) -> None:
-    """Check that a port which other hosts can reach is protected by a token, or that the operator wants it otherwise.
+    """Check that a port for other hosts is protected by a token, or that the operator allows a job without a token.
 
-    :param what: what other hosts could reach; the beginning of the error's message.
-    :raises ArgumentError: the job has no token, and the operator has not allowed that.
+    :param what: the beginning of the error's message, which names the port that other hosts could reach.
+    :raises ArgumentError: the job has no token, and ``AIOCOMMS_ALLOW_UNAUTHENTICATED`` does not allow that.
     """
     if os.environ.get(_ALLOWED, "0") in ("", "0") and job_token() is None:
         raise ArgumentError(
@@ -71,34 +71,34 @@ def check_exposed(what: str) -> None:
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """Return the HMAC-SHA256 of values, each with its length, so that no two lists of values look alike."""
+    """Return the HMAC-SHA256 of values. Each value's length is included, so that no two lists of values are alike."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     message = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
     return hmac.digest(key, message, "sha256")
 
 
 def same(a: bytes, b: bytes) -> bool:
-    """Return whether two values are equal, in a time that does not tell where they differ."""
+    """Return whether two values are equal, in a time that does not depend on the place where they differ."""
     return hmac.compare_digest(a, b)
 
 
 def claimed(record: bytes) -> bytes:
-    """Return the value of a store's record without a check of its writer, in a version that keeps this shape."""
+    """Return the value of a record in the store, without a check of its writer, from any version with this shape."""
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
 
 
 class Seal:
-    """The signer of one rank's records for the others of a communicator, which also checks their records.
+    """The signer of one rank's records for the other ranks of a communicator, which also checks their records.
 
-    Without a token nothing is signed, and any process can compute what :meth:`secret` returns. The key is confidential:
-    it stands in no text and in no pickle.
+    Without a token the seal signs nothing, and any process can compute the result of :meth:`secret`. The key is
+    confidential: no text and no pickle contains it.
     """
 
     __slots__ = ("_key", "_signs")
 
     def __init__(self, token: bytes | None, *scope: str | int) -> None:
-        """Begin.
+        """Create the seal of a communicator.
 
         :param scope: the values that tell this communicator from all others.
         """
@@ -113,11 +113,14 @@ class Seal:
         return child
 
     def secret(self, purpose: str) -> bytes:
-        """Return 32 bytes that no process without the token can know; the same on all ranks of the communicator."""
+        """Return 32 bytes that no process without the token can know. All ranks of the communicator get the same."""
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:
-        """Return a record for the store, of this rank."""
+        """Return a record of a rank for the store.
+
+        :raises ArgumentError: the value is longer than :data:`MAX_RECORD`.
+        """
         if len(value) > MAX_RECORD:
             raise ArgumentError(f"the record {key!r} has {len(value)} bytes, wanted at most {MAX_RECORD}", rank=rank)
         sign = _SIGNED + mac(self._key, RENDEZVOUS.head, key, rank, value) if self._signs else _PLAIN
@@ -126,8 +129,8 @@ class Seal:
     def verify(self, key: str, rank: int, record: bytes) -> bytes:
         """Return the value of another rank's record.
 
-        :raises AuthError: that rank did not sign it.
-        :raises ProtocolError: the record is too long, or no record at all.
+        :raises AuthError: that rank did not sign the record.
+        :raises ProtocolError: the record is too long, of another version, or no record at all.
         """
         if len(record) > HEAD_BYTES + 1 + _MAC + MAX_RECORD:
             raise ProtocolError(f"rank {rank}'s record {key!r} in the store has {len(record)} bytes", peer=rank)
@@ -162,9 +165,9 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """Return a file's beginning, if the file is this user's, closed to all other users, and no link."""
+    """Return the beginning of a file that is this user's, is closed to all other users, and is no link."""
     try:
-        # O_NONBLOCK: opening a pipe in place of the file must not wait for its other end.
+        # With O_NONBLOCK, the opening of a pipe in place of the file does not wait for the other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror

@@ -1,8 +1,8 @@
-"""The clock of a process, and the events for which its threads wait: the seam at which a simulation takes their place.
+"""The clock of a process, and the events for which its threads wait. A simulation replaces both.
 
 Code reads the time as ``clock.now()`` and waits by ``clock.event()``, with the module's name in front, since a
-simulation replaces the functions while it runs. It has several processes in one, each with its own clock, and time
-passes in it when all of them wait.
+simulation replaces the functions while it runs. A simulation runs several processes in one, each with its own clock.
+Simulated time passes when all of these processes wait.
 """
 
 from __future__ import annotations
@@ -24,92 +24,92 @@ _T = TypeVar("_T")
 
 
 class ThreadEvent(Protocol):
-    """The part of :class:`threading.Event` that code waits by."""
+    """The methods of :class:`threading.Event` that aiocomms uses."""
 
     def set(self) -> None:
-        """Let all go on that wait for it."""
+        """Wake all threads that wait for the event."""
 
     def is_set(self) -> bool:
-        """Return whether it was set."""
+        """Return whether the event was set."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for at most some seconds; return whether it was."""
+        """Wait until the event is set, for at most ``timeout`` seconds; return whether it was set."""
 
 
 class Conduit(Protocol):
-    """One end of a simulated connection. What is sent arrives in that order, or the connection ends."""
+    """One end of a simulated connection. Frames arrive in the order in which they are sent, or the connection ends."""
 
     heard: float
     """The time of the other process's last sign of life, by this one's monotonic clock."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
-        """Hear the other end from now on, and before all else what has come meanwhile.
+        """Receive frames from now on, and before them the frames that have arrived already.
 
-        :param on_frame: called with each frame; on the loop's thread, also while the loop's tasks wait for others.
-        :param on_end: called once when the other end is gone, with whether it has closed the connection.
+        :param on_frame: called with each frame, on the loop's thread, also while the loop's tasks wait for others.
+        :param on_end: called once when the other end is gone; its argument is true if that end closed the connection.
         """
 
     def send(self, frame: Any) -> None:
-        """Send any object, which nobody changes any more. An end that is over drops it."""
+        """Send any object, which no code may change any more. An end that is over drops the object."""
 
     def ping(self) -> None:
-        """Ask the other process for a sign of life, which is none of its tasks' business."""
+        """Ask the other process for a sign of life. Its tasks are not involved."""
 
     def close(self) -> None:
-        """End the connection behind what was sent."""
+        """End the connection after the frames that were sent."""
 
 
 class Network(Protocol):
     """The network between simulated processes."""
 
     def listen(self, arrived: Callable[[Conduit, Any], object]) -> bytes:
-        """Accept connections to an address, which is returned.
+        """Accept connections to a new address, and return the address.
 
-        :param arrived: called with each connection, and with what the other process has said first.
+        :param arrived: called with each connection, and with the other process's ``hello``.
         """
 
     def unlisten(self, address: bytes) -> None:
-        """Accept none any more."""
+        """Stop accepting connections to an address."""
 
     def connect(self, address: bytes, hello: Any, answered: Callable[[bool], object]) -> Conduit:
-        """Connect with an address.
+        """Connect to an address.
 
-        :param hello: what the process that listens there hears first.
-        :param answered: called once with whether it was accepted. False: nothing listens there, or it was cut before
-            that; then the connection is over, and there is no other word of that.
+        :param hello: the first object that the listening process gets.
+        :param answered: called once, with True if the connection was accepted. False means that no process listens
+            there, or that the connection was cut earlier. The connection is then over, and ``on_end`` is not called.
         """
 
 
 class HeldLock(Protocol):
-    """The part of a lock that one thread waits by and another releases, once."""
+    """The methods of a held lock. One thread waits for the lock, and another one releases it, once."""
 
     def acquire(self, *, timeout: float) -> bool:
-        """Wait until it is released, for at most some seconds; return whether it was."""
+        """Wait until the lock is released, for at most ``timeout`` seconds; return whether it was released."""
 
     def release(self) -> None:
-        """Let the thread go on that waits for it."""
+        """Wake the thread that waits for the lock."""
 
 
 class Simulation(Protocol):
-    """A simulation of several processes. Each call is for the process that runs."""
+    """A simulation of several processes. Each method acts for the simulated process that runs."""
 
     def now(self) -> float:
-        """Return the seconds of its monotonic clock."""
+        """Return the seconds of the process's monotonic clock."""
 
     def wall(self) -> float:
-        """Return the seconds since 1970 by its clock."""
+        """Return the seconds since 1970 by the process's clock."""
 
     def event(self) -> ThreadEvent:
         """Make an event for threads of the process."""
 
     def start_thread(self, target: Callable[[], None]) -> None:
-        """Start a thread of it."""
+        """Start a thread of the process."""
 
     async def run_in_thread(self, call: Callable[[], _T]) -> _T:
-        """Make a blocking call in a thread of it."""
+        """Make a blocking call in a thread of the process."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the process has of its own, by name."""
+        """Return the state of the process, by name."""
 
     @property
     def network(self) -> Network:
@@ -118,7 +118,7 @@ class Simulation(Protocol):
     def check_store(self, store: Store) -> None:
         """Check that a store of the program is in memory, or the simulation's.
 
-        :raises SimulationError: it is another one, which uses sockets or files.
+        :raises SimulationError: the store uses sockets or files.
         """
 
     def launched(self) -> tuple[Store, int, int]:
@@ -128,19 +128,19 @@ class Simulation(Protocol):
         """Return random bytes, which depend on the seed."""
 
     def host(self) -> str:
-        """Return the name of the host on which it runs: each rank has one of its own."""
+        """Return the name of the process's host. Each rank has a separate host."""
 
     def serve_store(self) -> tuple[Store, int]:
-        """Serve a new store, which ends with the process; return it, and its port."""
+        """Serve a new store, which ends with the process; return the store and its port."""
 
     def reach_store(self, host: str, port: int, timeout: float) -> Store:
         """Connect to a store that another process serves. Blocks.
 
-        :raises OSError: none serves a store there, or it does not answer within ``timeout`` seconds.
+        :raises OSError: no process serves a store there, or the server does not answer within ``timeout`` seconds.
         """
 
     def wires(self) -> Wires:
-        """Return what its endpoints communicate by until they have a communicator."""
+        """Return the wires by which the process's endpoints communicate before they have a communicator."""
 
 
 now: Callable[[], float] = time.monotonic
@@ -150,20 +150,20 @@ wall: Callable[[], float] = time.time
 event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
 token_bytes: Callable[[int], bytes] = secrets.token_bytes
-"""Return random bytes that nobody can guess, of which the course of a program may depend: of two ids the lower wins."""
+"""Return unguessable random bytes, for values on which a program's course may depend. A simulation repeats them."""
 simulation: Simulation | None = None
-"""The simulation that runs; None: there is none."""
+"""The simulation that runs, or None."""
 
 _state: dict[str, Any] = {}
 
 
 def state() -> dict[str, Any]:
-    """Return what this process keeps once, such as its watchdog, by name."""
+    """Return the state of this process, such as its watchdog, by name."""
     return _state if simulation is None else simulation.state()
 
 
 def held_lock() -> HeldLock:
-    """Make a lock that is held: it wakes one thread, once, sooner than an event does."""
+    """Make a lock that is held. Its release wakes one thread, once, faster than an event does."""
     if simulation is not None:
         return _EventLock()
     lock = allocate_lock()
@@ -181,7 +181,7 @@ def sleep(seconds: float) -> None:
 
 @contextlib.contextmanager
 def simulated_by(world: Simulation) -> Iterator[None]:
-    """Have a simulation take the place of the clock, of events and of threads."""
+    """Replace the clock, the events and the threads by a simulation within the context."""
     global now, wall, event, token_bytes, simulation
     before = now, wall, event, token_bytes, simulation
     now, wall, event, token_bytes, simulation = world.now, world.wall, world.event, world.token_bytes, world
@@ -209,7 +209,7 @@ class _EventLock:
 
 
 class Reply(Generic[_T]):
-    """A value that one thread waits for, and another gives."""
+    """A value that one thread sets, and for which another thread waits."""
 
     __slots__ = ("_given", "_values")
 
@@ -218,14 +218,14 @@ class Reply(Generic[_T]):
         self._values: list[_T] = []
 
     def put(self, value: _T) -> None:
-        """Give the value; of several the first counts."""
+        """Set the value. Only the first call has an effect."""
         self._values.append(value)
         self._given.set()
 
     def get(self, seconds: float) -> _T:
         """Wait for the value, and return it.
 
-        :raises TimeoutError: none was given within so many seconds.
+        :raises TimeoutError: no value was set within ``seconds``.
         """
         if not self._given.wait(max(0.0, seconds)):
             raise TimeoutError(f"there is no reply after {seconds:g} s")

@@ -1,4 +1,4 @@
-"""The setting of close-on-exec on descriptors that a library opens without it, as Python never does (PEP 446)."""
+"""The setting of close-on-exec on descriptors that a library opens without it. Python always sets it (PEP 446)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _KINDS: Final = ("socket:", "pipe:", "anon_inode:")
 
 @contextlib.contextmanager
 def closed_on_exec() -> Iterator[None]:
-    """Set close-on-exec on the sockets, pipes and epolls that are opened within the context, at its end.
+    """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within it.
 
-    The kernel does not tell which thread has opened a descriptor. So a descriptor that another thread opens meanwhile,
-    to be inherited by number, is taken for the library's. Python gives descriptors to its children in the child, later.
+    The kernel does not tell which thread has opened a descriptor. So the context also changes a descriptor that another
+    thread opens meanwhile to pass it on by number. Descriptors that Python passes on to children are safe, because
+    Python makes these inheritable later, in the child.
     """
     before = _inheritable()
     try:
@@ -30,8 +31,8 @@ def closed_on_exec() -> Iterator[None]:
 def _inheritable() -> set[int]:
     found = set()
     own = Path("/proc/self/fd")
-    for entry in own.iterdir() if own.exists() else ():  # Linux has this folder.
-        with contextlib.suppress(OSError):  # The descriptor that lists the folder is gone.
+    for entry in own.iterdir() if own.exists() else ():  # Only Linux has this folder.
+        with contextlib.suppress(OSError):  # The descriptor that lists the folder is closed by now.
             fd = int(entry.name)
             if not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC and str(entry.readlink()).startswith(_KINDS):
                 found.add(fd)

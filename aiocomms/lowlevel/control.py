@@ -1,8 +1,8 @@
-"""The encoding of control words, in which ranks tell each other all but tensors.
+"""The encoding of control words, which are all messages between ranks beside tensors.
 
-A control word is a msgspec record, or one of a union of records. It travels as msgpack, behind the head of its format
-where the ranks have not compared versions before. The bytes of another rank are bounded, and checked when they are
-decoded. The only error about them is :class:`ProtocolError`.
+A control word is a msgspec record, or one of a union of records. It travels as msgpack. If the ranks have not compared
+versions before, the head of the format precedes it. The size of another rank's bytes is bounded, and the decoder checks
+them. The only error about them is :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel.versions import Dialect
 
 _T = TypeVar("_T")
-# The errors that msgspec raises of bytes that it cannot decode.
+# These are the errors that msgspec raises for bytes that it cannot decode.
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _LENGTH_BYTES: Final = 4
 LIMIT: Final = 1 << 20
-"""Most bytes of a control word, unless its format has a limit of its own."""
+"""The largest size in bytes of a control word, unless its format sets another limit."""
 
 
 class ControlCodec(Generic[_T]):
@@ -28,8 +28,8 @@ class ControlCodec(Generic[_T]):
     def __init__(self, kind: Any, what: str, *, dialect: Dialect | None = None, limit: int = LIMIT) -> None:
         """Describe the format.
 
-        :param kind: the type of its words, or a union of types.
-        :param what: the name of a word, as the beginning of the text of errors.
+        :param kind: the type of the format's words, or a union of types.
+        :param what: the name of a word, with which the text of errors begins.
         :param dialect: the version with which each word begins; None where the ranks have compared versions before.
         :param limit: the most bytes of a word, without the head.
         """
@@ -45,7 +45,7 @@ class ControlCodec(Generic[_T]):
         return self._head + self._encoder.encode(word)
 
     def decode(self, data: bytes | bytearray | memoryview, peer: int | None = None) -> _T:
-        """Return the word that :meth:`encode` was given.
+        """Return the word that :meth:`encode` encoded.
 
         :param peer: the rank that has sent the word, for the error.
         :raises ProtocolError: the data are no such word, are too long, or are of another version.
@@ -53,18 +53,18 @@ class ControlCodec(Generic[_T]):
         return self._decode(self._body(data, peer), peer)
 
     def encode_padded(self, word: _T, size: int) -> bytes:
-        """Return a word as ``size`` bytes or more, for a message whose receiver has to know the size."""
+        """Return a word as at least ``size`` bytes, for a message whose receiver has to know the size."""
         body = self._encoder.encode(word)
         return (self._head + len(body).to_bytes(_LENGTH_BYTES, "little") + body).ljust(size, b"\0")
 
     def decode_padded(self, data: bytes, peer: int | None = None) -> _T:
-        """Return the word that :meth:`encode_padded` was given; see :meth:`decode`."""
+        """Return the word that :meth:`encode_padded` encoded; see :meth:`decode`."""
         body = self._body(data, peer)
         end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
         return self._decode(body[_LENGTH_BYTES:end], peer)
 
     def unreadable(self, why: object, peer: int | None = None) -> ProtocolError:
-        """Return the error of a word that makes no sense."""
+        """Return the error for a word that makes no sense."""
         who = "" if peer is None else f" of rank {peer}"
         return ProtocolError(f"{self._what}{who} makes no sense: {why}", peer=peer)
 

@@ -1,4 +1,4 @@
-"""Copies between two tensors of this process: of a message, with the promises of a receive, and those that give way."""
+"""Copies between two tensors of this process: copies of messages, and background copies that yield the processor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from aiocomms.ops.writing import write, writing
 
 
 def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
-    """Copy a message, which is a tensor of this process, into the buffer of the receive that it has matched.
+    """Copy a message, which is a tensor of this process, into the buffer of the matching receive.
 
     :param given: the sender's tensor.
-    :param wanted: the receiver's; it need not be of the same shape.
-    :param src: the sender.
-    :returns: the error of the receive, see :func:`misfit`; None if the receive has the message.
+    :param wanted: the receiver's tensor, which may have another shape.
+    :param src: the sender's rank.
+    :returns: the error of the receive, see :func:`misfit`; None if the receive got the message.
     """
-    if given.requires_grad:  # an autograd graph does not reach from one rank to another
+    if given.requires_grad:  # An autograd graph does not reach from one rank to another.
         given = given.detach()
     error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
     if error is None:
@@ -34,10 +34,10 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
 
 
 class YieldingCopy:
-    """Copies of tensors that give way to whatever else wants the processor, until they are stopped.
+    """Copies of tensors that yield the processor to all other work, until they are stopped.
 
-    A native thread of the lowest priority copies, while the caller's waits without the interpreter's lock. What has to
-    be converted, and all where there is no native code, is copied by the caller's thread.
+    A native thread of the lowest priority copies, while the caller's thread waits without the interpreter's lock. The
+    caller's thread copies tensors that need a conversion, and all tensors if there is no native code.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class YieldingCopy:
         self._stopped = False
 
     def stop(self) -> None:
-        """Copy nothing more. What is under way ends soon. Any thread may call it."""
+        """Stop copying. A copy under way ends soon. Any thread may call this."""
         self._stopped = True
         if self._native is not None:
             self._native.stop()
@@ -54,7 +54,7 @@ class YieldingCopy:
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy tensors into others of the same shapes. Blocks."""
         parts = []
-        kept = []  # The memory that the thread reads.
+        kept = []  # These tensors hold the memory that the native thread reads.
         for there, part in pairs:
             if self._stopped:
                 return
@@ -71,6 +71,6 @@ class YieldingCopy:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of the processor's memory have the same bytes where they are equal."""
+    """Return whether two tensors are on the CPU, and equal values have equal bytes in both."""
     on_cpu = one.device.type == other.device.type == "cpu"
     return on_cpu and one.dtype == other.dtype and not (other.is_conj() or other.is_neg())

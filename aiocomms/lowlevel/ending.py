@@ -18,21 +18,21 @@ _calls = contextlib.ExitStack()
 
 
 def at_end(call: Callable[[], object]) -> None:
-    """Call a function when every exit handler of the program has run; the last one to be registered here comes first.
+    """Call a function once every exit handler of the program has run. The call that was registered last comes first.
 
-    ``atexit`` alone calls it before those handlers that the program has registered earlier. They may still send
-    something, and close in order.
+    ``atexit`` alone would make the call before the handlers that the program has registered earlier. Such handlers may
+    still send messages and close communicators.
     """
     _calls.callback(call)
 
 
 def _take_the_lead() -> None:
-    """Be the exit handler that Python calls first, and so have the others called before one's own work."""
+    """Register the exit handler that Python calls first, so that this handler can run the other handlers."""
     atexit.register(_end, _handlers._ncallbacks() + 1)
 
 
 def _end(known: int) -> None:
-    # From Python 3.14 on, or where another handler was registered since and has run already, they would run twice.
+    # The handlers would run twice from Python 3.14 on, or if another handler was registered later and has already run.
     if sys.version_info < (3, 14) and _handlers._ncallbacks() == known:
         atexit.unregister(_end)
         _handlers._run_exitfuncs()
@@ -41,5 +41,5 @@ def _end(known: int) -> None:
 
 try:
     _register_first(_take_the_lead)
-except (RuntimeError, TypeError):  # the interpreter is ending already, or has no such function
+except (RuntimeError, TypeError):  # The interpreter is already ending, or has no such function.
     _take_the_lead()

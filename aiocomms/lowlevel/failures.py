@@ -1,6 +1,6 @@
-"""The errors that every transport raises for the same reasons: one function for each, so that users read one text.
+"""The errors that every transport raises for the same reasons. One function makes each error, so that texts agree.
 
-Those of a rank that has closed, or died, need nothing but their rank, and stand beside the classes in ``errors``.
+The functions for a rank that has closed or died need only the rank. These functions are in ``errors``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from aiocomms.errors import (
 )
 
 _LONGEST: Final = 2000
-"""Most characters of a reason that is sent to other ranks."""
+"""The largest number of characters of a reason that is sent to other ranks."""
 _TRAVELS: Final = {
     cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
 }
-"""The errors that :meth:`aiocomms.transport.Transport.abort` is given, and that the other ranks raise."""
+"""The errors with which :meth:`aiocomms.transport.Transport.abort` is called, and that the other ranks then raise."""
 
 _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
-"""Errors whose ``peer`` is the rank at fault. Ranks that disagree may both be."""
+"""The errors whose ``peer`` is the rank at fault. A MismatchError is none of these, as either rank may be at fault."""
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Return whether another rank is at fault for what ends this one, as far as it is known here."""
+    """Return whether another rank is at fault for the error that ends this one, as far as this rank knows."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:
@@ -47,15 +47,15 @@ def is_caused(error: BaseException | None) -> bool:
 def misfit(
     rank: int, dtype: torch.dtype, nbytes: int, buffer: torch.Tensor, shape: torch.Size | None = None
 ) -> MessageTruncatedError | MismatchError | None:
-    """Return the error of a receive whose buffer a message does not fit; None if it fits.
+    """Return the error of a receive whose buffer does not fit the message; None if the buffer fits.
 
-    After a :class:`MessageTruncatedError` the buffer holds the beginning of the message, as far as both reach; after a
-    :class:`MismatchError` nothing was written to it.
+    After a :class:`MessageTruncatedError` the buffer holds the beginning of the message, as far as both reach. After a
+    :class:`MismatchError` the buffer is unchanged.
 
     :param rank: the sender.
     :param dtype: the message's dtype.
-    :param nbytes: its size.
-    :param shape: the shape of the sender's tensor, where the transport knows it.
+    :param nbytes: the message's size in bytes.
+    :param shape: the shape of the sender's tensor, if the transport knows the shape.
     """
     if dtype == buffer.dtype and nbytes == buffer.nbytes:
         return None
@@ -68,7 +68,7 @@ def misfit(
 
 
 def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
-    """Return the error of a communicator whose ranks call different collectives; the core adds the number.
+    """Return the error of a communicator whose ranks call different collectives. The core adds the collective's number.
 
     :param theirs: the op that ``peer`` calls, as text.
     :param mine: the op that ``rank`` calls.
@@ -77,18 +77,18 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """The reason for which a rank gives up, as it tells the others.
+    """The reason why a rank gives up, in the form that it sends to the others.
 
-    A reason is small enough for a control message, and is checked when it comes.
+    A reason is small enough for a control message. The receiver checks it.
     """
 
     error: str
     """The name of the error's class."""
     message: str
     peer: int
-    """The rank at fault; of a timeout, the rank whose deadline has passed."""
+    """The rank at fault; for a timeout, the rank whose deadline has passed."""
     late: tuple[int, ...] = ()
-    """The ranks for which this one has waited, and which have not come."""
+    """The ranks for which the sender has waited until its deadline."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
@@ -102,7 +102,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
         return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer, late)
 
     def to_error(self) -> CommError:
-        """Return the error of the communicator on the rank that has been told."""
+        """Return the error of the communicator on a rank that has received the reason."""
         kind = _TRAVELS.get(self.error, CommAbortedError)
         if kind is CommTimeoutError:
             return CommTimeoutError(self.message[:_LONGEST], late=self.late, teller=self.peer)

@@ -1,7 +1,7 @@
-"""Forks: a child drops its parent's connections, and keeps the objects of libraries whose threads it lacks.
+"""The handling of forks. A child closes its parent's connections, and keeps the objects of libraries with threads.
 
-A connection ends when the last process that has it closes it: a child that kept its parent's would keep the other ranks
-from noticing that the parent has died.
+A connection ends when the last process with a descriptor of it closes the descriptor. If a child kept its parent's
+connections, the other ranks would not notice the parent's death.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Address = str | bytes | tuple[Any, ...]
 class Unshared:
     """Addresses at which ranks listen for each other. A forked child closes every connection from or to one of them.
 
-    A connection is known by its addresses, for a library does not say which ones it has, nor when it opens another.
+    A child recognizes connections by their addresses, because a library does not report the connections that it opens.
     """
 
     def __init__(self, *addresses: Address) -> None:
-        """Keep the addresses until :meth:`release`, or until nothing refers to this object any more."""
+        """Keep the addresses until :meth:`release`, or until no reference to this object is left."""
         self._records: list[bytes] = []
         self._owner: Callable[[], object] = lambda: None
         for address in addresses:
@@ -36,23 +36,23 @@ class Unshared:
         _all.add(self)
 
     def add(self, address: Address) -> None:
-        """Add an address; as bytes, anything that contains it in the kernel's format."""
+        """Add an address, or bytes that contain the address in the kernel's format."""
         self._records.append(_packed(address))
 
     def remove(self, address: Address) -> None:
-        """Note that the connections with an address are closed."""
+        """Remove an address whose connections are closed."""
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
-        """Keep these addresses for as long as ``owner`` lives, which uses the connections.
+        """Keep these addresses as long as ``owner`` lives, the object that uses the connections.
 
-        A child keeps the owner for ever: destroyed, it would wait for threads that only the parent has.
+        A child never destroys the owner, because its destructor would wait for threads that only the parent has.
         """
         self._owner = weakref.ref(owner)
         _of[owner] = self
 
     def release(self) -> None:
-        """Note that the connections are closed: others may get the same addresses."""
+        """Remove all addresses, because the connections are closed, and other sockets may get the same addresses."""
         self._records = []
         self._owner = lambda: None
 
@@ -62,7 +62,7 @@ class Unshared:
         return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
-        """Note that this is a child."""
+        """Keep the owner alive and release the addresses, in a forked child."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
         self.release()
 
@@ -72,12 +72,12 @@ _of: weakref.WeakKeyDictionary[object, Unshared] = weakref.WeakKeyDictionary()
 
 
 def _packed(address: Address) -> bytes:
-    """Return a unix socket's name; or of a struct sockaddr_in or sockaddr_in6 the beginning, without the scope."""
+    """Return a unix socket's name, or the beginning of a struct sockaddr_in or sockaddr_in6, without the scope."""
     if not isinstance(address, tuple):
         return address.encode() if isinstance(address, str) else address
     host, port, *flow = address
     host = host.partition("%")[0]
-    if host.startswith("::ffff:"):  # an IPv4 address of a socket that could have an IPv6 one, too
+    if host.startswith("::ffff:"):  # This is an IPv4 address of an IPv6 socket.
         host, flow = host.removeprefix("::ffff:"), []
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     head = struct.pack("=H", family) + struct.pack("!H", port)
@@ -89,8 +89,8 @@ def _let_go() -> None:
     ours, before = list(_all), socket.getdefaulttimeout()
     if not ours:
         return
-    socket.setdefaulttimeout(None)  # With a timeout, to look at a socket would set a flag that the parent shares.
-    # A library would take another descriptor of the same number for its own: the number stays taken.
+    socket.setdefaulttimeout(None)  # With a timeout, a new socket object would set a flag that the parent shares.
+    # Each closed number stays in use, because a library would take a later descriptor of that number for its own.
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if any(some.covers(end) for end in _ends(fd) for some in ours):

@@ -1,10 +1,10 @@
-"""The gate: it connects a rank with every other rank of its communicator, and drops all other connections.
+"""The gate, which connects a rank with every other rank of its communicator, and drops all other connections.
 
-The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
+The rank with the higher number connects. Both sides authenticate by the dialogues of ``handshake.py``.
 
-A connection that has not proved itself in time is dropped. If there are more connections than allowed, a connection is
-dropped that has said nothing yet: the oldest of the host that has most of them. So a rank on another host keeps its
-own, however many connections one stranger opens. A connection whose first message has come is not dropped for room.
+The gate drops a connection that does not authenticate in time. If there are too many connections, it drops a silent
+one: the oldest connection of the host with most silent connections. So a rank on another host keeps its connection,
+however many connections one stranger opens. The gate drops silent connections before all others.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from aiocomms.lowlevel.handshake import (
 )
 
 PATIENCE: Final = 5.0
-"""Seconds in which the other end of a new connection must prove that it is a rank."""
+"""The seconds in which the other end of a new connection must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
-"""Connections that may be unproved at a time, besides one for each rank."""
+"""The largest number of unproved connections at a time, besides one for each rank."""
 AT_ONCE: Final = 16
-"""Connections that are accepted before those that are there already make progress."""
+"""The largest number of connections that are accepted before the existing connections make progress."""
 
 _PAUSE: Final = 0.01
-"""Seconds before another attempt to connect."""
-_CREDENTIALS: Final = struct.Struct("iII")  # struct ucred
+"""The seconds before another attempt to connect."""
+_CREDENTIALS: Final = struct.Struct("iII")  # This is struct ucred.
 
 Proved = tuple[int, socket.socket]
 """A rank, and the connection with it."""
 
 
 class HalfOpen:
-    """A connection that is not proved yet, and its dialogue."""
+    """A connection that is not authenticated yet, and its dialogue."""
 
     got: bytes
 
@@ -57,7 +57,7 @@ class HalfOpen:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
-        :param source: the host that has connected, until its first message has come; None if this rank has connected.
+        :param source: the host that has connected, until its first message arrives; None if this rank has connected.
         """
         connection.setblocking(False)
         self.connection: socket.socket = connection
@@ -69,9 +69,9 @@ class HalfOpen:
         self.wanted: int = next(dialogue)
 
     def read(self) -> int | None:
-        """Read what has arrived, and continue the dialogue with it.
+        """Read the bytes that have arrived, and continue the dialogue with them.
 
-        :returns: the peer's rank, once it is proved; None before.
+        :returns: the peer's rank, once the peer has proved it; None before.
         :raises RefusedError: the peer is not a rank of this communicator.
         :raises OSError: the connection is gone.
         """
@@ -91,19 +91,19 @@ class HalfOpen:
 
 
 class Entrance:
-    """The connections that are not proved yet: few, for a short time. One host's cannot crowd out another's."""
+    """The connections that are not authenticated yet. One host's connections cannot crowd out another host's."""
 
     dropped: int
 
     def __init__(self, selector: selectors.BaseSelector, most: int) -> None:
         """Begin without connections.
 
-        :param most: the most connections at a time.
+        :param most: the largest number of connections at a time.
         """
         self._selector = selector
         self._most = most
         self._half_open: dict[socket.socket, HalfOpen] = {}  # The oldest comes first.
-        # The connections that have said nothing, by source.
+        # These connections have sent nothing yet, by source.
         self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}
         self.dropped = 0
         """The number of strangers' connections that were dropped."""
@@ -114,15 +114,15 @@ class Entrance:
         return len(self._half_open)
 
     def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
-        """Accept some of the waiting connections. It leaves the others, so that the accepted ones make progress.
+        """Accept some of the waiting connections. The others wait, so that the accepted ones make progress.
 
-        :returns: the connections that are proved already.
+        :returns: the connections that have authenticated already.
         """
         proved = []
         for _ in range(AT_ONCE):
             try:
                 connection, address = listener.accept()
-            except OSError:  # no connection waits, or it is gone already, or there is no descriptor left
+            except OSError:  # No connection waits, or the connection is gone, or no descriptor is left.
                 break
             if connection.family == socket.AF_UNIX and not same_user(connection):
                 connection.close()
@@ -154,7 +154,7 @@ class Entrance:
         return half
 
     def read(self, half: HalfOpen) -> Proved | None:
-        """Continue a dialogue, and drop the connection if that fails."""
+        """Continue a dialogue, and drop the connection if the dialogue fails."""
         if half.connection not in self._half_open:
             return None
         try:
@@ -184,7 +184,7 @@ class Entrance:
         return min((half.ends for half in self._half_open.values()), default=math.inf)
 
     def drop(self, half: HalfOpen) -> None:
-        """Close a connection that has not proved itself."""
+        """Close a connection that has not authenticated."""
         self._remove(half)
         half.dialogue.close()
         half.connection.close()
@@ -196,7 +196,7 @@ class Entrance:
             self.drop(half)
 
     def close(self) -> None:
-        """Close all connections, without waiting for any proof."""
+        """Close all connections, and count none as dropped."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()
@@ -205,7 +205,7 @@ class Entrance:
     def _make_room(self) -> None:
         if self._silent:
             self.drop(next(iter(max(self._silent.values(), key=len).values())))
-        else:  # no connection is silent; the oldest has had most time for its proof
+        else:  # No connection is silent. The oldest one has had the most time for its proof.
             self.drop(next(half for half in self._half_open.values() if half.peer is None))
 
     def _heard(self, half: HalfOpen) -> None:
@@ -224,10 +224,10 @@ class Entrance:
 
 
 class Gate:
-    """The opening and authentication of one rank's connections. One thread uses it, and is blocked meanwhile."""
+    """The opening and authentication of one rank's connections, which blocks the one thread that uses the gate."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
-        """Start without connections.
+        """Begin without connections.
 
         :param key: a key that only the ranks of this communicator know, such as a secret of the rendezvous.
         :param connectors: for every lower rank, a function that connects to it.
@@ -251,8 +251,8 @@ class Gate:
         """Connect to all lower ranks, and accept connections from all higher ranks.
 
         :returns: a connection to each rank.
-        :raises CommTimeoutError: the time is over. The message names the ranks that are missing.
-        :raises AuthError: the process that answers in a rank's place does not prove to be that rank.
+        :raises CommTimeoutError: the time is over. The message names the ranks that did not connect.
+        :raises AuthError: the process at a rank's address does not prove to be that rank.
         """
         ends = clock.now() + seconds
         retry = 0.0
@@ -288,7 +288,7 @@ class Gate:
     def _connect_missing(self, ends: float) -> None:
         """Connect to the lower ranks to which this rank has not connected yet."""
         for peer in list(self._unconnected):
-            with contextlib.suppress(OSError):  # the peer's queue of connections is full
+            with contextlib.suppress(OSError):  # The peer's queue of connections is full.
                 connection = self._connectors[peer]()
                 try:
                     dialogue = connector_dialogue(connection, self._key, self._rank, peer)
@@ -309,7 +309,7 @@ class Gate:
             if done is not None:
                 self._keep(*done)
             elif half.peer is not None and half.connection.fileno() < 0:
-                self._unconnected.add(half.peer)  # connect again: the peer had too many connections
+                self._unconnected.add(half.peer)  # The peer had too many connections, so this rank connects again.
         self.entrance.expired()
 
     def _acceptor(self, connection: socket.socket) -> Dialogue:
@@ -318,15 +318,15 @@ class Gate:
     def _keep(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(True)
         self._missing.discard(peer)
-        if peer in self._proved:  # the peer has abandoned its first connection
+        if peer in self._proved:  # The peer has abandoned its first connection.
             self._proved[peer].close()
         self._proved[peer] = connection
 
 
 def _source(address: object) -> str:
-    """Return the source of a connection: the address, or of IPv6 its network, since one host may have all of that."""
+    """Return the source of a connection: an IPv4 address or an IPv6 network, as one host may have a whole network."""
     if not isinstance(address, tuple):
-        return ""  # A unix socket has no address of a host: it is this user's.
+        return ""  # A unix socket has no host address, and belongs to this user.
     host = str(address[0]).partition("%")[0]
     return host if "." in host else socket.inet_pton(socket.AF_INET6, host)[:8].hex()
 

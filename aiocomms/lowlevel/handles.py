@@ -1,4 +1,4 @@
-"""The base class of handles on objects of one process, such as a communicator: neither copied nor pickled."""
+"""The base class of handles on objects of one process, such as a communicator. They are never copied or pickled."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Have ``torch.compile`` call a function as it is, between two graphs.
+    """Make ``torch.compile`` call a function uncompiled, between two graphs.
 
-    ``torch.compiler.disable`` wraps the function, which costs every call some time. This only marks the function.
+    ``torch.compiler.disable`` wraps a function, which costs time in every call. This decorator only marks the function.
     """
     if isinstance(function, FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -23,8 +23,8 @@ def uncompiled(function: _F) -> _F:
 
 
 def _skip(function: FunctionType) -> None:
-    """Have torch compile no frame of the function or of the functions that it calls."""
-    # An older torch looks at each frame, and leaves those alone that it cannot compile.
+    """Make torch compile no frame of the function or of the functions that it calls."""
+    # An older torch lacks this setting. It looks at each frame, and skips frames that it cannot compile.
     with contextlib.suppress(ImportError):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -33,7 +33,7 @@ def _skip(function: FunctionType) -> None:
 
 
 class Handle:
-    """The base of classes of handles.
+    """The base class of handles.
 
     A copy of an object that holds a handle, such as a module copied by ``copy.deepcopy``, holds the same handle.
     """

@@ -1,15 +1,15 @@
-"""The handshake by which two ranks prove to each other who they are, at the beginning of a connection.
+"""The handshake by which two ranks authenticate each other at the beginning of a connection.
 
 Both sides authenticate before they send anything else:
 
     connector: magic and version, its rank, a nonce, and a MAC
     acceptor:  magic and version, a nonce, and a MAC
     connector: a MAC
-    acceptor:  that it is accepted
+    acceptor:  the acceptance
 
-A MAC covers both ranks and all nonces so far, and a word that differs for each step. Its key is known only to the ranks
-of the communicator. So no message that was recorded before, elsewhere or from the other side proves anything. The first
-MAC only tells who may be a rank from who cannot be one, at the first bytes: it may be a recorded one.
+A MAC covers both ranks, all nonces so far, and a word that differs for each step. Only the ranks of the communicator
+know its key. So a recorded message of another connection or of the other side proves nothing. The first MAC may be a
+recorded one. It only shows, with the first bytes, that the other side may be a rank.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 HANDSHAKE: Final = Dialect("the handshake", b"aioG", 2)
 PROOF_BYTES: Final = 32
-"""The size of a MAC. The acceptor wants as many bytes once it has heard the first message, and only then."""
+"""The size of a MAC. Only an acceptor that has read the first message waits for exactly this number of bytes."""
 
 _NONCE: Final = 16
 _HELLO: Final = struct.Struct(f"!I{_NONCE}s{PROOF_BYTES}s")
 _ACCEPTED: Final = b"\x01"
 
 Dialogue = Generator[int, bytes, int]
-"""A generator that yields how many bytes it wants next, and returns the peer's rank."""
+"""A generator that yields the number of bytes that it wants next, and returns the peer's rank."""
 
 
 class RefusedError(Exception):
-    """The error within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
+    """The error of a dialogue if the other side is not a rank of this communicator, or not an expected one."""
 
     def __init__(self, version: int | None = None) -> None:
-        """Begin.
+        """Create the error.
 
-        :param version: the version that the other side speaks, if that is not this rank's.
+        :param version: the version that the other side speaks, if it is not this rank's version.
         """
         super().__init__()
         self.version = version
@@ -53,8 +53,9 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
 
     :param key: the key that only ranks of this communicator know.
     :param peer: the rank that accepts, or the name of a server.
-    :raises AuthError: the other side does not prove to be that one.
-    :raises ProtocolError: the other side speaks another version, or no version at all.
+    :raises AuthError: the other side does not prove to be ``peer``.
+    :raises ProtocolError: the other side speaks another version, or another protocol.
+    :raises RefusedError: the other side does not accept this rank.
     """
     who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)
     nonce = secrets.token_bytes(_NONCE)
@@ -75,12 +76,13 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
 
     :param rank: this rank, or the name of this server.
     :param peers: the ranks that may connect.
+    :raises RefusedError: the other side does not prove to be one of ``peers``.
     """
     head = yield HEAD_BYTES
     if head != HANDSHAKE.head:
         version = HANDSHAKE.other_version(head)
-        # The connector learns this rank's version. A stranger may send the same bytes, so no rank here takes it for an
-        # error.
+        # The connector learns this rank's version from the head. A stranger may send the same bytes, so this rank
+        # raises no error to its user.
         if version is not None:
             connection.sendall(HANDSHAKE.head)
         raise RefusedError(version)
@@ -91,7 +93,7 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
     pair = (peer, rank, peer_nonce, nonce)
     connection.sendall(HANDSHAKE.head + nonce + mac(key, "acceptor", *pair))
     if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
-        raise RefusedError  # A rank with another key learns that from the answer.
+        raise RefusedError  # A rank with another key detects that in the answer.
     if not same((yield PROOF_BYTES), mac(key, "connector", *pair)):
         raise RefusedError
     connection.sendall(_ACCEPTED)

@@ -1,4 +1,4 @@
-"""The hosts of ranks: the identifier of a host, and the address at which other hosts reach it."""
+"""The identifiers of hosts and processes, and the address at which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from aiocomms.lowlevel.jobstore import JobStore
 
 LOOPBACK: Final = "127.0.0.1"
 PROCESS_BITS: Final = 46
-"""Bits of the number of a process."""
+"""The number of bits of a process number, see :func:`process_number`."""
 _PID_BITS: Final = 22
 _SIOCGIFADDR: Final = 0x8915
 
 
 def host_id(*namespaces: str) -> str:
-    """Return an identifier of this host, and of a container that shares none of its namespaces.
+    """Return an identifier of this host, and of this process's namespaces on it.
 
-    :param namespaces: such as ``"net"``: ranks with the same identity share the host's loopback.
+    :param namespaces: kinds of namespaces, such as ``"net"``: ranks with the same identifier then share a loopback.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "/".join((boot, *(str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in namespaces)))
 
 
 def this_process() -> tuple[str, int]:
-    """Return where this process is, and its number there. Processes of one place may map each other's memory.
+    """Return the identifier of this process's host and pid namespace, and the process's number there.
 
-    In a simulation no process does, and there is no number.
+    Processes with the same identifier may map each other's memory. In a simulation none may, and the number is 0.
     """
     if clock.simulation is not None:
         return clock.simulation.host(), 0
@@ -46,7 +46,7 @@ def this_process() -> tuple[str, int]:
 
 
 def process_number(pid: int) -> int:
-    """Return the number of a process of this place, which tells it from later ones with its pid; 0: there is none."""
+    """Return a number that tells a process here from later processes with the same pid; 0 if there is no process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -56,11 +56,11 @@ def process_number(pid: int) -> int:
 
 
 def process_descriptor(number: int) -> int | None:
-    """Return a descriptor that is readable once a process of this place has ended; see ``pidfd_open(2)``.
+    """Return a descriptor that becomes readable when a process of this pid namespace ends; see ``pidfd_open(2)``.
 
-    :param number: the process's, as :func:`process_number` gives it.
-    :returns: None: the kernel has none, or ``number`` is 0.
-    :raises ProcessLookupError: it has ended; another process may have its pid.
+    :param number: the process's number, see :func:`process_number`.
+    :returns: the descriptor; None if the kernel gives none, or ``number`` is 0.
+    :raises ProcessLookupError: the process has ended. Another process may have its pid.
     """
     pid = number % (1 << _PID_BITS)
     if not pid:
@@ -71,8 +71,8 @@ def process_descriptor(number: int) -> int | None:
         raise
     except OSError:
         return None
-    # A process that this user may not see has no number. One whose number was read is that of the descriptor, unless
-    # that one has ended.
+    # A process that this user may not see has the number 0. Otherwise the number that is read belongs to the process of
+    # the descriptor, unless that process has ended.
     if process_number(pid) not in (0, number) or _ended(fd):
         os.close(fd)
         raise ProcessLookupError(f"process {pid} is another one, or has ended")
@@ -86,14 +86,14 @@ def _ended(fd: int) -> bool:
 
 
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
-    """Return the address of this host at which ranks on other hosts reach it; never a wildcard.
+    """Return the address at which ranks on other hosts reach this host; never a wildcard.
 
-    This is the address of ``AIOCOMMS_IFACE``, or else the one on the way to the store, ``MASTER_ADDR``,
-    or another rank's host.
+    This is the address of the interface ``AIOCOMMS_IFACE``. Without that variable it is the address on the route to the
+    store, to ``MASTER_ADDR``, or to another rank's host.
 
-    :param names: the names or addresses of hosts on which there are other ranks.
-    :param store: the store at which the ranks met, whose host they all can reach.
-    :raises ArgumentError: no such address is found; or the job has no token, so that no port may be open to other
+    :param names: the names or addresses of hosts with other ranks.
+    :param store: the store at which the ranks met. All ranks can reach its host.
+    :raises ArgumentError: no such address is found, or the job has no token, so that no port may be open to other
         hosts.
     """
     if clock.simulation is not None:
@@ -119,7 +119,7 @@ def _host_of(store: Store | None) -> str | None:
 
 
 def _towards(host: str | None) -> str | None:
-    """Return this host's address on the way to another host, or None. It sends nothing."""
+    """Return this host's address on the route to another host, or None. The function sends nothing."""
     if not host:
         return None
     with contextlib.suppress(OSError):

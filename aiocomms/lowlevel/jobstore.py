@@ -1,4 +1,4 @@
-"""The client of a job's store: direct in the process that serves the store, over a proved connection in the others."""
+"""The client of a job's store: direct in the server's process, over an authenticated connection in the others."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _LONGEST_PAUSE: Final = 0.05
 
 
 class JobStore(Store):
-    """A ``torch.distributed.Store`` over the server of this process, or over a connection with another's.
+    """A ``torch.distributed.Store`` over the server of this process, or over a connection to another's server.
 
-    torch's wrappers (``PrefixStore``) hold no reference to this object, so a user of one keeps this object, too. When
-    no reference is left, it gives up the server, or closes the connection.
+    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep this object.
+    When no reference is left, the store releases the server, or closes the connection.
     """
 
     host: str
     port: int
 
     def __init__(self, host: str, port: int, made_of: StoreServer | socket.socket, timeout: float) -> None:
-        """Begin.
+        """Create the store.
 
-        :param made_of: the server, which gets this store as a user; or a connection that is proved.
+        :param made_of: the server, which this store then uses; or an authenticated connection.
         :param timeout: the seconds for which a call waits for an answer or a key.
         """
         self._server = made_of if isinstance(made_of, StoreServer) else None
@@ -47,13 +47,13 @@ class JobStore(Store):
         self.timeout: timedelta  # torch's stubs do not know this attribute.
         self.set_timeout(timedelta(seconds=timeout))
         self.host, self.port = host, port
-        self._lock = threading.Lock()  # a connection carries one request at a time
+        self._lock = threading.Lock()  # A connection carries one request at a time.
         Unshared((host, port)).belongs_to(self)
 
     def __del__(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        if self._server is not None and not sys.is_finalizing():  # The server's thread stands still by then.
+        if self._server is not None and not sys.is_finalizing():  # The server's thread does not run at finalization.
             self._server.let_go()
 
     @property
@@ -62,14 +62,14 @@ class JobStore(Store):
         return self._server is not None and self._server.is_there
 
     def listening(self) -> contextlib.ExitStack:
-        """Enter :meth:`admitting`. Returns the stack that exits it. Both block."""
+        """Enter :meth:`admitting`, and return the stack that exits it. Both block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.admitting())
             return stack.pop_all()
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let new ranks connect within the context, if this process serves the store. Afterwards the port is closed."""
+        """Let new ranks connect within the context, if this process serves the store. Then the port is closed."""
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 
@@ -92,7 +92,7 @@ class JobStore(Store):
                 raise DistNetworkError(f"the connection with it was lost: {error}") from error
         return msgspec.msgpack.decode(answer)
 
-    # ---------------------------------------------------------------------- what torch calls, and what Python calls it
+    # ------------------------------------------------------------------------------------ the methods of torch's stores
 
     def set(self, key: str, value: str | bytes) -> None:
         """See ``torch.distributed.Store.set``, which takes bytes as well."""
@@ -132,7 +132,7 @@ class JobStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See ``torch.distributed.Store.wait``.
 
-        :raises DistStoreError: some key did not come in time.
+        :raises DistStoreError: some key was not set in time.
         """
         patience = (self.timeout if timeout is None else timeout).total_seconds()
         ends, pause = clock.now() + patience, _FIRST_PAUSE
@@ -151,22 +151,22 @@ class JobStore(Store):
         return int(self._ask("num_keys"))
 
     def clone(self) -> JobStore:
-        """Itself: no call waits at the server, so that one connection is enough for all."""
+        """Return the store itself, because one connection is enough: no call waits at the server."""
         return self
 
-    deleteKey: Final = delete_key  # noqa: N815 - torch looks for these two by their names in C++
+    deleteKey: Final = delete_key  # noqa: N815 - torch looks these two up by their names in C++
     getNumKeys: Final = num_keys  # noqa: N815
 
 
 def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to: str = SERVER) -> socket.socket:
-    """Prove to a server to be a rank of its job. Blocks.
+    """Prove to a server that this process is a rank of its job. Blocks.
 
-    :param connection: is closed where this raises.
-    :param to: what the server is.
+    :param connection: a connection to the server, which is closed if this function raises an error.
+    :param to: the name of the server.
     :returns: the connection.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server is of another version, or none at all.
-    :raises OSError: it closes the connection, or answers too late.
+    :raises ProtocolError: the server has another version, or is no such server.
+    :raises OSError: the server closes the connection, or answers too late.
     """
     try:
         dialogue = connector_dialogue(tune(connection, OUTAGE), key, rank, to)

@@ -1,4 +1,4 @@
-"""The loading of shared libraries while the event loop goes on, and of native code that an installation may have."""
+"""The loading of shared libraries without blocking the event loop, and of optional native code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiocomms.lowlevel import clock
 
 
 def native() -> Any:
-    """Return the module of what needs native code; None: this installation has none, or this is a simulation."""
+    """Return the module of native code; None if this installation has none, or in a simulation."""
     if clock.simulation is not None:
         return None
     try:
@@ -22,10 +22,10 @@ def native() -> Any:
 
 
 def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Load those of some shared libraries that can be loaded, without the interpreter's lock. For a thread.
+    """Load the loadable ones of some shared libraries without the interpreter's lock. Call this in a thread.
 
-    An import, and ``ctypes.CDLL``, holds that lock until a library is read from the disk and linked, and so holds
-    the event loop. After this call, the import finds the library loaded, or raises the error.
+    An import and ``ctypes.CDLL`` hold that lock, and so block the event loop, until a library is read from the disk and
+    linked. After this call, the import finds the library loaded, or raises the error.
     """
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p

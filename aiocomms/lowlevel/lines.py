@@ -1,6 +1,6 @@
-"""The wire between two processes, as endpoints need it: sockets are one (``wires.py``), a simulation has another.
+"""The wires of endpoints: by sockets (``wires.py``), or by a simulation.
 
-A process listens, and others call it. A call leads to a line, on which the two say one message after the other.
+A process listens, and others call it. A call results in a line, on which the two processes exchange messages.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from contextvars import Context
 from typing import Any, Final, Protocol
 
 ENDPOINT: Final = "the endpoint"
-"""The name of the endpoint that is called, in place of a rank, in a proof."""
+"""The name of the called endpoint in the handshake, in place of a rank."""
 CALLER: Final = 0
-"""The rank of the endpoint that connects; the other one has 1."""
+"""The rank of the endpoint that connects. The other endpoint has rank 1."""
 
 
 class EndpointLine(Protocol):
-    """A connection with another endpoint, for one message after the other. It blocks.
+    """A connection to another endpoint, for one message after the other. Its calls block.
 
-    That of a call has the time that the call has left. One that was let in has none before :meth:`extend`.
+    The line of a call has the time that the call has left. The line of a reception has no time before :meth:`extend`.
     """
 
     host: str
@@ -27,92 +27,92 @@ class EndpointLine(Protocol):
     def tell(self, what: bytes) -> None:
         """Send a message.
 
-        :raises PeerDiedError: the other one has gone.
-        :raises CommTimeoutError: time is up.
+        :raises PeerDiedError: the other endpoint is gone.
+        :raises CommTimeoutError: the time is over.
         """
 
     def hear(self) -> bytes:
         """Wait for the next message.
 
-        :raises PeerDiedError: the other one has gone, and all that it has said was heard.
-        :raises CommTimeoutError: time is up.
-        :raises ProtocolError: it makes no sense.
+        :raises PeerDiedError: the other endpoint is gone, and all its messages were received.
+        :raises CommTimeoutError: the time is over.
+        :raises ProtocolError: the message makes no sense.
         """
 
     def extend(self, seconds: float) -> None:
-        """Give them so long from now on."""
+        """Set the time for further messages to ``seconds`` from now."""
 
     def close(self) -> None:
-        """Close it, on any thread; one that waits for it goes on with :class:`PeerDiedError`. Idempotent."""
+        """Close the line, on any thread. A thread that waits for a message gets :class:`PeerDiedError`. Idempotent."""
 
 
 class LineCall(Protocol):
     """A call of an endpoint."""
 
     def run(self) -> EndpointLine:
-        """Make it, and prove to be of the job. Blocks, until :meth:`hang_up` at the latest.
+        """Connect, and prove that this process belongs to the job. Blocks, until :meth:`hang_up` at the latest.
 
         :raises PeerDiedError: no endpoint listens there.
-        :raises CommTimeoutError: it does not answer.
+        :raises CommTimeoutError: the endpoint does not answer.
         :raises AuthError: the endpoint has another token.
         """
 
     def hang_up(self) -> None:
-        """End it and its line, on any thread; one that makes it or waits for its line goes on. Idempotent."""
+        """End the call and its line, on any thread, and wake threads that wait for either. Idempotent."""
 
 
 class ReceptionDriver(Protocol):
     """The part of :class:`aiocomms.progress.driver.LoopDriver` that serves a reception."""
 
     def attach(self, transport: Any) -> None:
-        """Serve something from now on, which is :class:`aiocomms.progress.driver.Served`."""
+        """Serve an :class:`aiocomms.progress.driver.Served` object from now on."""
 
     def detach(self, transport: Any) -> None:
-        """Stop serving it. Idempotent."""
+        """Stop serving an object. Idempotent."""
 
     def spawn(self, call: Callable[[], Coroutine[Any, Any, None]], context: Context, /) -> None:
         """Start a task."""
 
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Make a call on the loop's thread, from any thread. False: the loop is gone."""
+        """Make a call on the loop's thread, from any thread. Return False if the loop is gone."""
 
 
 class Reception(Protocol):
-    """The place at which one endpoint is called."""
+    """The listener of one endpoint, which accepts calls."""
 
     host: str
-    """The address of this host at which it listens."""
+    """The address of this host at which the endpoint listens."""
     port: int
 
     def open(self, key: bytes, let_in: Callable[[EndpointLine], object]) -> None:
-        """Let others in from now on.
+        """Accept calls from now on.
 
-        :param key: what only who belongs to the job can know, if it has a token.
-        :param let_in: called on the loop's thread with the line of each call that is proved.
+        :param key: a key that only processes of the job know, if the job has a token.
+        :param let_in: called on the loop's thread with the line of each authenticated call.
         """
 
     def close(self) -> None:
-        """Listen no more. ``let_in`` is not called afterwards."""
+        """Stop listening. ``let_in`` is not called afterwards."""
 
 
 class Wires(Protocol):
-    """The maker of both."""
+    """The maker of receptions and calls."""
 
     def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
-        """Find where an endpoint listens. Blocks: a name has to be looked up.
+        """Find the address at which an endpoint listens. Blocks, because it looks the name up.
 
         :param host: a name or an address of this host.
-        :returns: a function that listens there, on a free port, and does not block. It raises an ArgumentError if the
-            host is not one address of this one, or others could reach it and the job has no token; and a CommError if
-            nothing can listen.
-        :raises ArgumentError: the host is no address.
+        :returns: a function that listens there, on a free port, and does not block. It raises an ArgumentError if
+            ``host`` is not one address of this host, or if other hosts could reach the address and the job has no
+            token. It raises a CommError if listening fails.
+        :raises ArgumentError: ``host`` does not resolve to an address.
         """
 
     def call(self, host: str, port: int, key: bytes, seconds: float, name: str) -> LineCall:
-        """Begin a call. It does not block.
+        """Begin a call. Does not block.
 
-        :param key: what the reception was opened with.
-        :param seconds: for all of it, and for what is said on its line.
-        :param name: the endpoint's, for messages.
-        :raises CommError: there is no descriptor for it.
+        :param key: the key with which the reception was opened.
+        :param seconds: the time for the call, including the messages on its line.
+        :param name: the endpoint's name, for errors.
+        :raises CommError: there is no descriptor for the call.
         """

@@ -1,7 +1,7 @@
 """The memory in use: the tensors that ops and windows of all communicators of this process hold.
 
-Code that is about to move a tensor's memory calls :func:`in_use` first: another communicator, on another thread, may
-have given the address to the network. Nothing is recorded when an op starts. The rare :func:`in_use` asks all holders.
+Code that moves a tensor's memory calls :func:`in_use` first, because another communicator, on another thread, may have
+given the address to the network. The start of an op records nothing. The rare call of :func:`in_use` asks all holders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiocomms.lowlevel.threads import copied
 
 
 class Holder(Protocol):
-    """A user of tensors' memory, which may have kept the address of that memory."""
+    """A user of tensors' memory, which may have stored the address of that memory."""
 
     def held(self) -> Iterable[Tensor]:
         """Return the tensors whose memory is in use now. Any thread may call this."""
@@ -26,7 +26,7 @@ _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
 def register(holder: Holder) -> None:
-    """Have :func:`in_use` ask a holder, for as long as the holder lives."""
+    """Make :func:`in_use` ask a holder, for as long as the holder lives."""
     _holders.add(holder)
 
 

@@ -1,4 +1,4 @@
-"""Awaiting a call to its end, however often the task is cancelled."""
+"""The await of a call to its end, however often the task is cancelled."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _T = TypeVar("_T")
 
 
 async def shielded(call: Callable[[], Awaitable[_T]]) -> _T:
-    """Await a call to its end. A cancellation that comes meanwhile is raised then, or, of an outer scope, afterwards.
+    """Await a call to its end, even if the task is cancelled. The cancellation is raised after the call has ended.
 
-    A shielded scope of anyio's holds against other scopes, but not against asyncio's own ``cancel()``. A task group
-    waits for its tasks even then.
+    A shielded scope of anyio protects from other scopes, but not from asyncio's own ``cancel()``. A task group waits
+    for its tasks even then. The cancellation of an outer scope is raised at the next await.
 
-    :returns: what the call returns.
+    :returns: the result of the call.
     """
     results: list[_T] = []
     errors: list[Exception] = []

@@ -8,17 +8,17 @@ import socket
 def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
     """Return a listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
 
-    :raises OSError: it is no address of this host.
+    :raises OSError: ``address`` is no address of this host.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
-    """Have a connection send at once, and notice that the other host is gone.
+    """Set up a connection to send data at once, and to end if the other host is gone.
 
-    :param seconds: for how long a host may not answer, at least 5.
-    :returns: the connection. One within a host, over a unix socket, stays as it is.
+    :param seconds: the time for which a host may not answer, at least 5.
+    :returns: the connection. A unix socket stays unchanged.
     """
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -31,9 +31,9 @@ def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Wait for so many bytes of a connection that blocks.
+    """Wait for ``count`` bytes of a blocking connection.
 
-    :raises OSError: it has ended before, or its timeout has passed.
+    :raises OSError: the connection ended before, or its timeout has passed.
     """
     data = bytearray()
     while len(data) < count:

@@ -22,12 +22,12 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 @contextlib.contextmanager
 def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None = None) -> Iterator[None]:
-    """Raise a :class:`StoreLostError` in place of the errors of torch's stores. It is a decorator, too.
+    """Raise a :class:`StoreLostError` in place of the errors of torch's stores; a context manager and a decorator.
 
-    This is the one place that knows torch's errors: all are RuntimeErrors, some with a stack trace in their text.
+    All errors of torch's stores are RuntimeErrors. The text of some contains a stack trace, which this function drops.
 
     :param what: the beginning of the message.
-    :param rank: this rank, where the caller does not add it.
+    :param rank: this rank, if the caller does not add it.
     """
     try:
         yield
@@ -39,17 +39,17 @@ def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None
 def new_server(listener: socket.socket) -> StoreServer:
     """Serve a new store to the ranks of this job.
 
-    :param listener: the listener, which the server owns from here on.
-    :raises CommError: there is no descriptor or no thread for it.
+    :param listener: the listener, which the server then owns.
+    :raises CommError: there is no descriptor or no thread for the server.
     """
     token = read_token(os.environ)
     return StoreServer(listener, _key(token), guarded=token is None)
 
 
 def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: float) -> JobStore:
-    """Use the store to whose server a connection leads.
+    """Return the store at the other end of a connection.
 
-    :param connection: the connection, which the store owns from here on, or closes.
+    :param connection: the connection, which the store then owns, or which is closed on an error.
     :raises AuthError: the server has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     :raises OSError: the server does not answer.
@@ -64,7 +64,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :param timeout: the store's default timeout, in seconds.
     :returns: the store, which is served as long as it lives, and its port.
     :raises OSError: the host is no address of this machine.
-    :raises CommError: there is no descriptor or no thread for it.
+    :raises CommError: there is no descriptor or no thread for the server.
     """
     if clock.simulation is not None:
         return cast("tuple[JobStore, int]", clock.simulation.serve_store())
@@ -93,12 +93,12 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
 async def admitting(store: Store | None) -> AsyncIterator[None]:
     """Admit ranks to a store while they form a communicator.
 
-    If this process serves the store, it listens no more when the last such context ends.
+    If this process serves the store, the store stops listening when the last such context ends.
     """
     if not isinstance(store, JobStore) or not store.serves:
         yield
         return
-    with anyio.CancelScope(shield=True):  # The thread that serves does it at once.
+    with anyio.CancelScope(shield=True):  # The server's thread does this at once.
         listening = await run_in_thread(store.listening, anyhow=True)
     try:
         yield

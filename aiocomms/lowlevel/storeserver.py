@@ -1,7 +1,7 @@
-"""The server of a job's store, in the process at which the ranks meet: for ranks only, and only while they form.
+"""The server of a job's store. It accepts connections only from ranks, and only while they form a communicator.
 
 torch's ``TCPStore`` answers every connection, keeps every connection and every value, and listens until it ends. This
-server offers a ``HashStore`` of torch to connections that have proved to be of the job (:mod:`aiocomms.lowlevel.gate`).
+server offers a ``HashStore`` of torch to connections that have authenticated (:mod:`aiocomms.lowlevel.gate`).
 """
 
 from __future__ import annotations
@@ -34,29 +34,28 @@ from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.waker import Waker
 
 SERVER: Final = "the store"
-"""The name of the server, in place of a rank, in the proof of a rank that connects."""
+"""The name of the server in the handshake, in place of a rank."""
 LENGTH: Final = struct.Struct("!I")
 """The length that precedes each request and answer."""
 OUTAGE: Final = 120
-"""Seconds for which a rank's host may not answer. The connection is not made again, and no rank counts as dead because
-of it."""
+"""The seconds for which a rank's host may not answer. Then the connection ends for good, but no rank counts as dead."""
 LONGEST: Final = 16 * MAX_RECORD
-"""Bytes of a request: more than any record takes, and all that a rank may have the server keep at once."""
+"""The largest size in bytes of a request. It is larger than any record, and bounds the memory of unread requests."""
 
 _RANKS: Final = range(2**20)
 _PIECE: Final = 2**16
 _PAUSE: Final = 0.01
-"""Seconds before another attempt to accept connections, where there is no free descriptor for them."""
+"""The seconds before another attempt to accept connections, if there is no free descriptor for them."""
 _NLMSGHDR: Final = struct.Struct("=IHHII")
 _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 1, 4
-_UID_AT: Final = 16 + 4 + 48 + 12  # nlmsghdr, then in inet_diag_msg: states, idiag_sockid, timer and queues
+_UID_AT: Final = 16 + 4 + 48 + 12  # The parts are nlmsghdr, then of inet_diag_msg states, idiag_sockid, timer, queues.
 
 _log = logging.getLogger("aiocomms")
 _servers: WeakSet[StoreServer] = WeakSet()
 
 
 def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
-    """Carry out a rank's request to the store. It never waits.
+    """Carry out a rank's request to the store. This never waits.
 
     :raises ValueError: there is no such request.
     """
@@ -69,7 +68,7 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
         case "multi_get":
             (keys,) = args
             if len(set(keys)) != len(keys):
-                # A key asked for twice could make an answer larger than all that is kept.
+                # With a repeated key, an answer could be larger than all values in the store.
                 raise ValueError("a key is asked for twice")
             return [perform(kept, "get", [key]) for key in keys]
         case "check":
@@ -80,7 +79,7 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
 
 
 class _Line:
-    """The connection with a rank: the received part of its next request, and the answers that are not sent yet."""
+    """The connection to a rank, with the received part of its next request and its unsent answers."""
 
     __slots__ = ("answers", "connection", "request")
 
@@ -91,10 +90,10 @@ class _Line:
 
 
 class StoreServer:
-    """The server of a store for the ranks of a job, on a thread of its own.
+    """The server of a store for the ranks of a job, on a separate thread.
 
-    The port is open while ranks form a communicator over it. The thread ends when this process has no user left and no
-    rank is connected any more: another rank may need the store for longer than this one.
+    The port is open while ranks form a communicator over the store. The thread ends when this process does not use the
+    store and no rank is connected. Another rank may need the store for longer than this one.
     """
 
     address: tuple[str, int]
@@ -103,14 +102,14 @@ class StoreServer:
     def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
         """Begin to serve, for one user.
 
-        :param listener: is the server's from here on.
+        :param listener: the listener, which the server then owns.
         :param key: the key that only the ranks of the job know, if the job has a token.
-        :param guarded: whether the job has no token. Then only processes of this user are let in, as far as the kernel
-            tells their user.
-        :raises CommError: there is no descriptor or no thread for it.
+        :param guarded: whether the job has no token. Then the server accepts only processes of this system user, as far
+            as the kernel tells their user.
+        :raises CommError: there is no descriptor or no thread for the server.
         """
         self.kept: HashStore = HashStore()
-        # A get waits for so long if its key is deleted between check and get.
+        # A get waits for this time if its key is deleted between check and get.
         self.kept.set_timeout(timedelta(milliseconds=1))
         self._key, self._guarded = key, guarded
         self.address, self.family = listener.getsockname(), listener.family
@@ -118,7 +117,7 @@ class StoreServer:
         self._listener: socket.socket | None = None
         self._lines: dict[socket.socket, _Line] = {}
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._lock = threading.RLock()  # A collection may release a store while its thread holds this lock.
+        self._lock = threading.RLock()  # A garbage collection may release a store while its thread holds this lock.
         Unshared(self.address).belongs_to(self)
         self._ended = False
         with contextlib.ExitStack() as stack:
@@ -138,20 +137,20 @@ class StoreServer:
         _servers.add(self)
 
     def take(self) -> bool:
-        """Serve one user more. Returns False if the server has ended."""
+        """Add a user of the server in this process. Return False if the server has ended."""
         return self._call(self._take)
 
     def let_go(self) -> None:
-        """Serve one user less. After the last one the port is closed; without ranks, the thread ends, too."""
+        """Remove a user. After the last one the port is closed. If no rank is connected, the thread ends too."""
         self._call(self._let_go)
         while not (self._users or self._lines) and self._thread.is_alive():
             if threading.current_thread() is self._thread:
                 return
-            self._thread.join(_PAUSE)  # The server leaves no thread behind, unless another user takes it meanwhile.
+            self._thread.join(_PAUSE)  # The server leaves no thread behind, unless another user is added meanwhile.
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Let ranks connect within the context. The end of the last context closes the port; ranks stay connected."""
+        """Let ranks connect within the context. The end of the last context closes the port. Ranks stay connected."""
         self._call(self._begin_to_listen)
         try:
             yield
@@ -160,11 +159,11 @@ class StoreServer:
 
     @property
     def is_there(self) -> bool:
-        """True while the server serves, in this process."""
+        """True while the server runs in this process."""
         return not self._ended
 
     def disown(self) -> None:
-        """Disown the server in a forked child, which has no thread that serves."""
+        """Disown the server in a forked child, which lacks the server's thread."""
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:
@@ -190,7 +189,7 @@ class StoreServer:
         self._users -= 1
         if not self._users:
             self._shut()
-            for line in list(self._lines.values()):  # A rank that has gone before this does not keep the server.
+            for line in list(self._lines.values()):  # A connection that has ended must not keep the server.
                 self._read(line)
 
     def _begin_to_listen(self) -> None:
@@ -198,7 +197,7 @@ class StoreServer:
         if self._listener is None:
             try:
                 self._open(socket.create_server(self.address, family=self.family, backlog=socket.SOMAXCONN))
-            except OSError as error:  # another process has taken the port; connected ranks still meet
+            except OSError as error:  # Another process has taken the port. Connected ranks still meet.
                 _log.warning("the store lets in nobody else at %s: %s", self.address, error)
 
     def _end_to_listen(self) -> None:
@@ -222,7 +221,7 @@ class StoreServer:
         try:
             while not self._over():
                 self._turn()
-        except Exception as error:  # a defect: the ranks must not wait for answers
+        except Exception as error:  # This is a defect. The ranks must not wait for answers.
             _log.error("the store of this job is broken", exc_info=error)
         finally:
             with self._lock:
@@ -276,7 +275,7 @@ class StoreServer:
         if before == (
             len(self._entrance),
             self._entrance.dropped,
-        ):  # There may be no descriptor, and a caller keeps the listener ready.
+        ):  # There may be no descriptor, and a waiting connection keeps the listener readable.
             clock.sleep(_PAUSE)
 
     def _dialogue(self, connection: socket.socket) -> Dialogue:
@@ -290,7 +289,7 @@ class StoreServer:
             if self._guarded and owner(connection) not in (None, os.geteuid()):
                 raise RefusedError
             tune(connection, OUTAGE)
-        except (OSError, RefusedError):  # OSError: the rank has gone again
+        except (OSError, RefusedError):  # An OSError means that the rank is gone again.
             self._entrance.dropped += 1
             connection.close()
             return
@@ -311,11 +310,11 @@ class StoreServer:
             if not data:
                 raise ValueError("the rank is gone")
             self._answer(line)
-        except (ValueError, TypeError, RuntimeError, msgspec.MsgspecError):  # a rank that makes no sense is cut off
+        except (ValueError, TypeError, RuntimeError, msgspec.MsgspecError):  # The rank is gone or sends nonsense.
             self._drop(line)
 
     def _answer(self, line: _Line) -> None:
-        """Answer each request that has come as a whole."""
+        """Answer each request that has arrived completely."""
         while len(line.request) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(line.request)
             if length > LONGEST:
@@ -346,7 +345,7 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user whose process has a connection's other end in this host; None if the kernel does not say."""
+    """Return the user of the process at a connection's other end on this host; None if the kernel does not tell."""
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

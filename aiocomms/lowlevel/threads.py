@@ -1,4 +1,4 @@
-"""Blocking calls off the event loop, and copies of containers that other threads may be changing."""
+"""Blocking calls off the event loop, and copies of containers that other threads may change."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from aiocomms.lowlevel.waker import Waker
 
 _T = TypeVar("_T")
 _AT_END = 1.0
-"""Seconds for which the interpreter's end waits for calls that are under way."""
+"""The seconds for which the interpreter's end waits for calls that are under way."""
 
 _under_way: set[_thread.LockType] = set()
 
 
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
-    """Run a blocking call in a daemon thread of its own.
+    """Run a blocking call in a separate daemon thread.
 
-    A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
-    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them. The
-    result or error of such a thread is dropped.
+    A cancelled wait leaves the thread behind, and drops its result or error. Some calls return long after their
+    timeout, such as calls of a store whose server has stopped. The loop and the interpreter's exit must not wait for
+    such calls.
 
     :param call: a function without arguments. Its result is returned, and its error raised.
-    :param anyhow: whether to run the call here where no thread can be started, because it releases something.
-    :raises CommError: no thread can be started, or there is no descriptor left to wait for it with.
+    :param anyhow: whether to run the call in this thread if no other can be started, because it releases resources.
+    :raises CommError: no thread can be started, or there is no descriptor for the wait.
     """
     if clock.simulation is not None:
         return await clock.simulation.run_in_thread(call)
@@ -48,7 +48,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
                 outcome[0] = call()
         except BaseException as error:  # The awaiting task raises it.
             outcome[1] = error
-        waker.wake()  # The call does nothing if no task waits any more, and the descriptor is closed.
+        waker.wake()  # If no task waits any more, the descriptor is closed, and this does nothing.
 
     try:
         try:
@@ -57,7 +57,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
             return _no_thread(call, anyhow, error)
         await anyio.wait_readable(waker.fileno())
     finally:
-        waker.close()  # The waker is closed on this side, for the thread may never come back.
+        waker.close()  # This side closes the waker, because the thread may never return.
     if refused:
         return _no_thread(call, anyhow, refused.pop())
     thread.join()  # The thread has nothing left to do but to end.
@@ -65,7 +65,7 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 
 
 def _concluded(outcome: list[Any]) -> Any:
-    """Return what a call has returned, or raise what it has raised."""
+    """Return the result of a call, or raise its error."""
     result, raised = outcome
     outcome.clear()
     if raised is None:
@@ -73,14 +73,15 @@ def _concluded(outcome: list[Any]) -> Any:
     try:
         raise raised
     finally:
-        # The error holds this frame. If the frame held the error, its objects would stay until a collection.
+        # The error refers to this frame. If the frame also referred to the error, only a garbage collection would free
+        # both.
         del raised
 
 
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
-    """Have a daemon thread make a blocking call. Where none can be started, it is made here.
+    """Make a blocking call in a daemon thread, or in this thread if no other can be started.
 
-    :param then: called in that thread with what the call has raised.
+    :param then: a function that the thread calls afterwards, with the call's error or None.
     """
 
     def target() -> None:
@@ -98,13 +99,12 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
 
 
 def start_awaited(target: Callable[[], None]) -> None:
-    """Start a daemon thread that the interpreter's end waits for, if only for a moment. The caller goes on at once.
+    """Start a daemon thread for which the interpreter's end waits a moment. The caller continues at once.
 
-    ``threading.Thread`` would keep the caller until the thread has run, and where others want the cores a new thread
-    waits for one: that held the event loop for some milliseconds. And its ``start`` takes a lock that the code which a
-    signal has interrupted may hold.
+    ``threading.Thread.start`` waits until the thread runs. On busy cores that blocks the event loop for some
+    milliseconds. The method also takes a lock, which code that a signal has interrupted may hold.
 
-    :raises RuntimeError: none can be started.
+    :raises RuntimeError: no thread can be started.
     """
     if clock.simulation is not None:
         clock.simulation.start_thread(target)
@@ -113,16 +113,17 @@ def start_awaited(target: Callable[[], None]) -> None:
 
 
 def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading.Thread:
-    """Start such a thread as one that can be joined. Who waits until it has run is another thread, and not the caller.
+    """Start such a thread as one that can be joined. A second thread, not the caller, waits until the thread runs.
 
-    :param refused: gets the reason if none can be started; then ``target`` is called all the same.
-    :raises RuntimeError: none can be started.
+    :param refused: a list that gets the error if the thread cannot be started. ``target`` is called even then.
+    :raises RuntimeError: the second thread cannot be started.
     """
 
     def start(run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name="aiocomms blocking call", daemon=True)
 
-        # The starter may end late. It keeps nothing of the call, because a thread that has run holds it no more.
+        # The starter may end late. It keeps no object of the call alive, because a thread drops its target once it
+        # has run.
         def begin() -> None:
             try:
                 thread.start()
@@ -137,12 +138,12 @@ def _start(target: Callable[[], None], refused: list[RuntimeError]) -> threading
 
 
 def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
-    """Have the interpreter's end wait, for a moment, for a daemon thread that is started here.
+    """Start a daemon thread for which the interpreter's end waits a moment.
 
-    Before Python 3.14, a thread that comes back from C++ once the interpreter is ending is unwound, and C++ that cannot
-    be unwound ends the process by SIGABRT. Most calls come back soon after they were given up.
+    Before Python 3.14, the ending interpreter unwinds a thread that returns from C++. C++ code that cannot be unwound
+    then ends the process by SIGABRT. Most calls return soon after they were abandoned.
 
-    :param start: starts a thread that runs the given function. Its result or error is passed on.
+    :param start: a function that starts a thread for the given function. Its result is returned, and its error raised.
     """
     running = _thread.allocate_lock()
     running.acquire()
@@ -179,7 +180,7 @@ def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
 
 
 def copied(source: Iterable[_T]) -> list[_T]:
-    """Copy a container that another thread, or a finalizer during the copy, may be changing."""
+    """Copy a container that another thread, or a finalizer during the copy, may change."""
     while True:
         try:
             return list(source)

@@ -1,7 +1,7 @@
-"""The head of all bytes that ranks send each other: their format, and its version.
+"""The head of all bytes that ranks send each other. It holds the format and its version.
 
-The head is checked before anything else is decoded. So a rank of another version is told from nonsense, and the error
-names both versions, however much the rest differs.
+The receiver checks the head before it decodes other bytes. So it can tell a rank of another version from nonsense, and
+the error names both versions, even if the rest of the format differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Dialect(NamedTuple):
         return version if magic == self.magic and version != self.version else None
 
     def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
-        """Return the bytes behind the head.
+        """Check the head, and return the bytes behind it.
 
         :param who: the sender, as the beginning of the error's message.
         :raises ProtocolError: the data are of another version, or of another format.

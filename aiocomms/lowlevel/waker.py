@@ -1,4 +1,4 @@
-"""The wake-up call of an event loop for other threads, and the inbox of calls that they leave for it."""
+"""The waker, by which other threads wake an event loop, and the inbox of calls that they leave for the loop."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    The tasks themselves are kept elsewhere (a ``deque`` is enough); the descriptor only says "look". Calls between two
-    :meth:`clear` write once, so a burst of completions costs one system call.
+    The caller stores the work elsewhere, such as in a ``deque``. The descriptor only tells the loop to look. All calls
+    between two calls of :meth:`clear` write once, so a burst of completions costs one system call.
     """
 
     __slots__ = ("_fd", "_lock", "_set")
@@ -21,34 +21,36 @@ class Waker:
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._set = False
-        # Under the lock, "set" and "readable" are one. Reentrant, because a signal handler may wake what it interrupts.
+        # Under the lock, "set" means "readable". The lock is reentrant, because a signal handler may call wake() while
+        # its thread holds the lock.
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on; -1 once closed."""
+        """Return the descriptor to wait on; -1 once the waker is closed."""
         return self._fd
 
     def wake(self) -> None:
-        """Make the descriptor readable. Any thread may call it, also after :meth:`close`."""
+        """Make the descriptor readable. Any thread may call this, also after :meth:`close`."""
         with self._lock:
             if not self._set and self._fd >= 0:
                 self._set = True
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Make the descriptor unreadable. Call this before looking for tasks, never after."""
+        """Make the descriptor unreadable. Call this before you look for work, never after."""
         if self._set:
             with self._lock:
                 if self._set and self._fd >= 0:
                     try:
                         os.eventfd_read(self._fd)
-                    except BlockingIOError:  # A signal handler has raised within a wake.
+                    except BlockingIOError:  # A signal handler raised an error within wake().
                         pass
-                    # This comes last, for a signal handler may wake in between: the waker is never set and unreadable.
+                    # This comes last, because a signal handler may call wake() in between. So the waker is never set
+                    # while it is unreadable.
                     self._set = False
 
     def close(self) -> None:
-        """Close the descriptor. Twice is once."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -56,7 +58,7 @@ class Waker:
 
 
 class Inbox:
-    """Calls to be made on the loop's thread, in the order in which they were put."""
+    """An inbox of calls for the loop's thread, which makes them in the order of :meth:`put`."""
 
     def __init__(self) -> None:
         self._waker = Waker()
@@ -65,12 +67,12 @@ class Inbox:
         self.close: Callable[[], None] = self._waker.close
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call(*args)`` called on the loop's thread. Any thread may call this."""
+        """Make the loop's thread call ``call(*args)``. Any thread may call this."""
         self._calls.append((call, args))
         self._waker.wake()
 
     def drain(self) -> bool:
-        """Make the calls. Returns whether there were any."""
+        """Make all calls in the inbox. Return whether there were any."""
         self._waker.clear()
         calls = self._calls
         any_done = bool(calls)

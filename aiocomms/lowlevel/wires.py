@@ -1,6 +1,6 @@
-"""The wires of endpoints: the simulation's if one runs, and else these, over sockets.
+"""The wires of endpoints over sockets, which a running simulation replaces by its own.
 
-The reception listens on the loop's thread, and lets in those that prove to be of the job.
+The reception listens on the loop's thread, and accepts processes that prove to belong to the job.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from aiocomms.transport import Capabilities
 
 _BACKLOG: Final = 1024
 _PAUSE: Final = 0.05
-"""Seconds before another look for connections, where there is no descriptor to accept them."""
+"""The seconds before another attempt to accept connections, if there is no descriptor for them."""
 _MOST: Final = 2 * MAX_RECORD
 
 Here = tuple[int, tuple[str, int]]
-"""A family of addresses, and an address of this host, whose port is 0."""
+"""A family of addresses, and an address of this host with port 0."""
 
 
 class SocketLine:
     """See :class:`EndpointLine`."""
 
     def __init__(self, connection: socket.socket, seconds: float = 0) -> None:
-        """Take a connection that is proved, and close it in the end.
+        """Take over an authenticated connection.
 
-        :param seconds: the time that it has.
-        :raises OSError: the other one has gone.
+        :param seconds: the time that the line has.
+        :raises OSError: the other endpoint is gone.
         """
         self._connection = tune(connection)
         self.host: str = str(connection.getpeername()[0])
@@ -115,7 +115,7 @@ class SocketCall:
 
 
 class SocketReception:
-    """The service of one listener. All connections are watched as one descriptor, and without any nothing wakes up."""
+    """The service of one listener. The loop watches one descriptor for all its connections, and sleeps without any."""
 
     host: str
     port: int
@@ -123,11 +123,12 @@ class SocketReception:
     capabilities: Capabilities = Capabilities(ops=frozenset())
 
     def __init__(self, host: str, here: Here, driver: ReceptionDriver) -> None:
-        """Listen.
+        """Listen on a free port.
 
-        :param here: where that is, as :meth:`SocketWires.find` has found.
-        :raises ArgumentError: the host is not an address of this one; or others could reach it, and the job has no
-            token.
+        :param here: the address, as :meth:`SocketWires.find` has found it.
+        :raises ArgumentError: the address is not one address of this host, or other hosts could reach it and the job
+            has no token.
+        :raises CommError: listening fails.
         """
         self._listener = _listen(host, here)
         self.host, self.port = str(self._listener.getsockname()[0]), int(self._listener.getsockname()[1])
@@ -153,7 +154,7 @@ class SocketReception:
         self._listener.close()
         self._unshared.release()
 
-    # --------------------------------------------------------------------------------------- what the driver calls
+    # ----------------------------------------------------------------------------------------------- the driver's calls
 
     def fileno(self) -> int:
         """See :class:`aiocomms.progress.driver.Served`."""
@@ -171,10 +172,10 @@ class SocketReception:
         return False
 
     def on_failure(self, error: CommError) -> None:
-        """See :class:`aiocomms.progress.driver.Served`. The driver has reported it; no endpoint is let in any more."""
+        """See :class:`aiocomms.progress.driver.Served`. The driver has reported the error. No call is accepted then."""
 
     def _accept(self) -> bool:
-        """Accept connections. False: there is no descriptor for them."""
+        """Accept connections. Return False if there is no descriptor for them."""
         before = len(self._entrance), self._entrance.dropped
         try:
             proved = self._entrance.accept(self._listener, self._dialogue)
@@ -195,7 +196,7 @@ class SocketReception:
             stranger = self._guarded and owner(connection) not in (None, os.geteuid())
             connection.setblocking(True)
             line = SocketLine(connection)
-        except OSError:  # The other end has gone again.
+        except OSError:  # The other end is gone again.
             stranger = True
         if stranger:
             connection.close()
@@ -213,7 +214,7 @@ class SocketWires:
 
     def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
         """See :meth:`Wires.find`."""
-        job_token()  # from now on it is known
+        job_token()  # This reads the token now, in a thread that may block.
         try:
             family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -229,12 +230,12 @@ _SOCKETS: Final = SocketWires()
 
 
 def wires() -> Wires:
-    """Return the wires of endpoints: the simulation's if one runs, and else those over sockets."""
+    """Return the wires of endpoints: the simulation's wires if one runs, else the wires over sockets."""
     return _SOCKETS if clock.simulation is None else clock.simulation.wires()
 
 
 def _listen(host: str, here: Here) -> socket.socket:
-    """Listen on a free port."""
+    """Return a listener on a free port."""
     family, where = here
     try:
         listener = socket.create_server(where, family=family, backlog=_BACKLOG)
@@ -257,7 +258,7 @@ def _listen(host: str, here: Here) -> socket.socket:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection; a thread that waits for it goes on."""
+    """Close a connection, and wake a thread that waits for it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,6 +1,6 @@
-"""Records of ops that are matched by any message that comes: probes, and receives from any of several ranks.
+"""Records of ops that messages of several ranks may match: probes, and receives from any of these ranks.
 
-:class:`Probe` and :class:`Take` are what transports carry. The others are made of these, see
+Transports carry :class:`Probe` and :class:`Take`. The core makes the others of these two, see
 :mod:`aiocomms.lowering.arrivals`.
 """
 
@@ -25,20 +25,20 @@ Source = int | Sequence[int] | None
 
 
 class Message(NamedTuple):
-    """A message that has come, and that no receive has taken yet."""
+    """A message that has arrived, and that no receive has taken yet."""
 
     src: int
-    """The rank that has sent it."""
+    """The rank that sent the message."""
     tag: int
-    """Its tag."""
+    """The tag of the message."""
     nbytes: int
-    """Its size in bytes."""
+    """The size of the message in bytes."""
     dtype: torch.dtype
     """The dtype of the tensor that was sent."""
 
     @property
     def numel(self) -> int:
-        """Its size in elements of its dtype."""
+        """The size of the message in elements of its dtype."""
         return self.nbytes // self.dtype.itemsize
 
 
@@ -46,15 +46,16 @@ class Received(NamedTuple):
     """A message that was received into a tensor of its own size."""
 
     src: int
-    """The rank that has sent it."""
+    """The rank that sent the message."""
     tensor: Tensor
     """The content of the message."""
 
 
 class Probe(Op, frozen=True, eq=False):
-    """A wait until a message of rank ``src`` is there for a receive to take; a transport's.
+    """A wait of a transport until a message of rank ``src`` is there for a receive to take.
 
-    It takes nothing. It ends with the :meth:`message`; or, where none is there and none can come, as a receive does.
+    A probe takes no message. It ends with the value of :meth:`message`. If no message can come any more, it fails as a
+    receive does.
     """
 
     name = kind = "probe"
@@ -64,30 +65,30 @@ class Probe(Op, frozen=True, eq=False):
     tag: int = 0
     channel: int = USER
     more: bool = False
-    """True if other probes follow at once, or the caller has no time: the transport need not look on for a moment."""
+    """True if other probes follow at once, or the caller has no time: the transport looks once, and does not linger."""
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
-        """Return the value with which a transport completes it."""
+        """Return the value with which a transport completes the probe."""
         return Message(self.src, self.tag, nbytes, dtype)
 
 
 class Take(Recv, frozen=True, eq=False):
-    """A receive of a message of rank ``src`` if one is there, which a receive would take; a transport's.
+    """A receive by a transport of a message of rank ``src`` that is there already.
 
-    It does not wait for one: it ends with the value False then, and with nothing received.
+    A take does not wait: if no such message is there, it ends with the value False, and receives nothing.
     """
 
     withdrawable = False
 
 
 class _Sourced:
-    """The base of ops that are matched by messages of several ranks."""
+    """The base class of ops that messages of several ranks may match."""
 
     __slots__ = ()
 
     @property
     def parts(self: Any) -> tuple[Probe, ...]:
-        """The ops that it consists of while it waits: a probe with each source."""
+        """The parts of the op while it waits: one probe for each source."""
         return tuple(Probe(src, self.tag) for src in self.sources)
 
 
@@ -95,7 +96,7 @@ class _FromAny(_Sourced, Op, frozen=True, eq=False):
     family: ClassVar[Family] = "p2p"
     withdrawable = True
     sources: tuple[int, ...]
-    """The ranks whose messages it matches."""
+    """The ranks whose messages the op matches."""
     tag: int
 
     def check(self, group: CheckedComm) -> None:
@@ -111,7 +112,7 @@ class ProbeAny(_FromAny, frozen=True, eq=False):
 
 
 class RecvMessage(_FromAny, frozen=True, eq=False):
-    """A receive of a message of one of the sources, of any size, into a new tensor, or one that ``into`` gives."""
+    """A receive of a message of any size from one of the sources, into a new tensor or the result of ``into``."""
 
     name = kind = "recv_message"
     into: Callable[[Message], Tensor] | None = None
@@ -145,7 +146,7 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
 
 
 def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
-    """Return the ranks that ``src`` names; None: any, on the CPU this one, too. The check says what is wrong."""
+    """Return the ranks that ``src`` names; None means any rank, on the CPU this rank too. The op's check is later."""
     if src is None:
         own = device.type == "cpu"
         return tuple(rank for rank in range(group.size) if own or rank != group.rank)

@@ -18,25 +18,25 @@ USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DAT
 """Channels separate the messages of the library's own protocols from the user's; there are at most 16 of them."""
 
 Buffers = list[tuple[str, Tensor]]
-"""Tensors, each with the name by which error messages call it."""
+"""Tensors, each with its name in error messages."""
 
 
 class TensorLike(Protocol):
-    """A ``torch.Tensor``, or an array whose memory torch can share: of NumPy, CuPy, or whatever exports DLPack."""
+    """A ``torch.Tensor``, or an array whose memory torch can share: of NumPy, CuPy, or another library with DLPack."""
 
     def __dlpack__(self) -> Any:
-        """Hand out the memory; in the words of the Python array API standard."""
+        """Export the memory, as the Python array API standard defines it."""
 
     def __dlpack_device__(self) -> tuple[Any, Any]:
-        """Say where the memory is."""
+        """Return the device of the memory."""
 
 
 if TYPE_CHECKING:
 
     class AsTensor:
-        """A field that a record may be made with an array for, and which is read as a tensor.
+        """The type of a field that takes a tensor or an array, and that is read as a tensor.
 
-        It is one from :func:`aiocomms.ops.arrays.checked` on, before anything but a check has read it.
+        :func:`aiocomms.ops.arrays.checked` replaces an array by a tensor. Only a check reads the field before that.
         """
 
         @overload
@@ -56,19 +56,19 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     kind: ClassVar[str]
     family: ClassVar[Family] = "collectives"
     withdrawable: ClassVar[bool] = False
-    """True if one rank may withdraw the op while nothing has matched it, as for receives and waits for signals."""
+    """True if one rank may withdraw the op while it is unmatched, as with receives and waits for signals."""
     moves: ClassVar[bool] = False
     """True if the op may move its tensors to other memory, as the opening of a window does."""
 
     def check(self, group: CheckedComm) -> None:
-        """Check the arguments. It is called before anything is sent.
+        """Check the arguments, before anything is sent.
 
         :raises ArgumentError: an argument is wrong.
         :raises UnsupportedOperation: no transport can do this.
         """
 
     def result(self) -> Any:
-        """Return what awaiting the work returns, unless the transport completes the work with a value of its own."""
+        """Return the value of an await of the work, unless the transport completes the work with its own value."""
         return None
 
     def reads(self) -> Buffers:
@@ -80,7 +80,7 @@ class Op(msgspec.Struct, frozen=True, eq=False):
         return []
 
     def signature(self) -> tuple[object, ...]:
-        """Return what all ranks of a collective must agree on."""
+        """Return the values on which all ranks of a collective must agree."""
         return (self.name,)
 
 
@@ -103,7 +103,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """Return the field of the tensor that ops of a type are about, if it is one: of an all_gather its input."""
+    """Return the field with the main tensor of a type of ops, such as the input of an all_gather; None without one."""
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 
@@ -111,12 +111,12 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 
 
 def size_of(op: Op) -> int:
-    """Bytes of the tensor that an op is about on this rank; 0: of none, as of a barrier, a batch or an object."""
+    """Return the bytes of an op's main tensor on this rank; 0 without one, as with a barrier, a batch or an object."""
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:
         name = tensor_of(type(op))
         _READ_SIZE[type(op)] = (lambda _: 0) if name is None else attrgetter(f"{name}.nbytes")
         return size_of(op)
-    except AttributeError:  # The op has not one tensor: a scatter has none to give on another rank than its root.
+    except AttributeError:  # The field holds no tensor.
         return 0

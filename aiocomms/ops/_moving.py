@@ -16,7 +16,7 @@ from aiocomms.ops.checks import CheckedComm
 
 
 class _AllGather(Op, frozen=True, eq=False):
-    """Kind ``all_gather``: ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+    """The kind ``all_gather``: ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
 
     kind = "all_gather"
 
@@ -25,7 +25,7 @@ class _AllGather(Op, frozen=True, eq=False):
 
 
 class AllGather(_AllGather, frozen=True, eq=False):
-    """``outputs[r]`` becomes rank ``r``'s ``input``. All tensors have one shape."""
+    """The op in which ``outputs[r]`` becomes rank ``r``'s ``input``. All tensors have one shape."""
 
     name = "all_gather"
     equal: ClassVar[bool] = True
@@ -64,7 +64,7 @@ class AllGatherV(AllGather, frozen=True, eq=False):
 
 
 class AllGatherSingle(_AllGather, frozen=True, eq=False):
-    """The ``size`` equal chunks of ``output`` become the ranks' inputs, in rank order."""
+    """The op in which the ``size`` equal chunks of ``output`` become the ranks' inputs, in rank order."""
 
     name = "all_gather_single"
     output: AsTensor
@@ -94,7 +94,7 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
 
 
 class _Gather(Op, frozen=True, eq=False):
-    """Kind ``gather``: on the root, ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+    """The kind ``gather``: on the root, ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
 
     kind = "gather"
 
@@ -103,7 +103,7 @@ class _Gather(Op, frozen=True, eq=False):
 
 
 class Gather(_Gather, frozen=True, eq=False):
-    """The ``outputs[r]`` on the root become rank ``r``'s ``input``. On the other ranks ``outputs`` is None."""
+    """The op in which the root's ``outputs[r]`` becomes rank ``r``'s ``input``. On other ranks ``outputs`` is None."""
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
@@ -139,7 +139,10 @@ class Gather(_Gather, frozen=True, eq=False):
 
 
 class GatherSingle(_Gather, frozen=True, eq=False):
-    """The ``size`` equal chunks of ``output`` on the root become the ranks' inputs. Elsewhere ``output`` is None."""
+    """The op in which the ``size`` equal chunks of the root's ``output`` become the ranks' inputs, in rank order.
+
+    On other ranks ``output`` is None.
+    """
 
     name = "gather_single"
     output: Tensor | None
@@ -175,7 +178,7 @@ class GatherSingle(_Gather, frozen=True, eq=False):
 
 
 class Scatter(Op, frozen=True, eq=False):
-    """Every rank's ``output`` becomes the root's ``inputs[rank]``. On the other ranks ``inputs`` is None."""
+    """The op in which rank ``r``'s ``output`` becomes the root's ``inputs[r]``. On other ranks ``inputs`` is None."""
 
     name = kind = "scatter"
     output: AsTensor
@@ -212,7 +215,7 @@ class Scatter(Op, frozen=True, eq=False):
 
 
 class _AllToAll(Op, frozen=True, eq=False):
-    """Kind ``all_to_all``: ``outs(size)[r]`` becomes rank ``r``'s ``ins(size)[this rank]``."""
+    """The kind ``all_to_all``: ``outs(size)[r]`` becomes rank ``r``'s ``ins(size)[this rank]``."""
 
     kind = "all_to_all"
 
@@ -224,7 +227,10 @@ class _AllToAll(Op, frozen=True, eq=False):
 
 
 class AllToAll(_AllToAll, frozen=True, eq=False):
-    """``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``. Shapes may differ from pair to pair of ranks."""
+    """The op in which ``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``.
+
+    Shapes may differ from pair to pair of ranks.
+    """
 
     name = "all_to_all"
     outputs: tuple[Tensor, ...]
@@ -257,7 +263,10 @@ class AllToAll(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllSingle(_AllToAll, frozen=True, eq=False):
-    """Chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``. All chunks are equal in size."""
+    """The op in which chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``.
+
+    All chunks are equal in size.
+    """
 
     name = "all_to_all_single"
     output: AsTensor

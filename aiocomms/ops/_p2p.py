@@ -14,7 +14,8 @@ from aiocomms.ops.checks import CheckedComm
 class Send(Op, frozen=True, eq=False):
     """A send of ``tensor`` to rank ``dst``.
 
-    Messages and receives are matched by source, channel and tag; those that match are paired in the order posted.
+    A receive matches a message of the same source, channel and tag. Matching messages and receives pair up in the
+    order in which they were posted.
     """
 
     name = kind = "send"

@@ -17,7 +17,7 @@ from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     """Check that an operator is defined for a tensor's dtype.
 
-    That ``op`` is a :class:`ReduceOp` is checked by the method that makes the record, which also takes names.
+    The method that makes the record also takes names of operators, and checks that ``op`` is a :class:`ReduceOp`.
     """
     if tensor.dtype not in SUPPORTED[op.kind]:
         wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
@@ -48,7 +48,7 @@ class _OnAll(_InPlace, frozen=True, eq=False):
 
 
 class AllReduce(_OnAll, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
+    """The op in which every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
 
     name = kind = "all_reduce"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -56,24 +56,27 @@ class AllReduce(_OnAll, frozen=True, eq=False):
 
 
 class Scan(_OnAll, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the reduction of the tensors of the ranks up to it, itself among them."""
+    """The op in which rank ``r``'s ``tensor`` becomes the reduction of the tensors of ranks 0 to ``r``."""
 
     name = kind = "scan"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
         tensor: AsTensor
     own: ClassVar[bool] = True
-    """True if a rank's own tensor is among those that it gets the reduction of."""
+    """True if the reduction on a rank includes the rank's own tensor."""
 
 
 class Exscan(Scan, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the reduction of the tensors of the ranks before it; rank 0's that of none."""
+    """The op in which rank ``r``'s ``tensor`` becomes the reduction of the tensors of ranks 0 to ``r - 1``.
+
+    Rank 0's ``tensor`` becomes the reduction of no tensors: the operator's neutral value, and NaN for AVG.
+    """
 
     name = kind = "exscan"
     own = False
 
 
 class Reduce(_InPlace, frozen=True, eq=False):
-    """The root's ``tensor`` becomes the reduction of all ranks' tensors; the other ranks' tensors do not change."""
+    """The op in which the root's ``tensor`` becomes the reduction of all ranks' tensors. The others do not change."""
 
     name = kind = "reduce"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -91,7 +94,7 @@ class Reduce(_InPlace, frozen=True, eq=False):
 
 
 class Broadcast(_InPlace, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes a copy of the root's."""
+    """The op in which every rank's ``tensor`` becomes a copy of the root's."""
 
     name = kind = "broadcast"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -107,13 +110,13 @@ class Broadcast(_InPlace, frozen=True, eq=False):
 
 
 class Barrier(Op, frozen=True, eq=False):
-    """The op completes on no rank before every rank has called it."""
+    """The op that completes on no rank before every rank has called it."""
 
     name = kind = "barrier"
 
 
 class _ReduceScatter(Op, frozen=True, eq=False):
-    """Kind ``reduce_scatter``: rank ``r``'s ``output`` becomes the reduction of all ranks' ``ins(size)[r]``."""
+    """The kind ``reduce_scatter``: rank ``r``'s ``output`` becomes the reduction of all ranks' ``ins(size)[r]``."""
 
     kind = "reduce_scatter"
 
@@ -122,7 +125,10 @@ class _ReduceScatter(Op, frozen=True, eq=False):
 
 
 class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
-    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``. All tensors have one shape."""
+    """The op in which rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``.
+
+    All tensors have one shape.
+    """
 
     name = "reduce_scatter"
     equal: ClassVar[bool] = True
@@ -162,7 +168,7 @@ class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
 
 
 class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
-    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``r``-th chunk of ``input``."""
+    """The op in which rank ``r``'s ``output`` becomes the reduction of all ranks' ``r``-th chunk of ``input``."""
 
     name = "reduce_scatter_single"
     output: AsTensor

@@ -20,18 +20,18 @@ ATOMIC_DTYPES = (torch.int32, torch.int64)
 
 
 class WindowInfo(msgspec.Struct, eq=False, weakref=True):
-    """One window as the records of operations on it see it; :class:`aiocomms.Window` and the transports share it."""
+    """The state of one window. :class:`aiocomms.Window`, the records of operations and the transports share it."""
 
     handle: Any
-    """The value with which the transport completed ``WindowOpen``."""
+    """The value with which the transport completed the op ``WindowOpen``."""
     tensor: Tensor
-    """This rank's part."""
+    """This rank's part of the window."""
     sizes: list[int]
-    """Each rank's number of elements."""
+    """The number of elements in each rank's part."""
     closed: bool = False
     """True once this rank has closed the window."""
     name: str = ""
-    """Its name in reports, such as ``window 2``; empty: it is this library's own."""
+    """The window's name in reports, such as ``window 2``; empty for a window of the library itself."""
 
 
 class _Rma(Op, frozen=True, eq=False):
@@ -42,7 +42,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
     window: WindowInfo
 
     def _check_target(self, name: str, rank: int, group: CheckedComm, offset: int = 0, count: int = 0) -> None:
-        """Check that the window is open, the rank exists, and its part has ``count`` elements from ``offset`` on."""
+        """Check that the window is open, and that the rank exists and has ``count`` elements from ``offset`` on."""
         if self.window.closed:
             raise CommClosedError("the window is closed")
         checks.index(name, rank, group)
@@ -73,7 +73,8 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
     The transport completes the op with its handle of the window.
 
-    ``MapRemoteTensor`` maps the parts of the ranks in the handle's ``mapped``; without that attribute none.
+    The handle's attribute ``mapped`` holds the ranks whose parts ``MapRemoteTensor`` can map. Without the attribute it
+    can map none.
     """
 
     name = kind = "new_window"
@@ -83,7 +84,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
     def check(self, group: CheckedComm) -> None:
         tensor = self.tensor
         checks.writable("tensor", tensor, group)
-        # Processors change what lies across two words in two steps, or, as aarch64's do, end the process.
+        # A processor changes a value that lies across two words in two steps. On aarch64 it ends the process.
         if tensor.dtype in ATOMIC_DTYPES and tensor.data_ptr() % tensor.element_size():
             raise ArgumentError(
                 f"tensor begins at {tensor.data_ptr():#x}, wanted a multiple of its {tensor.element_size()} bytes "
@@ -92,7 +93,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
 
 class WindowClose(_OnWindow, frozen=True, eq=False):
-    """The closing of a window after all ranks' operations on it. Collective."""
+    """The closing of a window, once all ranks' operations on it have ended. Collective."""
 
     name = kind = "close_window"
 
@@ -118,7 +119,7 @@ class Put(_OnWindow, frozen=True, eq=False):
 
 
 class PutSignal(Put, frozen=True, eq=False):
-    """A :class:`Put`, and a :class:`Signal` behind it."""
+    """A :class:`Put`, followed by a :class:`Signal`."""
 
     name = kind = "put_signal"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -150,16 +151,16 @@ NOTHING = buffers.empty(0, dtype=torch.int64, device="cpu")
 
 @unaffected
 def places(name: str, values: object) -> Tensor:
-    """Return where runs begin, in elements, as a one-dimensional int64 tensor on the CPU.
+    """Return the beginnings of runs, in elements, as a one-dimensional int64 tensor on the CPU.
 
-    :param values: such a tensor, which is returned itself, or a sequence of ints.
-    :raises ArgumentTypeError: it is something else.
+    :param values: such a tensor, which is returned itself, or a list or tuple of ints.
+    :raises ArgumentTypeError: ``values`` is something else.
     """
     if isinstance(values, Tensor) and values.dtype is torch.int64 and values.dim() == 1 and values.is_contiguous():
         if values.is_cpu:
             return values
     elif isinstance(values, (list, tuple)):
-        try:  # Torch's own way takes ten times as long.
+        try:  # torch.tensor() takes ten times as long.
             return torch.frombuffer(array("q", values), dtype=torch.int64) if values else NOTHING
         except (TypeError, OverflowError):
             pass
@@ -176,7 +177,7 @@ def _ends(values: Tensor) -> tuple[int, int]:
 
 
 class _Runs(_OnWindow, frozen=True, eq=False):
-    """Equal runs of elements, each from its own place to its own."""
+    """The base class of ops on equal runs of elements, each run with its own source and target offset."""
 
     def _check_runs(self, op: PutV | GetV, rank_name: str, rank: int, group: CheckedComm) -> None:
         self._check_target(rank_name, rank, group)
@@ -198,17 +199,17 @@ class _Runs(_OnWindow, frozen=True, eq=False):
 
 
 class PutV(_Runs, frozen=True, eq=False):
-    """A :class:`Put` of equal runs: that from element ``starts[i]`` of ``tensor`` on goes to ``offsets[i]``."""
+    """A :class:`Put` of equal runs: run ``i`` goes from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in the part."""
 
     name = kind = "put_v"
     tensor: AsTensor
     dst: int
     offsets: Tensor
-    """See :func:`places`."""
+    """The first element of each run in the window, see :func:`places`."""
     starts: Tensor
-    """Likewise."""
+    """The first element of each run in ``tensor``."""
     count: int
-    """Elements of a run."""
+    """The number of elements in a run."""
 
     def check(self, group: CheckedComm) -> None:
         checks.readable("tensor", self.tensor, group)
@@ -222,17 +223,17 @@ class PutV(_Runs, frozen=True, eq=False):
 
 
 class GetV(_Runs, frozen=True, eq=False):
-    """A :class:`Get` of equal runs: that from ``offsets[i]`` of the part on goes to element ``starts[i]``."""
+    """A :class:`Get` of equal runs: run ``i`` goes from ``offsets[i]`` in the part to ``starts[i]`` in ``tensor``."""
 
     name = kind = "get_v"
     tensor: AsTensor
     src: int
     offsets: Tensor
-    """See :func:`places`."""
+    """The first element of each run in the window, see :func:`places`."""
     starts: Tensor
-    """Likewise."""
+    """The first element of each run in ``tensor``."""
     count: int
-    """Elements of a run."""
+    """The number of elements in a run."""
 
     def check(self, group: CheckedComm) -> None:
         checks.writable("tensor", self.tensor, group)
@@ -246,7 +247,7 @@ class GetV(_Runs, frozen=True, eq=False):
 
 
 class FetchAdd(_OnWindow, frozen=True, eq=False):
-    """An atomic addition of ``value`` to an element of rank ``dst``'s part. The result is the value before."""
+    """An atomic addition of ``value`` to an element of rank ``dst``'s part. The result is the element's old value."""
 
     name = kind = "fetch_add"
     dst: int
@@ -259,7 +260,7 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
 
 
 class CompareSwap(_OnWindow, frozen=True, eq=False):
-    """An atomic write of ``value`` if the element equals ``expected``. The result is the element's value before."""
+    """An atomic write of ``value`` if the element equals ``expected``. The result is the element's old value."""
 
     name = kind = "compare_swap"
     dst: int
@@ -273,7 +274,7 @@ class CompareSwap(_OnWindow, frozen=True, eq=False):
 
 
 class Signal(_OnWindow, frozen=True, eq=False):
-    """The word to rank ``dst`` that all puts which this rank has issued to it so far are visible in its memory."""
+    """A notice to rank ``dst`` that all earlier puts of this rank to ``dst`` are visible in the memory of ``dst``."""
 
     name = kind = "signal"
     dst: int
@@ -283,7 +284,7 @@ class Signal(_OnWindow, frozen=True, eq=False):
 
 
 class WaitSignal(_OnWindow, frozen=True, eq=False):
-    """A wait for one signal of rank ``src``, which consumes it."""
+    """A wait for one signal of rank ``src``. The wait consumes the signal."""
 
     name = kind = "wait_signal"
     withdrawable = True
@@ -294,7 +295,7 @@ class WaitSignal(_OnWindow, frozen=True, eq=False):
 
 
 class Flush(_OnWindow, frozen=True, eq=False):
-    """A wait until all puts that this rank has issued so far are visible: at rank ``dst``, or at every rank if None."""
+    """A wait until all earlier puts of this rank are visible at rank ``dst``, or at every rank if ``dst`` is None."""
 
     name = kind = "flush"
     dst: int | None = None
@@ -304,7 +305,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """The mapping of rank ``rank``'s part, where ranks share memory. The result is a tensor over that very memory."""
+    """The mapping of rank ``rank``'s part, where ranks share memory. The result is a tensor over the same memory."""
 
     name = kind = "map_remote_tensor"
     rank: int

@@ -1,7 +1,8 @@
-"""Values that travel beside an object's encoding, in messages of their own: large tensors, bytes and ASCII strings.
+"""Values that travel beside an object's encoding, in separate messages: large tensors, bytes and ASCII strings.
 
-Nothing here copies them. A tensor that is contiguous and on the communicator's device is its own message, and so are
-bytes and strings. A message is received straight into a new tensor, bytes or str that no other code has yet.
+This module copies no value without need. The memory of a contiguous tensor on the communicator's device is the message
+itself, and so is the memory of bytes and strings. A receive writes straight into a new tensor, bytes or str that no
+other code has yet.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from aiocomms.ops.modes import unaffected
 from aiocomms.ops.writing import octets, write
 
 APART_BYTES = 32 * 1024
-"""The size in bytes from which on a tensor, bytes or ASCII string is a message of its own."""
+"""The least size in bytes with which a tensor, bytes or ASCII string becomes a separate message."""
 
 MAX_APART = 2**14
-"""The number of messages that an object may have beside its encoding."""
+"""The largest number of messages that an object may have beside its encoding."""
 
 Item = Tensor | bytes | str
-"""A value that is a message of its own."""
+"""A value that travels as a separate message."""
 
-# Python's own way to make bytes and strings that are filled before any other code sees them.
+# Python's C functions make bytes and strings that are filled before any other code sees them.
 _new_bytes: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
 _new_bytes.argtypes = [ctypes.c_char_p, ctypes.c_ssize_t]
@@ -50,7 +51,7 @@ def size_of(item: Item) -> int:
 
 @unaffected
 def message(item: Item, device: torch.device) -> Tensor:
-    """Return the memory of an item as a flat uint8 tensor on ``device``: its own memory where that is so."""
+    """Return an item's bytes as a flat uint8 tensor on ``device``, without a copy where :func:`is_message` is true."""
     if not isinstance(item, Tensor):
         return _shown(item).to(device)
     return octets(item.resolve_conj().resolve_neg().contiguous().to(device))
@@ -64,7 +65,7 @@ def is_message(item: Item, device: torch.device) -> bool:
 
 
 def copy(messages: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Copy messages, as for the rank itself that sends them."""
+    """Copy messages into other tensors, as a send to the same rank does."""
     for source, target in zip(messages, into, strict=True):
         write(target, source)
 
@@ -72,7 +73,7 @@ def copy(messages: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: buffers.Device = "cpu") -> Tensor:
     """Return a new tensor.
 
-    :raises ProtocolError: no tensor can have that shape, or there is no memory for it.
+    :raises ProtocolError: no tensor can have that shape, or there is no memory for the tensor.
     """
     try:
         return buffers.empty(shape, dtype=dtype, device=device)
@@ -81,10 +82,10 @@ def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: buffers.Device 
 
 
 class Landing:
-    """The memory that messages are received into; it is taken while an object's encoding is decoded.
+    """The memory for received messages, which the decoder of an object's encoding allocates.
 
-    :param device: the communicator's.
-    :param nbytes: how much may be taken.
+    :param device: the communicator's device.
+    :param nbytes: the number of bytes that the decoder may allocate.
     """
 
     left: int
@@ -92,17 +93,17 @@ class Landing:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.left = nbytes
-        """The number of bytes that may still be taken."""
+        """The number of bytes that the decoder may still allocate."""
         self.messages: list[Tensor] = []
-        """The messages to be received, in the order sent."""
+        """The tensors to receive into, in the order in which the messages are sent."""
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._texts: list[Tensor] = []
         self._count = 0
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], nbytes: int, on_device: bool) -> Tensor:
-        """Return a new tensor, whose data is to come: on the communicator's device, or on the CPU.
+        """Return a new tensor, on the communicator's device or on the CPU, whose data arrives later.
 
-        :raises ProtocolError: more is asked for than was announced.
+        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
@@ -110,9 +111,9 @@ class Landing:
         return fresh
 
     def bytes(self, nbytes: int) -> bytes:
-        """Return a new bytes object, whose content is to come.
+        """Return a new bytes object, whose content arrives later.
 
-        :raises ProtocolError: more is asked for than was announced.
+        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
         """
         self._take(nbytes)
         fresh: bytes = _new_bytes(None, nbytes)
@@ -120,9 +121,9 @@ class Landing:
         return fresh
 
     def text(self, nbytes: int) -> str:
-        """Return a new ASCII string, whose characters are to come; no other code may see it before :meth:`settle`.
+        """Return a new ASCII string, whose characters arrive later. No other code may see it before :meth:`settle`.
 
-        :raises ProtocolError: more is asked for than was announced.
+        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
         """
         self._take(nbytes)
         fresh: str = _new_str(nbytes, _ASCII)
@@ -132,11 +133,11 @@ class Landing:
 
     @property
     def unsettled(self) -> bool:
-        """True if :meth:`settle` has something to do."""
+        """True if :meth:`settle` has work to do."""
         return bool(self._staged or self._texts)
 
     def settle(self) -> None:
-        """Copy what has arrived on another device to the CPU, and look at the strings. Blocks.
+        """Copy data that has arrived on another device to the CPU, and check the strings. Blocks.
 
         :raises ProtocolError: a string is not ASCII.
         """
@@ -163,7 +164,7 @@ class Landing:
 
 
 def _shown(data: bytes | str) -> Tensor:
-    """Return a view of bytes or of an ASCII string. The tensor keeps them alive."""
+    """Return a tensor over the memory of bytes or of an ASCII string. The tensor keeps the object alive."""
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device="cpu")
     place = _place_of_bytes(data) if isinstance(data, bytes) else _place_of_ascii(data, None)

@@ -1,9 +1,10 @@
-"""Arrays of other libraries where tensors are wanted: what exports its memory by DLPack is taken as a tensor of it.
+"""Arrays and numbers of other libraries as arguments of ops: an array that exports DLPack serves as a tensor.
 
-So are numbers of theirs where ints are wanted. Nothing is copied, and a tensor costs nothing: arrays are looked for
-only after a check has failed. torch itself looks neither whether memory may be written nor whether it is a copy, and
-at a negative stride it ends the process; so what an array hands out is looked at before torch gets it. How that lies
-in memory: ``dlpack.h``, version 1.0, and 0.x before.
+A number of another library serves as an int. Arrays are not copied. Tensors cost no extra time, because the code looks
+for arrays only after a check has failed.
+
+torch does not check whether exported memory is read-only or a copy, and a negative stride ends the process. So this
+module checks an array's export before torch gets it. The layout is that of ``dlpack.h``, version 1.0 and earlier 0.x.
 """
 
 from __future__ import annotations
@@ -27,32 +28,31 @@ from aiocomms.ops.checks import CheckedComm
 
 Asked = TypeVar("Asked", bound=Op)
 
-READ_ONLY, COPIED = 1, 2  # bits of the flags
+READ_ONLY, COPIED = 1, 2  # These are bits of the flags.
 _SMALL: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in checks.DTYPES - {torch.float16}
     if dtype.is_floating_point and dtype.itemsize <= 2
 }
-"""The dtypes, by name, that NumPy has by the package ``ml_dtypes``, and does not export: of one or two bytes."""
+"""Dtypes of one or two bytes, by name, that NumPy gets from the package ``ml_dtypes`` and does not export."""
 _NEGATIVE: Final = 1 << 56
-"""A stride from here on is a negative one: CuPy 14 divides it by the size of an element as if it had no sign."""
+"""The least stride that counts as negative, because CuPy 14 divides negative strides as unsigned numbers."""
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
 _VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
-"""Fields of a ``DLManagedTensorVersioned``: its flags; of its tensor the number of dimensions, and where strides are.
-"""
+"""The flags of a ``DLManagedTensorVersioned``, its tensor's number of dimensions, and the address of the strides."""
 _UNVERSIONED: Final = struct.Struct("=16xi12xQ")
-"""The same of a ``DLManagedTensor``, which has no flags."""
+"""The same fields of a ``DLManagedTensor``, which has no flags."""
 _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
 
 def checked(op: Asked, group: CheckedComm) -> Asked:
-    """Check an op, and return it; or the same op of tensors and ints, if it was called with arrays or other numbers.
+    """Check an op, and return it, with tensors in place of arrays and with ints in place of other numbers.
 
-    What awaiting it returns is what ``op.result()`` says of the op as it was called.
+    An await of the op returns ``op.result()`` of the original op.
 
-    :raises ArgumentError: as :meth:`Op.check`, or an array cannot be taken as a tensor.
+    :raises ArgumentError: as :meth:`Op.check`, or an array cannot serve as a tensor.
     """
     try:
         op.check(group)
@@ -67,7 +67,7 @@ def checked(op: Asked, group: CheckedComm) -> Asked:
 
 
 def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
-    """Return an op, or a field of one, with tensors for its arrays, and ints for its numbers."""
+    """Return an op, or a field of an op, with tensors in place of arrays and with ints in place of other numbers."""
     if isinstance(value, tuple):
         return tuple(_replaced(item, arrays) for item in value)
     if isinstance(value, Op):
@@ -89,16 +89,16 @@ def _ints(value: Any) -> Any:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array, and no tensor."""
+    """Return whether a value is an array but no tensor."""
     return hasattr(type(value), "__dlpack__") and not isinstance(value, Tensor)
 
 
 def as_tensor(name: str, value: Any, *, write: bool) -> Any:
-    """Return a tensor of an array's own memory, which keeps that alive; and whatever is no array as it is.
+    """Return a tensor that shares an array's memory and keeps it alive; return any other value unchanged.
 
-    :param name: what errors call it.
-    :param write: whether it is to be written.
-    :raises ArgumentError: it is read-only and to be written, or no tensor can have its memory.
+    :param name: the array's name in errors.
+    :param write: whether the op writes the array.
+    :raises ArgumentError: the op writes a read-only array, or no tensor can share the array's memory.
     """
     if not is_array(value):
         return value
@@ -121,9 +121,9 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 
 
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
-    """Return an argument of an op as a tensor. Errors about an array are in words of its library.
+    """Return an argument of an op as a tensor. Errors about an array name functions of its library.
 
-    :raises ArgumentError: as :func:`as_tensor`, or it is not contiguous, or not on the device.
+    :raises ArgumentError: as :func:`as_tensor`, or the array is not contiguous or not on the device.
     """
     tensor = as_tensor(name, value, write=write)
     if tensor is not value and not tensor.is_contiguous():
@@ -140,14 +140,15 @@ def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
 
 
 def like(given: Any, tensor: Tensor) -> Any:
-    """Return a tensor as what was given is: itself, or an array of that library, of the tensor's own memory.
+    """Return a tensor in the type of ``given``: itself, or an array of the same library that shares its memory.
 
-    An array of NumPy is plain, also for one of a subclass. A tensor it stays for arrays of a library that takes none.
+    The result for a subclass of a NumPy array is a plain NumPy array. If the library cannot import DLPack, the result
+    is the tensor.
     """
     if not is_array(given):
         return tensor
     numpy = sys.modules.get("numpy")
-    # NumPy's from_dlpack made arrays read-only before 2.1, so a view is made instead.
+    # NumPy's from_dlpack made arrays read-only before 2.1, so this code makes a view instead.
     if numpy is not None and isinstance(given, numpy.ndarray):
         words = tensor.view(_WORDS[tensor.itemsize]) if tensor.dtype in _SMALL.values() else tensor
         return words.numpy().view(given.dtype)
@@ -159,7 +160,7 @@ def like(given: Any, tensor: Tensor) -> Any:
 
 
 class _Exported:
-    """The memory that an array exports, for torch, once it was looked at."""
+    """The memory that an array exports. This module checks it before torch gets it."""
 
     __slots__ = ("_array", "_name", "_write")
 
@@ -170,7 +171,7 @@ class _Exported:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, **asked: Any) -> Any:
-        capsule = self._array.__dlpack__(**asked)  # If this raises TypeError, torch asks again, for less.
+        capsule = self._array.__dlpack__(**asked)  # If this raises TypeError, torch asks again with fewer arguments.
         flags, strides = _look(capsule)
         if strides and not 0 <= min(strides) <= max(strides) < _NEGATIVE:
             raise self._wrong("which runs backwards in memory, wanted a contiguous one")
@@ -185,7 +186,7 @@ class _Exported:
 
 
 def _look(capsule: object) -> tuple[int, tuple[int, ...]]:
-    """Return the flags of what is exported, and its strides in elements; none where it is contiguous."""
+    """Return the flags of an export, and its strides in elements; no strides if the memory is contiguous."""
     try:
         address = _address_of(capsule, b"dltensor_versioned")
     except ValueError:

@@ -1,7 +1,7 @@
-"""The one place where buffers of the library are made, whatever a program has switched on in torch.
+"""The functions that make the library's buffers, unaffected by any mode that a program has switched on in torch.
 
-Each is on the device that is named, and not on torch's default device. It is an ordinary tensor, also within inference
-mode or a dispatch mode such as ``FakeTensorMode``.
+Each buffer is on the given device, not on torch's default device. It is an ordinary tensor even within inference mode
+or a dispatch mode such as ``FakeTensorMode``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 @unaffected
 def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
-    """Return a new tensor as :func:`empty` does, of zeros."""
+    """Return a new tensor of zeros, see :func:`empty`."""
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 

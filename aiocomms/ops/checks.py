@@ -1,8 +1,8 @@
-"""Argument checks: they raise an error that says what is wrong with an argument, before anything is sent.
+"""The argument checks. They raise an error about a wrong argument before anything is sent.
 
-Each error names the argument, what was given and what was wanted. The checks of a tensor cost about 0.5 µs, because one
-chain of cheap attribute reads decides the common case; they cost 0.2 µs where a transport has a quicker way. The reason
-of a failure is looked for only after a check has failed.
+Each error names the argument, the given value and the wanted value. The check of a tensor costs about 0.5 µs, or 0.2 µs
+if the transport has a faster check. One chain of cheap attribute reads decides the common case. Code looks for the
+reason of a failure only after a check has failed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ DTYPES = frozenset(
         torch.complex128,
     }
 )
-"""Every dtype that a tensor may have, whatever the transport. Not all of them can be reduced."""
+"""The dtypes that a tensor may have, with any transport. Some of these dtypes cannot be reduced."""
 
 TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""The types of tensors whose memory is their own; a subclass may show memory that it does not own."""
+"""The types of tensors that own their memory. A tensor of another subclass may show memory that it does not own."""
 
 
 class Members(Protocol):
@@ -58,7 +58,7 @@ class Members(Protocol):
 
 
 class CheckedComm(Members, Protocol):
-    """The part of a communicator that a check needs to know."""
+    """The attributes of a communicator that checks read."""
 
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
@@ -77,10 +77,11 @@ def is_tensor(name: str, value: object) -> None:
 def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     """Check a tensor that an op reads.
 
-    It must be plain, contiguous and allocated, have a dtype of :data:`DTYPES`, and be on the communicator's device.
+    The tensor must be plain, contiguous and allocated, have a dtype of :data:`DTYPES`, and be on the communicator's
+    device.
 
-    :raises ArgumentTypeError: it is not a plain ``torch.Tensor``.
-    :raises ArgumentError: anything else is wrong with it.
+    :raises ArgumentTypeError: the value is not a plain ``torch.Tensor``.
+    :raises ArgumentError: the tensor breaks another of these rules.
     """
     if group.fast_check is not None and group.fast_check(tensor, False):
         return
@@ -98,12 +99,12 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
         ):
             return
     except (RuntimeError, NotImplementedError):
-        pass  # sparse, opaque and wrapped tensors do not support all of these calls
+        pass  # Sparse, opaque and wrapped tensors do not support all of these calls.
     raise _unreadable(name, tensor, group.device)
 
 
 def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
-    """Check a tensor that an op writes, as :func:`readable` does; it must also not be tracked by autograd.
+    """Check a tensor that an op writes, as :func:`readable` does. Autograd must not track the tensor.
 
     :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
     """
@@ -119,7 +120,7 @@ def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if hasattr(type(tensor), "__dlpack__") and not isinstance(tensor, torch.Tensor):
-        # The message needs no more, for a tensor will be made of the array.
+        # A short message is enough, because the caller makes a tensor of the array.
         return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")
     if not isinstance(tensor, torch.Tensor):
         return wrong_type(name, tensor, "a torch.Tensor")
@@ -158,10 +159,10 @@ def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, sh
 
 
 def listed(name: str, tensors: Sequence[torch.Tensor], group: CheckedComm, *, write: bool, equal: bool) -> None:
-    """Check a list with one tensor per rank: its length, each tensor, and that all have one dtype.
+    """Check a list with one tensor per rank: its length, each tensor, and that all tensors have one dtype.
 
     :param write: whether the op writes the tensors.
-    :param equal: whether all tensors must have one shape, too.
+    :param equal: whether all tensors must also have one shape.
     """
     if len(tensors) != group.size:
         raise ArgumentError(f"{name} has {len(tensors)} tensors, wanted one per rank: {group.size}")
@@ -179,7 +180,7 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """Check a list as :func:`sequence` does, except that None stays None: ranks that have no list give it."""
+    """Check a list as :func:`sequence` does, but let None pass, which ranks without a list give."""
     return None if value is None else sequence(name, value)
 
 
@@ -196,8 +197,8 @@ def multiple(name: str, tensor: torch.Tensor, of_name: str, of: torch.Tensor, si
 def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Check that no output shares memory with another output or with an input.
 
-    :param outputs: names and tensors that are written.
-    :param inputs: names and tensors that are read; these may overlap each other.
+    :param outputs: names and tensors that the op writes.
+    :param inputs: names and tensors that the op reads. Inputs may overlap each other.
     """
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes, True, name) for name, t in outputs if t.nbytes]
     spans += [(t.data_ptr(), t.data_ptr() + t.nbytes, False, name) for name, t in inputs if t.nbytes]
@@ -215,7 +216,7 @@ def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple
 
 
 def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor) -> None:
-    """Do what :func:`disjoint` does for one tensor that is written and one that is read."""
+    """Check that one output and one input share no memory, as :func:`disjoint` does."""
     out, into = output.data_ptr(), input.data_ptr()
     if out < into + input.nbytes and into < out + output.nbytes:
         disjoint([(out_name, output)], [(in_name, input)])
@@ -237,7 +238,7 @@ def other(name: str, value: int, group: CheckedComm) -> None:
 
 
 def end(name: str, value: int, group: CheckedComm) -> None:
-    """Check that a value is a rank to send to or receive from: this one, too, if the tensors are on the CPU."""
+    """Check that a value is a rank to send to or receive from. On the CPU it may be this rank itself."""
     index(name, value, group)
     if value == group.rank and group.device.type != "cpu":
         raise ArgumentError(

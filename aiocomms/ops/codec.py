@@ -1,6 +1,6 @@
-"""The encoding of tensors and Python objects as bytes. It takes a closed set of types; pickle only if both ends ask.
+"""The encoding of tensors and Python objects as bytes: of a closed set of types, or by pickle if both ends ask for it.
 
-Bytes that arrive are checked before they are used. No length in them is trusted beyond the bytes that came with it.
+The decoder checks received bytes before it uses them. It trusts no length beyond the bytes that were received.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from aiocomms.ops.writing import octets
 
 MAX_DIMS = 14
 MAX_DEPTH = 100
-"""The number of levels that an object may be nested."""
+"""The largest number of levels of a nested object."""
 
 MAX_OBJECT_BYTES = 64 * 2**20
-"""The size that an encoded object may have, in bytes; what travels beside its encoding included."""
+"""The largest size of an encoded object in bytes, with the values that travel beside its encoding."""
 
 MAX_ITEMS = 2**20
-"""The number of values that an object may hold. A value that takes one byte encoded takes up to a hundred decoded."""
+"""The largest number of values in an object. A value of one encoded byte takes up to a hundred bytes when decoded."""
 
 _encoder = msgspec.msgpack.Encoder()
 _DTYPES = sorted(DTYPES, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
+_TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # The fields are dtype, number of dimensions, and dimensions.
 
 _SMALL = frozenset({type(None), bool, int, float})
 _LENGTH = struct.Struct("<Q")
@@ -53,7 +53,7 @@ Apart = list[Item]
 def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
     """Encode a tensor's dtype and shape as :data:`TENSOR_BYTES` bytes.
 
-    :raises ArgumentError: it has more than :data:`MAX_DIMS` dimensions.
+    :raises ArgumentError: the tensor has more than :data:`MAX_DIMS` dimensions.
     """
     if tensor.dim() > MAX_DIMS:
         raise ArgumentError(f"{name} has {tensor.dim()} dimensions, wanted at most {MAX_DIMS}")
@@ -62,9 +62,9 @@ def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
 
 
 def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Decode what :func:`describe_tensor` encoded.
+    """Decode a description that :func:`describe_tensor` made.
 
-    :returns: dtype, shape, and the size in bytes.
+    :returns: the dtype, the shape, and the size in bytes.
     :raises ProtocolError: the bytes describe no tensor.
     """
     if len(data) != TENSOR_BYTES:
@@ -84,19 +84,19 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
 
     :param value: an object of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor,
         dtype, device and Size.
-    :param pickle: use pickle instead, which takes any object; the receiver must ask for it too.
-    :param apart: takes the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU; the
-        encoding only describes them. None: the encoding holds everything.
+    :param pickle: whether to use pickle, which takes any object. The receiver must ask for pickle too.
+    :param apart: a list that gets the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU.
+        The encoding only describes these values. With None the encoding holds everything.
     :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
     """
     if pickle:
-        from aiocomms.ops.pickles import dumps  # Only some programs need this module.
+        from aiocomms.ops.pickles import dumps  # Few programs need this module.
 
         try:
             data = dumps(value, MAX_OBJECT_BYTES)
         except ArgumentError:
             raise
-        except Exception as error:  # The object's own methods may raise anything.
+        except Exception as error:  # The object's methods may raise any error.
             raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:
         try:
@@ -117,10 +117,10 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
 
 @unaffected
 def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landing: Landing | None = None) -> Any:
-    """Decode what :func:`encode` encoded.
+    """Decode an object that :func:`encode` encoded.
 
-    :param pickle: the bytes are a pickle, and this end has asked for pickle.
-    :param landing: takes memory for what travels beside the encoding; None: nothing does.
+    :param pickle: whether the bytes are a pickle, and this end has asked for pickle.
+    :param landing: allocates memory for the values that travel beside the encoding; None if there are none.
     :raises ProtocolError: the bytes do not encode such an object.
     """
     if pickle:
@@ -128,7 +128,7 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landin
 
         try:
             return pickling.loads(data)  # noqa: S301 - The program asked for pickle on both ends.
-        except Exception as error:  # The object's own methods may raise anything.
+        except Exception as error:  # The object's methods may raise any error.
             raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
     if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
         raise ProtocolError(f"an object of more than {MAX_ITEMS} values came")
@@ -139,7 +139,7 @@ _HEAD: Final = {
     **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
     **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-"""The number of bytes in which the length is encoded, for msgpack's types that carry one."""
+"""The number of bytes of the encoded length, for msgpack's types that have a length."""
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
     **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
@@ -149,10 +149,10 @@ _FIXED: Final = {
 
 
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
-    """Count the values in a msgpack message, including those in its tuples.
+    """Count the values in a msgpack message, including the values in its tuples.
 
-    The count stops a little above :data:`MAX_ITEMS`. Only the values' heads are read, and no object is created. Bytes
-    that make no sense are left for the decoder to refuse.
+    The count stops a little above :data:`MAX_ITEMS`. It reads only the values' heads, and creates no object. The
+    decoder refuses invalid bytes later.
     """
     view, at, count = memoryview(data), 0, 0
     while at < len(view) and count <= MAX_ITEMS:
@@ -163,7 +163,7 @@ def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
         length = int.from_bytes(view[at : at + head], "big")
         at += head
         if first in (0xDC, 0xDD, 0xDE, 0xDF) or 0x80 <= first <= 0x9F or first < 0x80 or first >= 0xE0:
-            continue  # the items of lists and dicts follow their head; a small integer is nothing but its head
+            continue  # The items of lists and dicts follow the head. A small integer consists of the head alone.
         if first in (0xC7, 0xC8, 0xC9):
             if view[at : at + 1] == bytes([_TUPLE]) and depth < MAX_DEPTH:
                 count += count_items(view[at + 1 : at + 1 + length], depth + 1)
@@ -252,7 +252,7 @@ def _pack_tensor(tensor: Tensor) -> bytearray:
 
 
 class _Decoder:
-    """The decoder of one object, which counts how deep the extension types in it are nested."""
+    """The decoder of one object. It counts the levels of nested extension types."""
 
     def __init__(self, landing: Landing | None) -> None:
         self._depth = 0
@@ -263,8 +263,8 @@ class _Decoder:
         if self._depth > MAX_DEPTH + 1:
             raise ProtocolError(f"an object is nested more than {MAX_DEPTH} deep")
         try:
-            # A decoder that is kept here would in turn keep this object, by its hook, and with it the memory of all
-            # that has come. Only a garbage collection would free it, within a turn of the loop.
+            # A stored msgspec decoder would refer back to this object through its hook. Only a garbage collection
+            # would then free the received memory, and it would delay the loop.
             return msgspec.msgpack.decode(data, ext_hook=self._ext)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
             raise ProtocolError(f"an object's bytes make no sense: {error}") from None
@@ -313,7 +313,7 @@ def _unpack_tensor(data: memoryview) -> Tensor:
 
 @unaffected
 def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
-    """Return bytes as a flat uint8 tensor on ``device``. On the CPU it is the memory of a bytearray itself."""
+    """Return bytes as a flat uint8 tensor on ``device``. On the CPU it shares the memory of a bytearray."""
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)

@@ -1,4 +1,4 @@
-"""The check of the ranks that are to be in a new communicator."""
+"""The check of the members of a new communicator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from aiocomms.ops.checks import Members, index
 
 
 def members(ranks: Sequence[int], group: Members, op: str = "split", least: int = 0) -> list[int]:
-    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list.
+    """Check the members of a new communicator: distinct ranks that include this rank, or an empty list.
 
-    :param least: how many there are at least.
+    :param least: the least number of members.
     """
     try:
         chosen = _members(ranks, group)

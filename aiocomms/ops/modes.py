@@ -1,8 +1,8 @@
-"""Modes of torch that a program has switched on, and that no code of ours may run in.
+"""Modes of torch that a program has switched on, and in which the library's code must not run.
 
-Modes belong to a thread, and the tasks of a loop share theirs. Where a task awaits within ``with FakeTensorMode():`` or
-``with torch.inference_mode():``, everything else that the loop runs meanwhile runs in that mode. A buffer of ours would
-be a fake one, or one that may not be written later.
+A mode belongs to a thread, so all tasks of a loop share it. If a task awaits within ``with FakeTensorMode():`` or
+``with torch.inference_mode():``, the loop runs all other code in that mode meanwhile. A buffer that the library makes
+then would be fake, or would not be writable later.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return the number of dispatch modes that are on in this thread. It takes some 30 ns."""
+"""Return the number of dispatch modes that are on in this thread. The call takes about 30 ns."""
 in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
-"""Return whether inference mode is on in this thread. It takes some 30 ns, too."""
+"""Return whether inference mode is on in this thread. The call takes about 30 ns."""
 
 
 def set_aside() -> ExitStack:
-    """Switch these modes off in this thread, until what is returned is closed."""
+    """Switch these modes off in this thread until the returned stack is closed."""
     stack = ExitStack()
     stack.enter_context(torch._C._DisableTorchDispatch())
     stack.enter_context(torch.inference_mode(False))
@@ -32,7 +32,7 @@ def set_aside() -> ExitStack:
 
 
 def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function run outside of these modes."""
+    """Make a function run outside these modes."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -45,7 +45,7 @@ def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def stands_for_others(tensor: torch.Tensor) -> str | None:
-    """Return what a tensor is, in words, if it stands for others and has no memory; None if it is none of these."""
+    """Return the kind of a tensor, in words, if it stands for other tensors and has no memory; else None."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within torch.func.vmap, grad or the like"
     return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None

@@ -1,4 +1,4 @@
-"""Pickles of objects, up to a size: a tensor is pickled without the memory that it does not show."""
+"""Pickles of objects, up to a size limit. The pickle of a tensor omits memory that the tensor does not show."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from aiocomms.errors import ArgumentError
 
 
 class _PickleSink:
-    """A file that takes a pickle as it is written, up to a size."""
+    """A file that holds a pickle in memory, up to a size limit."""
 
     def __init__(self, limit: int) -> None:
         self.data, self.limit = bytearray(), limit
 
     def write(self, part: bytes) -> None:
-        """Take some bytes more."""
+        """Append some bytes.
+
+        :raises ArgumentError: the pickle is larger than the limit.
+        """
         self.make_sure(memoryview(part).nbytes)
         self.data += part
 
     def make_sure(self, nbytes: int) -> None:
-        """Refuse an object for bytes that are to come, before there is memory for them."""
+        """Refuse a pickle that ``nbytes`` more bytes would make too large, before memory for them is allocated.
+
+        :raises ArgumentError: the pickle would be larger than the limit.
+        """
         if len(self.data) + nbytes > self.limit:
             raise ArgumentError(
                 f"obj takes more than {self.limit} bytes pickled, which is the most; send it as a tensor"
@@ -31,7 +37,7 @@ class _PickleSink:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that leaves out the memory that a tensor does not show."""
+    """A pickler that omits memory that a tensor does not show."""
 
     def __init__(self, sink: _PickleSink) -> None:
         super().__init__(sink)
@@ -63,8 +69,8 @@ def _compact(view: Tensor) -> Any:
 def dumps(value: Any, limit: int) -> bytearray:
     """Pickle an object.
 
-    :param limit: the size that its pickle may have, in bytes.
-    :raises ArgumentError: it is larger.
+    :param limit: the largest size of the pickle in bytes.
+    :raises ArgumentError: the pickle is larger.
     """
     sink = _PickleSink(limit)
     _Pickler(sink).dump(value)

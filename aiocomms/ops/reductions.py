@@ -1,4 +1,4 @@
-"""Reduction operators: which dtypes each is defined for, and how it combines tensors."""
+"""Reduction operators: the dtypes for which each one is defined, and its combination of tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import buffers
 from aiocomms.ops.writing import write, writing
 
-# A dtype that is missing here is only carried: float8 types, whose sums mean nothing without a scale.
+# The float8 types are missing here, because their sums have no meaning without a scale. Transports only carry them.
 _FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex64, torch.complex128}
-# Torch lacks most operators of these. Their bits are those of signed integers, for which it has all.
+# Torch lacks most operators of unsigned integers. It has all operators of signed integers, which have the same bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 _BOOL = {torch.bool}
 
-# The sum of bools is no bool, the mean of integers is in general no integer, and complex numbers have no order.
+# The sum of bools is not a bool. The mean of integers is in general not an integer. Complex numbers have no order.
 SUPPORTED = {
     "sum": _INTEGER | _FLOAT | _COMPLEX,
     "product": _INTEGER | _FLOAT | _COMPLEX,
@@ -148,7 +148,7 @@ def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
 
 
 def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """Combine the bits of unsigned integers, whose order is that of signed ones once the highest bit is flipped."""
+    """Combine the bits of unsigned integers. With the highest bit flipped they are ordered as signed integers are."""
     ordered = op.kind in ("min", "max")
     highest = torch.iinfo(accumulator.dtype).min
     if ordered:
@@ -178,7 +178,7 @@ def _of_none(op: ReduceOp, dtype: torch.dtype) -> float:
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors.
 
-    The reduction of no tensors is what torch's is: the values that change no others, and for AVG NaN.
+    The reduction of no tensors is the operator's neutral value, as in torch, and NaN for AVG.
     """
     if not tensors:
         write(out, buffers.full(out.shape, _of_none(op, out.dtype), dtype=out.dtype, device=out.device))

@@ -1,4 +1,4 @@
-"""Autograd's versions of tensors, which are raised here for writes that torch does not make itself."""
+"""Autograd's versions of tensors. This module raises them for writes that torch itself does not see."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _one_by_one(tensors: Sequence[Tensor]) -> None:
 
 
 def _increment() -> Callable[[Sequence[Tensor]], None]:
-    """Return torch's function, which is told of several tensors at once from some release after 2.4 on."""
+    """Return torch's function that raises versions. It takes several tensors at once from some release after 2.4 on."""
     try:
         torch._C._increment_version([])
     except TypeError:
@@ -30,10 +30,10 @@ _increment_versions = _increment()
 
 
 def note_writes(op: Op, rank: int) -> None:
-    """Tell autograd that an op of this rank writes its tensors; at any time before it ends.
+    """Tell autograd that an op of this rank writes its tensors, at any time before the op ends.
 
-    Autograd refuses a gradient that needs a value from before. It looks at a tensor's version, which its views share,
-    and which only torch's own operations raise by themselves.
+    Autograd then refuses a gradient that needs an old value. It compares the version of a tensor, which all views of
+    the tensor share. Only torch's own operations raise the version by themselves.
     """
     written = op.writes()
     if written and (type(op) is not Broadcast or op.root != rank):

@@ -1,7 +1,8 @@
-"""Reads and writes of a program's tensors as bytes, also of those that were made in torch's inference mode.
+"""Reads and writes of a program's tensors as bytes, also of tensors that were made in torch's inference mode.
 
-Such a tensor may be written in that mode only, and the code that ends an operation runs on the loop, outside of it. Not
-all of that code may run inside: tensors that it allocates, such as an object's, would be inference tensors in turn.
+An inference tensor may be written in inference mode only. The code that ends an operation runs on the loop, outside
+that mode. That code cannot run in the mode as a whole, because tensors that it allocates, such as an object's, would
+become inference tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _AS_IT_IS = nullcontext()
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[object]:
-    """Within it the tensor may be written, whatever mode it was made in."""
+    """Return a context in which the tensor may be written, in any mode that it was made in."""
     return torch.inference_mode() if tensor.is_inference() else _AS_IT_IS
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Return the tensor or, if it was made in inference mode, another one of the same memory that was not."""
+    """Return the tensor, or for an inference tensor an ordinary tensor of the same memory."""
     return _same_memory(tensor) if tensor.is_inference() else tensor
 
 
@@ -34,15 +35,16 @@ def _same_memory(tensor: Tensor) -> Tensor:
 
 
 def write(out: Tensor, source: Tensor) -> None:
-    """Copy the elements of ``source`` into ``out``, whatever the shape of either."""
+    """Copy the elements of ``source`` into ``out``, which may have another shape."""
     with writing(out):
         out.copy_(source.detach().view(out.shape))
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes: whatever strides it has, which are any where nothing follows them.
+    """Return a contiguous tensor's memory as bytes, for any strides.
 
-    ``view(torch.uint8)`` asks for those of more than one element, also of ``torch.ones(2)[::2]``.
+    A contiguous tensor of at most one element may have any strides, as ``torch.ones(2)[::2]`` has.
+    ``view(torch.uint8)`` refuses such strides.
     """
     plain, count = tensor.detach(), tensor.numel()
     if count == 1:
@@ -50,6 +52,6 @@ def octets(tensor: Tensor) -> Tensor:
     elif count:
         line = plain.view(-1)
     else:
-        # With elements, as_strided would look at the storage. The code that uses the bytes says if that is too small.
+        # With elements, as_strided would check the size of the storage. The code that uses the bytes checks it instead.
         line = plain.as_strided((0,), (1,))
     return line.view(torch.uint8)

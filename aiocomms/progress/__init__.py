@@ -1,1 +1,1 @@
-"""Ops under way: works, the driver that moves them on, those in flight, their deadlines, the heartbeat."""
+"""Works of pending ops, the driver that advances them, their deadlines, and the heartbeat."""

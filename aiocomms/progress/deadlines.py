@@ -1,8 +1,7 @@
 """The watchdog, a thread that acts on the deadlines of pending ops, also while the event loop is busy.
 
-One thread per process sleeps until the earliest deadline. Most ops complete long before theirs, so that the only cost
-of an op is an insertion into a queue. The thread is told only of a deadline that is earlier than the one for which it
-sleeps.
+One thread per process sleeps until the earliest deadline. Most ops complete long before their deadlines, so an op
+costs only an insertion into a queue. The thread wakes early only for a deadline before the one that it sleeps until.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ GRACE = 0.001
 
 
 _LATER = 1.0
-"""Seconds after which deadlines are looked at again that could not be looked at."""
+"""Seconds until the next look at an object whose deadlines could not be checked."""
 _log = logging.getLogger("aiocomms")
 
 
@@ -29,24 +28,24 @@ class Watched(Protocol):
     """An object whose deadlines are watched."""
 
     def expire(self, now: float) -> float:
-        """Act on the deadlines that have passed. It is called on the watchdog's thread.
+        """Act on the deadlines that have passed. The watchdog calls this method on its thread.
 
         :param now: the time, by the monotonic clock.
-        :returns: the earliest deadline that is left, or infinity if there is none.
+        :returns: the earliest remaining deadline, or infinity if there is none.
         """
 
     def due(self) -> float:
         """Return the earliest deadline, or infinity if there is none."""
 
     def calm(self, now: float) -> bool:
-        """Return whether no deadline has passed and no rank is silent: :meth:`expire` would ask for signs of life only.
+        """Return whether no deadline has passed and no rank is silent. :meth:`expire` then only asks for signs of life.
 
         :param now: the time, by the monotonic clock.
         """
 
 
 class Watchdog:
-    """The thread that sleeps until the earliest deadline of all registered objects, and tells them to act."""
+    """The thread that sleeps until the earliest deadline of all registered objects, and then calls their ``expire``."""
 
     wakes_at: float
 
@@ -55,11 +54,11 @@ class Watchdog:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Start afresh. In a forked child the thread is gone, and the lock may be held by a thread that is gone too."""
+        """Start afresh. A forked child has no watchdog thread, and a thread of the parent may have held the lock."""
         self.wakes_at = float("inf")
         """The time at which the thread wakes next. An op with an earlier deadline calls :meth:`wake_by`."""
-        # Reentrant: a finalizer that runs under the lock may post or close. It is taken as it is and not through the
-        # condition, in whose methods the exception of a signal handler would leave it taken for good.
+        # The lock is reentrant: a finalizer that runs under it may post or close. The code takes the lock itself, not
+        # the condition: an exception of a signal handler in the condition's methods would leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
@@ -72,7 +71,7 @@ class Watchdog:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
-        """Watch an object's deadlines no more; idempotent. With the last one the thread ends: see :attr:`leaving`."""
+        """Stop watching an object's deadlines; idempotent. The thread ends with the last object: :attr:`leaving`."""
         with self._lock:
             self._watched.discard(who)
             thread = None if self._watched else self._thread
@@ -83,28 +82,29 @@ class Watchdog:
 
     @property
     def leaving(self) -> list[threading.Thread]:
-        """The threads that are to end, and have not. They may be telling an object that its deadline has passed."""
+        """The threads that were told to end and still run. Such a thread may be in an object's ``expire``."""
         with self._lock:
-            self._changed.notify_all()  # A signal handler may have raised between the end and the notice of it.
+            # A signal handler may have raised before the thread was notified.
+            self._changed.notify_all()
             self._leaving = [thread for thread in self._leaving if thread.is_alive()]
             return list(self._leaving)
 
     def wake_by(self, deadline: float) -> None:
         """Make sure that the thread wakes when ``deadline`` has passed.
 
-        :raises RuntimeError: no thread can be started.
+        :raises RuntimeError: the system cannot start a thread.
         """
         with self._lock:
-            # No object may be left: the last one may have been unregistered while the thread called its expire.
+            # The set may be empty: the last object may have been unregistered while the thread called its expire.
             if deadline < self.wakes_at and self._watched:
                 if self._thread is None or not self._thread.is_alive():
                     self._start_thread()
                 self._changed.notify_all()
-                # This comes last: if a signal handler raises before, the next op tells the thread again.
+                # This assignment comes last: if a signal handler raises before it, the next op notifies the thread.
                 self.wakes_at = deadline
 
     def _start_thread(self) -> None:
-        """Start it. If that raises, a thread that runs all the same ends at once, and the next deadline tries again."""
+        """Start the thread. If the start raises, a thread that runs all the same ends; the next deadline retries."""
         thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
         thread.start()
         self._thread = thread
@@ -122,34 +122,34 @@ class Watchdog:
                 self._expire_all()
         finally:
             with self._lock:
-                if self._thread is me:  # The thread ends by an exception: the next deadline starts another one.
+                if self._thread is me:  # An exception ends the thread, and the next deadline starts another one.
                     self._thread, self.wakes_at = None, float("inf")
 
     def _expire_all(self) -> None:
-        """Tell all objects to act on their deadlines.
+        """Call ``expire`` of all objects.
 
-        This is a function of its own so that it keeps no reference to them: the thread may sleep for long afterwards.
+        This is a function of its own, so that the sleeping thread keeps no reference to the objects.
         """
         with self._lock:
             watched = copied(self._watched)
-        # The lock is not held here: a communicator may be closed, and so unregistered, because of its deadline.
+        # The lock is free here: a passed deadline may close a communicator, which unregisters it.
         for who in watched:
             try:
                 earliest = who.expire(clock.now())
-            except BaseException:  # the deadlines of all others are watched on
+            except BaseException:  # The thread goes on with the other objects.
                 _log.exception("the deadlines of %r cannot be watched; they are looked at again in %g s", who, _LATER)
                 earliest = clock.now() + _LATER
             self.wake_by(earliest)
 
 
 watchdog: Watchdog = Watchdog()
-"""The watchdog of the process. It has a thread only while ops with deadlines are pending, or were until recently."""
+"""The watchdog of the process. Its thread runs from the first deadline until the last object is unregistered."""
 
 SIMULATED = "watchdog"
-"""The name of a simulated process's watchdog in its state."""
+"""The key of the watchdog in the state of a simulated process."""
 
 
 def current() -> Watchdog:
-    """Return the watchdog of this process; in a simulation, of the simulated one."""
+    """Return the watchdog of this process, or of the simulated process in a simulation."""
     found: Watchdog = clock.state().get(SIMULATED, watchdog)
     return found

@@ -1,8 +1,8 @@
 """Per-loop progress: poll for a few turns of the loop, then park on file descriptors.
 
-One driver serves all communicators of one event loop. With nothing pending it schedules nothing; with ops pending and
-nothing happening it sleeps in the loop's own selector, on each transport's descriptor. asyncio's timers sleep in
-whole milliseconds, so there is no timer here at all.
+One driver serves all communicators of one event loop. Without pending ops it schedules nothing. With pending ops it
+sleeps in the loop's own selector, on each transport's descriptor, until something happens. It uses no timer: asyncio's
+timers sleep in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from aiocomms.transport import Capabilities
 
 _DRIVER: Final = "driver"
 TURN: Final = 0.002
-"""Seconds for which tasks may go on whose ops end within their calls, before the loop has its turn."""
+"""Seconds that tasks may run without a turn of the loop while their ops end within the calls."""
 _local = threading.local()
 
 
 def _drivers() -> dict[str, Any]:
-    """Return where the driver of this thread's loop is kept. In a simulation each process has a loop on this thread."""
+    """Return the dictionary that holds the driver of this thread's loop, or of a simulated process's loop."""
     return _local.__dict__ if clock.simulation is None else clock.state()
 
 
@@ -42,27 +42,27 @@ class Served(Protocol):
     capabilities: Capabilities
 
     def progress(self) -> bool | None:
-        """Move things on without blocking; whether anything completed. None: do not ask again, park."""
+        """Advance pending ops without blocking. Return whether any completed; None: do not poll again, park."""
 
     def fileno(self) -> int | None:
         """Return a descriptor that is readable when :meth:`progress` has something to do."""
 
     def on_failure(self, error: CommError) -> None:
-        """:meth:`progress` has raised, and is not called any more."""
+        """Note that :meth:`progress` has raised. The driver calls it no more."""
 
 
 class Waited(Protocol):
     """An object that synchronous code can wait for."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the object has ended."""
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Have ``fn`` called on the loop when it has ended."""
+        """Call ``fn`` on the loop when the object has ended."""
 
 
 class _Source:
-    """The transports that share a descriptor: one call of ``progress`` of one of them serves all."""
+    """The transports that share a descriptor. One call of ``progress`` on one of them serves all."""
 
     __slots__ = ("fd", "transports")
 
@@ -72,7 +72,7 @@ class _Source:
 
 
 class LoopDriver:
-    """The driver of one event loop, which turns "something happened below" into completed works."""
+    """The driver of one event loop, which calls the transports' ``progress`` so that works complete."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -92,8 +92,8 @@ class LoopDriver:
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # The calls from other threads.
         self._blocked: Waker | None = None  # The waker of the loop's thread while it waits in block().
         self.give_way: Callable[[], Generator[Any, Any, None]] = loop.give_way
-        self._had_turn = 0.0  # The time at which the loop had its turn, as far as overdue() has asked for one.
-        self._asked: float | None = None  # The time at which it has asked.
+        self._had_turn = 0.0  # The time of the last turn that overdue() has requested and the loop has had.
+        self._asked: float | None = None  # The time of the pending request.
 
     @classmethod
     def current(cls) -> LoopDriver:
@@ -109,7 +109,7 @@ class LoopDriver:
         return driver
 
     def attach(self, transport: Served) -> None:
-        """Serve a transport from now on. Those that have one descriptor are served as one."""
+        """Serve a transport from now on. Transports with the same descriptor share one source."""
         fd = guarded(None, transport.fileno)
         source = None if fd is None else self._watched.get(fd)
         if source is None:
@@ -135,7 +135,7 @@ class LoopDriver:
             del here[_DRIVER]
 
     def poll_soon(self, transport: Served) -> None:
-        """Something is pending on a transport: poll it for as many turns as it says it is worth."""
+        """Poll a transport with a pending op for as many turns as its capabilities ask for."""
         spin = transport.capabilities.spin
         source = self._sources.get(transport)
         if spin and source is not None:
@@ -148,7 +148,7 @@ class LoopDriver:
             self.call_soon(self._turn)
 
     def overdue(self) -> bool:
-        """Return whether the loop has had no turn for long, as tasks go on whose ops end within their calls."""
+        """Return whether tasks whose ops end within the calls have kept the loop from its turn for too long."""
         now = clock.now()
         if self._asked is None:
             if now - self._had_turn > TURN:
@@ -161,9 +161,9 @@ class LoopDriver:
         self._asked, self._had_turn = None, clock.now()
 
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.
+        """Call ``fn`` on the loop's thread, from any thread or signal handler, also while :meth:`block` runs there.
 
-        :returns: False: nothing happens, for the loop is gone.
+        :returns: False: nothing happens, because the loop has ended.
         """
         self._calls.append((fn, args))
         blocked = self._blocked
@@ -172,7 +172,7 @@ class LoopDriver:
         return self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
-        """Make the calls that wait: none if block() has made them, several if a signal handler has raised in here."""
+        """Make the queued calls: none if block() has made them, several if a signal handler has raised in here."""
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
             if dispatch_modes() or in_inference_mode():
@@ -184,8 +184,8 @@ class LoopDriver:
     def block(self, work: Waited, timeout: float | None) -> None:
         """Wait for a work in synchronous code.
 
-        :param timeout: seconds; None: as long as it takes.
-        :raises TimeoutError: it took longer.
+        :param timeout: the longest wait in seconds; None: no limit.
+        :raises TimeoutError: the work took longer.
         """
         deadline = None if timeout is None else clock.now() + timeout
         if threading.get_ident() == self.thread:
@@ -209,7 +209,7 @@ class LoopDriver:
                     self._call()
                 moved = False
                 for source in dict.fromkeys(self._sources.values()):
-                    # The driver asks here as often as on the loop before it waits for the descriptor.
+                    # The driver polls here as often as on the loop before it waits for the descriptor.
                     turns = max(1, _spin(source))
                     while turns and (did := self._progress(source)) is False and not work.done():
                         turns -= 1
@@ -217,7 +217,7 @@ class LoopDriver:
                 left = None if deadline is None else deadline - clock.now()
                 if work.done() or (left is not None and left <= 0):
                     return
-                if not moved:  # If one thing has happened, the next is near, and may make no descriptor readable.
+                if not moved:  # After one event the next is near, and may make no descriptor readable.
                     poller.poll(None if left is None else left * 1000)
         finally:
             self._blocked = None
@@ -225,7 +225,7 @@ class LoopDriver:
 
     def _ready(self, source: _Source) -> None:
         if self._progress(source) and (spin := _spin(source)):
-            self._poll(source, spin)  # If one thing has happened, the next is near.
+            self._poll(source, spin)  # After one event the next is near.
 
     def _turn(self) -> None:
         turns = self._turns
@@ -238,14 +238,14 @@ class LoopDriver:
                     turns[source] -= 1
                 else:
                     turns.pop(source, None)
-        finally:  # This runs where a signal handler raises, too.
+        finally:  # This also runs if a signal handler raises.
             self._scheduled = bool(turns)
             if turns:
                 self.call_soon(self._turn)
 
     def _progress(self, source: _Source) -> bool | None:
         transports = source.transports
-        if not transports:  # The source that was asked before has ended them.
+        if not transports:  # The progress of an earlier source has detached them.
             return None
         try:
             if dispatch_modes() or in_inference_mode():
@@ -254,7 +254,7 @@ class LoopDriver:
             return transports[0].progress()
         except Exception as error:
             for transport in list(transports):
-                self.detach(transport)  # the descriptor may stay readable for ever
+                self.detach(transport)  # The descriptor may stay readable.
                 failure = broken(transport, "progress", error)
                 self.report(failure.message, error)
                 transport.on_failure(failure)
@@ -262,17 +262,17 @@ class LoopDriver:
 
 
 def _spin(source: _Source) -> int:
-    """Return how many turns of the loop a source is polled; it may have no transport any more."""
+    """Return the number of loop turns for which a source is polled: 0 if it has no transport left."""
     return source.transports[0].capabilities.spin if source.transports else 0
 
 
 class Waiters(msgspec.Struct, eq=False):
-    """The suspended tasks that wait for one thing; what a loop parks a task on."""
+    """The suspended tasks that wait for one object. A loop parks a task on it."""
 
     of: object
-    """The thing, for messages."""
+    """The object that the tasks wait for, as messages show it."""
     on_empty: Callable[[], object] | None = None
-    """The call that is made when the last task has been cancelled."""
+    """The function to call when the last waiting task was cancelled."""
     waiting: list[Waiter] = []
     """See :class:`aiocomms.progress.loops.Parkable`."""
 
@@ -287,11 +287,11 @@ class Waiters(msgspec.Struct, eq=False):
                 self.on_empty()
 
     def wake(self) -> None:
-        """Let every task go on; called again, it goes on where the exception of a signal handler has cut it short."""
+        """Wake every task. A second call resumes where the exception of a signal handler has interrupted the first."""
         waiting = self.waiting
         while waiting:
             waiter = waiting[0]
-            if not waiter.done():  # A waiter is done if its task was cancelled in this same turn.
+            if not waiter.done():  # A waiter is done if its task was cancelled in this turn.
                 waiter.set_result(None)
             del waiting[0]
 
@@ -308,16 +308,16 @@ class Promise:
 
     @property
     def is_set(self) -> bool:
-        """True once it has happened."""
+        """True once the event has happened."""
         return self._set
 
     @property
     def waiters(self) -> list[Waiter]:
-        """The suspended awaiters."""
+        """The suspended tasks that await the event."""
         return list(self._waiters.waiting)
 
     def set(self) -> None:
-        """Let every waiter go on."""
+        """Wake all tasks that wait for the event."""
         self._set = True
         self._waiters.wake()
 
@@ -327,7 +327,7 @@ class Promise:
 
 
 class Bell:
-    """An event that happens again and again: the tasks that wait go on, and look at what they wait for."""
+    """An event that happens repeatedly. The waiting tasks wake and check their condition."""
 
     __slots__ = ("_driver", "_waiters", "ring")
 

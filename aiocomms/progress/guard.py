@@ -1,11 +1,11 @@
-"""The guards around code that is not this library's: transports, and async functions of the program.
+"""Guards around foreign code: transports, and async functions of the program.
 
-What a transport raises ends its communicator, and nothing else.
+An exception of a transport ends its communicator, and nothing else.
 
-By contract only ``open``, ``split``, ``post`` and ``wait_stream`` may raise. Where another method does, its transport
-is broken: its further behaviour is unknown, so its communicator is lost, with an error that names the transport.
+By contract only ``open``, ``split``, ``post`` and ``wait_stream`` may raise. If another method raises, the transport is
+broken and its further behaviour is unknown. The communicator is then lost, with an error that names the transport.
 
-What a function of the program raises, whatever it is, is that function's failure, unless it ends the task around it.
+An exception of any class from a function of the program is a failure of that function, unless it ends the task.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def broken(transport: object, method: str, error: BaseException) -> CommError:
-    """Return the error of a communicator whose transport has raised what it must not raise."""
+    """Return the error of a communicator whose transport has raised in a method that must not raise."""
     failure = CommError(
         f"the transport {type(transport).__name__} is broken: {method}() raised {type(error).__name__}: {error}"
     )
@@ -34,25 +34,25 @@ def broken(transport: object, method: str, error: BaseException) -> CommError:
 
 
 def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a method of a transport that must not raise; on any thread.
+    """Call a method of a transport that must not raise. Safe on any thread.
 
-    :param otherwise: what is returned if it raises all the same; the communicator is lost then.
+    :param otherwise: the value to return if the method raises all the same. The communicator is then lost.
     """
     try:
         return method(*args, **kwargs)
     except Exception as error:
         transport: Any = method.__self__  # type: ignore[attr-defined]  # The method is a bound one.
         failure = broken(transport, method.__name__, error)
-        _log.error("%s", failure, exc_info=error)  # the communicator may be lost already, for another reason
+        _log.error("%s", failure, exc_info=error)  # The communicator may already be lost for another reason.
         transport.on_failure(failure)
         return otherwise
 
 
 def ends_task(error: BaseException) -> bool:
-    """Return whether what the program's function raised ends the task around it: the process ends, or it is cancelled.
+    """Return whether an exception of the program's function ends the current task: by exit or by cancellation.
 
-    A ``CancelledError`` may come from anywhere, as from a future that another task has cancelled. So this task's scopes
-    are asked: call it outside of those that are the function's own.
+    A ``CancelledError`` may come from a future that another task has cancelled. So this function checks the cancel
+    scopes of the task: call it outside the scopes of the program's function.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return True

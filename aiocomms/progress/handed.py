@@ -1,8 +1,8 @@
-"""Awaitables like coroutines, which learn when a task that was given them never starts them.
+"""Awaitables with the methods of coroutines, which notice if a task is cancelled before it starts them.
 
-A task drives a coroutine by ``send``, and begins one that was cancelled before its first step with ``throw``. Any
-other awaitable is wrapped into a coroutine, by ``ensure_future``, which never begins then. The awaitable would not
-learn that the awaiter is gone, and the receive that it was to wait for would take the next message.
+A task drives a coroutine by ``send``. If the task is cancelled before its first step, it calls ``throw``.
+``ensure_future`` wraps any other awaitable into a coroutine, which then never begins. Such an awaitable would not
+notice that its awaiter is cancelled, and its receive would take the next message.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 Steps = dict[object, Generator[Any, Any, Any]]
-"""The generator of each task that drives an awaitable, which may be handed to several tasks."""
+"""The generators of an awaitable by task: several tasks may drive one awaitable."""
 
 
 class Handed(Generic[T_co]):
-    """An awaitable that is handed to tasks of asyncio. ``await`` uses none of this, nor does trio."""
+    """An awaitable that asyncio tasks can drive as a coroutine. Neither ``await`` nor trio uses these methods."""
 
     __slots__ = ()
 
@@ -28,11 +28,11 @@ class Handed(Generic[T_co]):
         raise NotImplementedError
 
     def _never_awaited(self) -> None:
-        """Note that a task which was to await it has gone before it began."""
+        """Note that a task was cancelled before it began to await this object."""
         raise NotImplementedError
 
     def send(self, value: Any) -> Any:
-        """Begin, or go on."""
+        """Begin or resume the current task's generator."""
         task = _task()
         if self._steps is None:
             self._steps = {}  # type: ignore[misc]  # The class that inherits this has the attribute.
@@ -42,7 +42,7 @@ class Handed(Generic[T_co]):
         return self._go_on(task, steps.send, value)
 
     def throw(self, error: BaseException, *_: object) -> Any:
-        """Go on with an error; most often the task was cancelled."""
+        """Resume the current task's generator with an error, in most cases a cancellation."""
         task = _task()
         steps = None if self._steps is None else self._steps.get(task)
         if steps is None:
@@ -51,14 +51,14 @@ class Handed(Generic[T_co]):
         return self._go_on(task, steps.throw, error)
 
     def close(self) -> None:
-        """No task will drive it: as :class:`asyncio.TaskGroup` does where it refuses one, since Python 3.13."""
+        """Note that no task will drive this object. :class:`asyncio.TaskGroup` calls it when it refuses a coroutine."""
         self._never_awaited()
 
     def _go_on(self, task: object, step: Callable[[Any], Any], value: Any) -> Any:
         assert self._steps is not None
         try:
             return step(value)
-        except BaseException:  # The exception is most often StopIteration, which has the result.
+        except BaseException:  # The exception is mostly StopIteration, with the result.
             del self._steps[task]
             raise
 

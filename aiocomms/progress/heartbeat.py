@@ -1,8 +1,7 @@
-"""The heartbeat, which notices a silent rank: one that is stopped, cut off, or on a host that is gone.
+"""The heartbeat, which notices a silent rank: one that is stopped, disconnected, or on a host that has failed.
 
 The connection to such a rank may stay open for minutes. While ops are pending, the watchdog's thread periodically asks
-the other ranks for a sign of life. The transport's own thread answers. While nothing is pending, no rank is asked, and
-no thread wakes up.
+the other ranks for a sign of life, and the transport's own thread answers there. Without pending ops, no thread wakes.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from aiocomms.transport import Transport
 
 _LONGEST_PERIOD: Final = 0.4
 _FRESH: Final = 3
-"""Periods after which what was measured before is of no use any more."""
+"""Periods after which a measured silence is out of date."""
 
 
 class Heartbeat:
-    """The heartbeat of one communicator: it asks for signs of life, and measures the silence of each rank."""
+    """The heartbeat of one communicator, which asks for signs of life and measures the silence of each rank."""
 
     def __init__(
         self, transports: Sequence[Transport], options: Mapping[str, Any], fail: Callable[[CommError], object]
@@ -30,7 +29,7 @@ class Heartbeat:
 
         :param transports: the communicator's transports.
         :param options: the user's hints.
-        :param fail: the function to call with a :class:`PeerDiedError` for the first rank that is silent for too long.
+        :param fail: the function to call with a :class:`PeerDiedError` for the first rank whose silence is too long.
         """
         self._most = silence(options)
         self._transports = [
@@ -43,7 +42,7 @@ class Heartbeat:
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """Return the last measured silence of each rank in seconds; none if that was too long ago. On any thread.
+        """Return the last measured silence of each rank in seconds; empty if it is out of date. Safe on any thread.
 
         :param now: the time, by ``clock.now()``.
         """
@@ -55,10 +54,10 @@ class Heartbeat:
         return found
 
     def look(self, now: float) -> None:
-        """Note which ranks have given no sign of life since the last call, and ask all ranks again.
+        """Note the ranks without a sign of life since the last call, and ask all ranks again.
 
-        Only time during which this rank was watching counts as silence: this rank may itself have been stopped, or
-        starved of the processor, so that it has not read the answers yet.
+        Only the time in which this rank watched counts as silence. If this rank was itself stopped or got no processor
+        time, it has not read the answers yet.
 
         :param now: the time, by ``clock.now()``.
         """

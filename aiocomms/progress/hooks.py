@@ -1,4 +1,4 @@
-"""The methods that register hooks: functions of the program that are called before an op, after it, or on abort."""
+"""Registration of hooks: functions of the program that are called before an op, after an op, or on abort."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Hook(Handle):
         return repr(self._fn)
 
     def remove(self) -> None:
-        """Do not call the hook any more. Idempotent."""
+        """Stop calling the hook. Idempotent."""
         if self in self._hooks:
             self._hooks.remove(self)
 
 
 class Hooks(list[Hook]):
-    """The hooks for one kind of event. They are called in the order in which they were registered."""
+    """The hooks for one kind of event, called in the order of registration."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
         """Add a hook.
@@ -44,14 +44,14 @@ class Hooks(list[Hook]):
         return hook
 
     def ask(self, *args: Any) -> None:
-        """Call the hooks. What a hook raises is raised to the caller."""
+        """Call the hooks. An exception of a hook propagates to the caller."""
         for hook in list(self):
             hook._fn(*args)
 
     def call(self, driver: LoopDriver, *args: Any) -> None:
-        """Call the hooks, and leave what a hook raises to the event loop: the caller has another op to see to.
+        """Call the hooks, and pass an exception of a hook to the event loop, because the caller must go on.
 
-        The loop reports it, or ends by it: as it does with what a callback of its own raises.
+        The loop reports the exception or ends with it, as for its own callbacks.
         """
         for hook in list(self):
             try:
@@ -67,14 +67,14 @@ def _raise(error: BaseException) -> None:
 
 
 class Hooked:
-    """The methods through which a program registers its hooks."""
+    """The methods with which a program registers its hooks."""
 
     _pre_hooks: Hooks
     _post_hooks: Hooks
     _abort_hooks: Hooks
 
     def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
-        """Have ``fn(op, seq)`` called after the checks of each op and before it is posted. What it raises stops the op.
+        """Call ``fn(op, seq)`` after the checks of each op and before its post. An exception of ``fn`` stops the op.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -82,11 +82,11 @@ class Hooked:
         return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Have ``fn(work)`` called on the loop's thread when an op has ended, before the tasks that await it resume.
+        """Call ``fn(work)`` on the loop's thread when an op has ended, before the tasks that await it resume.
 
-        ``work.called`` is when it was called, by ``time.monotonic()``, and ``work.error`` how it failed. It is called
-        once for each op that pre-hooks were called for, also where the op could not be posted, and in the context of
-        the op's call: its context variables are the caller's.
+        ``work.called`` is the time of the op's call, by ``time.monotonic()``, and ``work.error`` its error or None.
+        ``fn`` is called once for each op for which pre-hooks were called, also if the op could not be posted. It runs
+        in the context of the op's call, and so sees the caller's context variables.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -94,7 +94,7 @@ class Hooked:
         return self._post_hooks.register(fn)
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
-        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first cause.
+        """Call ``fn(error)`` on the loop's thread when the communicator is lost; ``error`` is the first cause.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

@@ -1,4 +1,4 @@
-"""Works in flight: the ops of one communicator that are pending, how each ends, and where their deadlines are kept."""
+"""Works in flight: the pending ops of one communicator, the end of each, and the queues of their deadlines."""
 
 from __future__ import annotations
 
@@ -37,45 +37,46 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 _LOCATED: Final = ("in lane ", "in collective ")
-"""The beginnings of errors that say where ranks disagree."""
+"""The beginnings of the messages that say in which op the ranks disagree."""
 _POISONS: Final = (CommTimeoutError, MismatchError, PeerDiedError)
-"""Errors of one op that end its communicator."""
+"""The errors of one op that end its communicator."""
 AGAIN: Final = 5.0
-"""Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
-error waits for an explanation, unless the exception of a signal handler has cut its end short."""
+"""Seconds until the watchdog checks a work again that is still pending after its deadline. Only an exception of a
+signal handler can delay the end of a work so long."""
 _RESIZED = (
     "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
 )
 
 
 class StartedWork(Work[T_co]):
-    """A work as the core and transports see it; every ``Work`` is one.
+    """A work as the core and transports see it. Every :class:`Work` is one.
 
-    A signal handler may raise between any two steps. So the outcome is stored before the state, and a work stays among
-    those in flight until all who wait for it have been woken: there its deadline finds it, and :meth:`finish` goes on.
+    A signal handler may raise between any two steps. Therefore each method stores the outcome before the state, and a
+    work stays in flight until all its waiters are awake. If an exception interrupts that, the watchdog finds the work
+    at its deadline and calls :meth:`finish`.
     """
 
     __slots__ = FIELDS_BELOW
 
     fault: CommError | None
-    """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
+    """The error with which the transport failed the op; None if the work was abandoned or withdrawn."""
     queue: Any
-    """The queue of works in flight that it stands in while it is pending; see :class:`InFlight`."""
+    """The queue that holds the work while it is pending; see :class:`InFlight`."""
     memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None
-    """The storage of the tensor of a pending op, or several storages and their addresses.
+    """The storage of a pending op's tensor, or several storages and their addresses.
 
     The program may give the tensors other storages meanwhile.
     """
     context: Context | None
-    """The context in which a pending op was called, where there were post-hooks, which are called in it."""
+    """The context of a pending op's call, in which post-hooks are called; None if there were none."""
     _place: int
 
     def waiters(self) -> list[Waiter]:
-        """Return the suspended awaiters."""
+        """Return the suspended tasks that await the work."""
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
-        """Have a first waiter woken; any thread, for the one that ends the work meanwhile sees it, or finds none."""
+        """Have a first waiter woken at the end of the work. Safe on any thread, also while another ends the work."""
         self._waiters = Waiters(self, self._nobody_waits, [waiter])
 
     def complete(self, value: Any = OP_RESULT) -> None:
@@ -84,7 +85,7 @@ class StartedWork(Work[T_co]):
             return self._refuse_second()
         if self.queue is not None and self._resized():
             return self.fail(CommError(_RESIZED))
-        if value is not OP_RESULT:  # The value of an op of arrays is there already.
+        if value is not OP_RESULT:  # An op on arrays has its value already.
             self._value = value
         self._state = DONE
         if self._waiters is not None or self._callbacks is not None:
@@ -111,33 +112,33 @@ class StartedWork(Work[T_co]):
         return None
 
     def fails_alone(self) -> bool:
-        """Return whether it has failed, and the communicator goes on: one that is lost says so to each later call."""
+        """Return whether the work has failed and the communicator goes on. A lost one refuses each later call."""
         fault = self.fault
         return not (fault is None or isinstance(fault, CapturedWorkError) or self.fails_all())
 
     def fails_all(self) -> bool:
-        """Return whether its failure concerns all ranks, and ends the communicator."""
+        """Return whether the work's failure concerns all ranks and ends the communicator."""
         fault = self.fault
         return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
-        """Name the collective in what all ranks are told when some disagree: transports count as they like."""
+        """Add the collective's number, the same on all ranks, to the error. Transports count in their own ways."""
         number = None if error.message.startswith(_LOCATED) else self._owner.collective(self.seq)
         return error if not number else MismatchError(f"in collective {number} {error.message}", peer=error.peer)
 
     def abandon(self, error: CommError) -> None:
-        """End a pending work although its transport has not; what the transport says of it later is ignored."""
+        """End a pending work that its transport has not ended. Later reports of the transport are ignored."""
         if not self._state:
             self._end(error, ABANDONED)
         self.finish()
 
     def refuse(self, error: BaseException) -> None:
-        """End a work that could not be posted, for the hooks; what a transport says of it later is ignored."""
+        """End a work that could not be posted, for the hooks. Later reports of the transport are ignored."""
         failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
         self._error, self._state = failure, ABANDONED
 
     def finish(self) -> None:
-        """Wake those who still wait for a work that is done, and let it go."""
+        """Wake the remaining waiters of a work that is done, and drop it from those in flight."""
         self._notify()
         if self.queue is not None:
             self._owner.settled(self, self._error)
@@ -146,13 +147,13 @@ class StartedWork(Work[T_co]):
         owner = self._owner
         self._error = owner.worded(error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank))
         self._state = state
-        if not isinstance(error, CapturedWorkError):  # A refused capture is no failure.
+        if not isinstance(error, CapturedWorkError):  # A refused capture does not count as a failure.
             key = type(error).__name__, error.peer
             owner.failures[key] = owner.failures.get(key, 0) + 1
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all who wait; called again, it goes on where the exception of a signal handler has cut it short."""
+        """Wake all waiters. A second call resumes where the exception of a signal handler has interrupted the first."""
         if self._waiters is not None:
             self._waiters.wake()
             self._waiters = None
@@ -161,7 +162,7 @@ class StartedWork(Work[T_co]):
             del self._callbacks[0]
 
     def hold(self) -> None:
-        """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
+        """Keep the memory of a pending op, also if the program gives a tensor another storage."""
         op = self.op
         tensor = getattr(op, "tensor", None)
         if tensor is not None:  # Nearly every op has one tensor.
@@ -209,7 +210,7 @@ class LaneWork(StartedWork[T_co]):
 
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""
-        # The lane was given up on purpose, and a program that does not ask for the result is not warned.
+        # The program has aborted the lane on purpose, so an unseen error causes no report.
         if isinstance(error, LaneAbortedError):
             self.abandon(error)
         else:
@@ -223,7 +224,7 @@ class LaneWork(StartedWork[T_co]):
 
 
 class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
-    """A work that Python code makes, with its fields."""
+    """A work that Python code creates, with its fields."""
 
     op: ops.Op
     seq: int
@@ -245,21 +246,21 @@ class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
 
 
 class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
-    """The same of a lane."""
+    """A lane's work that Python code creates, with its fields."""
 
     lane: str = ""
     number: int = 0
 
 
 class Queue(dict[StartedWork[Any], float]):
-    """Works of one timeout, and when each was added."""
+    """The pending works with one timeout, and the time at which each was added."""
 
     __slots__ = ("seconds",)
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds: float = seconds
-        """The seconds until their deadlines; infinity: they have none."""
+        """Seconds from the time of addition to the deadline; infinity: no deadline."""
 
 
 class Flying(NamedTuple):
@@ -267,34 +268,34 @@ class Flying(NamedTuple):
 
     work: StartedWork[Any]
     posted: float
-    """The time at which it was noted as pending, in seconds of the monotonic clock."""
+    """The time at which the work was added as pending, in seconds of the monotonic clock."""
     waiters: list[Waiter]
-    """Its suspended awaiters, or those of what it is a step of."""
+    """The suspended tasks that await the work, or the operation that the work is a step of."""
     of: str = ""
-    """The part of this library that it is a step of, such as a stream; empty: the program has called it."""
+    """The part of this library that the work belongs to, such as a stream; empty: the program has called the op."""
 
     @property
     def idle(self) -> bool:
-        """True if it is a step of this library's, a receive that stands ready say, and no task waits for that."""
+        """True if the op belongs to this library, such as a standing receive, and no task waits for it."""
         return not self.waiters and (bool(self.of) or getattr(self.work.op, "channel", ops.USER) != ops.USER)
 
 
 class Stands(Protocol):
-    """A part of this library that keeps receives pending, such as a stream: for what may come, whenever that is."""
+    """A part of this library that keeps receives pending for messages that may come, such as a stream."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """Yield these receives, the waiters for each, and what they are of; on any thread or signal handler."""
+        """Yield each receive, its waiters and the name of its owner. Safe on any thread or signal handler."""
 
 
 class InFlight:
-    """The pending works of one communicator, kept until they are done, and with them their tensors.
+    """The pending works of one communicator, kept with their tensors until they are done.
 
-    Other threads look at them. ``list(dict)`` copies the keys in one call that runs no Python code once it has begun:
-    neither another thread nor a finalizer changes the dictionary in between, as it could during ``list(dict.items())``,
-    which allocates a tuple for each item.
+    Other threads read them. ``list(dict)`` copies the keys in one call that runs no Python code, so neither another
+    thread nor a finalizer can change the dictionary meanwhile. ``list(dict.items())`` allocates a tuple for each item,
+    and does not have this property.
 
-    Timeouts are few, so there is a queue per timeout: each is in the order of its deadlines by itself, and an op costs
-    one insertion and one deletion whatever else is pending.
+    There are few different timeouts, so each has its own queue, which is in the order of the deadlines. An op costs one
+    insertion and one deletion, however many ops are pending.
     """
 
     def __init__(self, owner: Core, heartbeat: Heartbeat) -> None:
@@ -302,7 +303,7 @@ class InFlight:
         self.heartbeat: Heartbeat = heartbeat
         self.driver: LoopDriver = owner.driver
         self._queues: dict[float, Queue] = {}
-        self._changing = threading.RLock()  # The lock for changes of the queues' set; to add a work takes no lock.
+        self._changing = threading.RLock()  # The lock for changes of the set of queues. Adding a work takes no lock.
         self._drained: Promise | None = None
         self._may_be: type[ops.Op] | None = None
         self.stands: WeakSet[Stands] = WeakSet()
@@ -317,7 +318,7 @@ class InFlight:
         return iter([flying.work for flying in self.look()])
 
     def look(self) -> list[Flying]:
-        """Note all works, those of each timeout in the order of the calls. On any thread or signal handler."""
+        """Return all works, ordered by call within each timeout. Safe on any thread or signal handler."""
         standing = {work: found for each in copied(self.stands) for work, *found in each.standing()}
         flying = []
         for queue in list(self._queues.values()):
@@ -327,7 +328,7 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none. On any thread."""
+        """Keep a work and watch its deadline, ``seconds`` from now; infinity: no deadline. Safe on any thread."""
         if not work.op.moves:
             work.hold()
         now = clock.now()
@@ -340,13 +341,13 @@ class InFlight:
         if look < self._watchdog.wakes_at:
             try:
                 self._watchdog.wake_by(look)
-            except RuntimeError as error:  # A work without a watchdog might never end.
+            except RuntimeError as error:  # Without a watchdog the work might never end.
                 self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
 
     def _joins(self, queue: Queue, work: StartedWork[Any], now: float) -> bool:
-        """Add a work to a queue, unless another thread has just dropped that."""
-        # The work is added before the look. A thread that drops the queue looks in the other order, so that one of them
-        # sees it.
+        """Add a work to a queue, unless another thread has just dropped the queue."""
+        # This adds the work and then checks the queue. A thread that drops the queue does so first and then checks for
+        # works. So one of the two threads notices the other.
         queue[work] = now
         if self._queues.get(queue.seconds) is queue:
             return True
@@ -354,22 +355,22 @@ class InFlight:
         return False
 
     def _queue_of(self, seconds: float) -> Queue:
-        """Make the queue of a timeout, if there is none by now, and drop those that are empty."""
+        """Create the queue of a timeout unless it exists, and drop empty queues."""
         with self._changing:
             if (found := self._queues.get(seconds)) is not None:
                 return found
             for queue in list(self._queues.values()):
                 if not queue:
                     del self._queues[queue.seconds]
-                    if queue:  # Another thread has added to the queue meanwhile, perhaps before it could see that.
+                    if queue:  # Another thread has added a work meanwhile, perhaps before it could see the drop.
                         self._queues[queue.seconds] = queue
             made = self._queues[seconds] = Queue(seconds)
             return made
 
     def remove(self, work: StartedWork[Any]) -> float:
-        """Forget a work that has just become done.
+        """Drop a work that has just become done.
 
-        :returns: when it was added.
+        :returns: the time at which the work was added.
         """
         queue: Queue = work.queue
         added = queue.pop(work)
@@ -379,14 +380,14 @@ class InFlight:
         return added
 
     def held(self) -> list[Tensor]:
-        """Return the tensors of all works. On any thread."""
+        """Return the tensors of all works. Safe on any thread."""
         ops = [flying.work.op for flying in self.look()]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
     async def drained(self, but: type[ops.Op] | None = None) -> None:
-        """Wait until nothing is pending.
+        """Wait until no op is pending.
 
-        :param but: the type of the ops that may be.
+        :param but: a type of ops that may stay pending.
         """
         self._may_be = but
         if not self._is_drained():
@@ -403,7 +404,7 @@ class InFlight:
         self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
-        """Wait until nobody watches deadlines who is to end, which is at once but where one has passed just now."""
+        """Wait until the ending watchdog threads have ended. That takes time only if a deadline has just passed."""
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
 
@@ -418,14 +419,14 @@ class InFlight:
         return self.due() > now and max(silent, default=0.0) < self.heartbeat.period
 
     def expire(self, now: float) -> float:
-        """See :class:`Watched`; copies before it looks, for the loop's thread goes on meanwhile."""
+        """See :class:`Watched`. Iterate over copies, because the loop's thread changes the queues meanwhile."""
         earliest = float("inf")
         if self:
             self.heartbeat.look(now)
             earliest = now + self.heartbeat.period
         for queue in list(self._queues.values()):
             for work in list(queue) if queue.seconds < float("inf") else ():
-                # A work without an entry has become done meanwhile.
+                # A work that has become done meanwhile has no entry.
                 deadline = queue.get(work, float("inf")) + queue.seconds
                 if now < deadline < float("inf"):
                     earliest = min(earliest, deadline)

@@ -1,7 +1,7 @@
-"""The event loops: all that differs between asyncio (with or without uvloop) and trio, and nothing else.
+"""Event loops: the differences between asyncio (with or without uvloop) and trio.
 
-anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take. So tasks are
-suspended and woken here, with each loop's own primitives. Everything slower uses anyio, elsewhere.
+anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take. So this module
+suspends and wakes tasks with each loop's own primitives. Slower code elsewhere uses anyio.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("aiocomms")
 
 _CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
-"""Names of trio's system tasks, which are no task of the program."""
+"""The names of trio's system tasks, which do not belong to the program."""
 
 
 class Waiter(Protocol):
-    """A suspended task: a future of asyncio, or what is like one."""
+    """A suspended task: an asyncio future, or an object with these methods of it."""
 
     def done(self) -> bool:
-        """Return whether the task has been resumed, or cancelled."""
+        """Return whether the task was resumed or cancelled."""
 
     def set_result(self, result: None) -> None:
-        """Resume the task; on its loop's thread."""
+        """Resume the task. Call it on the loop's thread."""
 
 
 class Parkable(Protocol):
-    """Something that a task can wait for. When it comes to be, it sets the result of each waiter that is not done."""
+    """An object that a task can wait for. When it is ready, it sets the result of each waiter that is not done."""
 
     waiting: list[Waiter]
-    """The waiters, of whom a loop adds each one itself."""
+    """The waiters. A loop appends a waiter when it parks a task."""
 
     def detach(self, waiter: Waiter) -> None:
         """Remove a waiter whose task was cancelled."""
@@ -64,7 +64,7 @@ class Loop(ABC):
 
     @abstractmethod
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread. May be called on any thread. False: it is not called, the loop is gone."""
+        """Call ``fn`` on the loop's thread; safe on any thread. Return False if the loop has ended: no call happens."""
 
     @abstractmethod
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
@@ -76,11 +76,11 @@ class Loop(ABC):
 
     @abstractmethod
     def unwatch(self, fd: int) -> None:
-        """Do not watch the descriptor any more."""
+        """Stop watching the descriptor."""
 
     @abstractmethod
     def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
-        """Return the name and the coroutine of each suspended waiter's task. May be called on any thread."""
+        """Return the name and the coroutine of each suspended waiter's task. Safe on any thread."""
 
     @abstractmethod
     def task(self) -> tuple[str, object] | None:
@@ -88,11 +88,11 @@ class Loop(ABC):
 
     @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
-        """Report an error that cannot be raised to any caller."""
+        """Report an error that has no caller to be raised to."""
 
 
 class AsyncioLoop(Loop):
-    """A loop of asyncio, also of uvloop."""
+    """An asyncio loop, also one of uvloop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         from asyncio import all_tasks, current_task, get_running_loop
@@ -121,7 +121,7 @@ class AsyncioLoop(Loop):
 
     def give_way(self) -> Generator[Any, Any, None]:
         """See :meth:`Loop.give_way`."""
-        yield  # A task of asyncio that yields nothing goes on in the next turn.
+        yield  # An asyncio task that yields None resumes in the next turn.
 
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """See :meth:`Loop.call_soon`."""
@@ -140,7 +140,7 @@ class AsyncioLoop(Loop):
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
         """See :meth:`Loop.spawn`."""
         task = self._loop.create_task(fn(), context=context)
-        self._tasks.add(task)  # The loop itself keeps no reference to its tasks.
+        self._tasks.add(task)  # The loop itself keeps no strong reference to its tasks.
         task.add_done_callback(self._tasks.discard)
 
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
@@ -153,7 +153,7 @@ class AsyncioLoop(Loop):
             self._loop.remove_reader(fd)
 
     def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
-        """See :meth:`Loop.tasks_of`. A task of asyncio knows the future that it waits for, but no future its task."""
+        """See :meth:`Loop.tasks_of`. An asyncio task has a reference to its future; the future has none to the task."""
         if not waiters:
             return {}
         found = {getattr(task, "_fut_waiter", None): task for task in self._all_tasks(self._loop)}
@@ -170,7 +170,7 @@ class AsyncioLoop(Loop):
 
 
 class _TrioTask:
-    """A suspended task of trio, as a :class:`Waiter`."""
+    """A suspended trio task, as a :class:`Waiter`."""
 
     __slots__ = ("_resume", "_resumed", "task")
 
@@ -180,7 +180,7 @@ class _TrioTask:
         self._resumed = False
 
     def done(self) -> bool:
-        """See :meth:`Waiter.done`. A task that was cancelled has been detached before."""
+        """See :meth:`Waiter.done`. A cancelled task was detached before."""
         return self._resumed
 
     def set_result(self, _: None) -> None:
@@ -250,14 +250,14 @@ class TrioLoop(Loop):
             try:
                 scope.cancel()
             except RuntimeError:
-                pass  # the trio run is over, and its tasks have ended
+                pass  # The trio run is over, and its tasks have ended.
 
     def tasks_of(self, waiters: Collection[Any]) -> dict[Waiter, tuple[str, object]]:
         """See :meth:`Loop.tasks_of`."""
         return {w: (w.task.name, w.task.coro) for w in waiters if isinstance(w, _TrioTask)}
 
     def task(self) -> tuple[str, object] | None:
-        """See :meth:`Loop.task`. Callbacks are called in a task of trio's own, or by a reader."""
+        """See :meth:`Loop.task`. Callbacks run in trio's own task or in a reader task."""
         try:
             task = self._trio.lowlevel.current_task()
         except RuntimeError:
@@ -270,10 +270,10 @@ class TrioLoop(Loop):
 
     async def _reader(self, fd: int, fn: Callable[[], object], scope: trio.CancelScope) -> None:
         with scope:
-            # The scope is checked before the first turn, too: the descriptor may be closed by now.
+            # The loop checks the scope before the first turn, too: the descriptor may already be closed.
             while not scope.cancel_called:
                 await self._trio.lowlevel.wait_readable(fd)
-                # The scope is cancelled if unwatch was called in the turn in which fd became readable.
+                # The scope is cancelled if unwatch() was called in the turn in which fd became readable.
                 if not scope.cancel_called:
                     self._guarded(fn)
 
@@ -287,7 +287,7 @@ class TrioLoop(Loop):
 def running_loop() -> Loop:
     """Return the loop that runs the caller.
 
-    :raises RuntimeError: no loop does.
+    :raises RuntimeError: no loop runs.
     """
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_run():

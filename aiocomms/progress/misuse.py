@@ -1,6 +1,6 @@
-"""The error of a forgotten ``await``: a work that is used as if it were its result says so.
+"""The error of a forgotten ``await``, raised where a program uses a work as if it were the op's result.
 
-A class with ``__getattr__`` would say it of any name; every attribute of a work would then take five times as long.
+A ``__getattr__`` would cover any name, but would make each access to an attribute of a work five times as slow.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _OPERATORS: Final = frozenset(
     | {f"__{name}__" for name in ("len", "iter", "contains", "getitem", "setitem", "delitem")}
     | {f"__{name}__" for name in ("int", "float", "complex", "index", "array")}
 )
-"""All that a tensor does but ``==``, by which lists and dictionaries find a work, and ``bool``: ``if work:`` asks for
-None."""
+"""The operators of a tensor, except ``==`` and ``bool``. Lists and dictionaries find a work by ``==``, and ``if work:``
+tests for None."""
 
 
 RESULTS: Final = frozenset(name for name in (*dir(Tensor), *dir(dict)) if not name.startswith("_"))
-"""The public attributes of tensors, and of dictionaries, which objects often are."""
+"""The public attributes of tensors and of dictionaries, the most frequent results."""
 
 
 class _Attribute:
-    """An attribute that a result has, and the work has not."""
+    """An attribute that a result has and a work lacks."""
 
     __slots__ = ("_name",)
 
@@ -48,7 +48,7 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 def _torch_function(
     cls: type, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
-    """Return what torch calls in place of a function that is given a work; the work may stand within a list."""
+    """Refuse a torch function that got a work as an argument or within a list."""
     given = [*args, *(kwargs or {}).values()]
     given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
     work = next(value for value in given if isinstance(value, cls))
@@ -56,11 +56,11 @@ def _torch_function(
 
 
 def refuse_as_result(cls: type) -> None:
-    """Have a class of works refuse what its users do to results. Type checkers do not see it, and so refuse it, too."""
+    """Make a class of works refuse the operations of results. Type checkers, which do not see this, refuse them too."""
     for name in RESULTS:
         if not hasattr(cls, name):
             setattr(cls, name, _Attribute(name))
     for name in _OPERATORS:
         setattr(cls, name, _operator(name))
     for name, value in {"__bool__": lambda _: True, "__torch_function__": classmethod(_torch_function)}.items():
-        setattr(cls, name, value)  # bool would ask __len__
+        setattr(cls, name, value)  # Without __bool__, bool() would call __len__.

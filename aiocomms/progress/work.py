@@ -1,4 +1,4 @@
-"""The awaitable handle of one started op, as its users see it. How an op ends: :mod:`aiocomms.progress.inflight`."""
+"""The awaitable handle of one started op, as users see it. :mod:`aiocomms.progress.inflight` has the end of an op."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from aiocomms.transport import OP_RESULT
 T_co = TypeVar("T_co", covariant=True)
 
 PENDING, DONE, ABANDONED = range(3)
-"""The states of a work; one that is abandoned has ended without its transport."""
+"""The states of a work. An abandoned work has ended before its transport has reported the end of the op."""
 FIELDS_BELOW: Final[tuple[str, ...]] = ()
-"""The slots of a class of works: its fields stand in the classes below it, which are Python's or native code's."""
+"""The slots of a class of works: none. Its subclasses, in Python or native code, have the fields."""
 
 
 class Owner(Protocol):
-    """The communicator's side of its works."""
+    """The communicator as its works see it."""
 
     driver: LoopDriver
     name: str
     rank: int
     failures: dict[tuple[str, int | None], int]
-    """The number of works that failed, were given up or withdrawn, by the error's class and the rank that it names."""
+    """The number of works that failed, were abandoned or withdrawn, by the error's class and the rank that it names."""
 
     worded: Callable[[CommError], CommError]
-    """The function that puts the error of an op into its caller's words: an endpoint's have no ranks."""
+    """The function that words the error of an op for its caller: errors of an endpoint name no ranks."""
 
     def settled(self, work: Any, error: CommError | None = None) -> None:
-        """Record and forget a pending work that has just become done, or failed with ``error``."""
+        """Record and drop a pending work that has just completed, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
-        """Take an unmatched receive or wait back from the transport; False if it is under way."""
+        """Withdraw an unmatched receive or wait from the transport; return False if the op is under way."""
 
     def collective(self, seq: int) -> int | None:
-        """Return the number that all ranks have for the collective that is op ``seq`` here; None if there is none."""
+        """Return the number that all ranks give to the collective that is op ``seq`` here; None if there is none."""
 
     def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.
@@ -51,31 +51,31 @@ class Owner(Protocol):
 
     @property
     def lost(self) -> bool:
-        """True once a failure has ended it.
+        """True once a failure has ended the communicator.
 
-        It then ends its works itself, and ignores what a transport says of them later.
+        The communicator then ends its works itself, and ignores later reports of a transport.
         """
 
 
 class Work(Handle, Handed[T_co], Generic[T_co]):
-    """One operation under way: await it, share it, or leave it alone; it completes all the same.
+    """The handle of one started op: await it in one task or in several. The op completes also if no task awaits it.
 
-    A work behaves as an :class:`asyncio.Future` where the two overlap, and a task may be made of it. A
-    cancelled ``await`` detaches that awaiter and nothing else; only when the last awaiter of a receive that nothing has
-    matched yet is gone, or was cancelled before it began, is the receive withdrawn.
+    A work has the methods of :class:`asyncio.Future` that make sense for an op, and may be wrapped into a task. A
+    cancelled ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no
+    message has matched yet, also if that awaiter had not begun.
     """
 
     __slots__ = FIELDS_BELOW
 
     op: Op
-    """The record of what was asked."""
+    """The record of the op's arguments."""
     seq: int
-    """Its number among the ops of its communicator on this rank, from 0."""
+    """The op's number among the ops of its communicator on this rank, from 0."""
     _owner: Owner
     hints: Mapping[str, Any] | None
     """The caller's advice for this op."""
     called: float | None
-    """The time of the call, by ``time.monotonic()``; None: no post-hook was registered then, so no clock was read."""
+    """The time of the call, by ``time.monotonic()``; None: no post-hook was registered at the call."""
     _state: int
     _value: Any
     _error: CommError | None
@@ -89,12 +89,12 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return f"<Work {self.op.name} #{self.seq} on '{self._comm_name()}' (rank {self._owner.rank}) {state}>"
 
     def __dir__(self) -> list[str]:
-        """Return what an editor offers: no attribute of results."""
+        """Return the attributes without those of results, for completion in editors."""
         return [name for name in object.__dir__(self) if name not in RESULTS]
 
     @property
     def __name__(self) -> str:
-        """The name by which asyncio and trio show a task or complain."""
+        """The name of the op, as asyncio and trio show it in tasks and errors."""
         return self.op.name
 
     def __await__(self) -> Generator[Any, Any, T_co]:
@@ -103,20 +103,20 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             yield from driver.park(self._waiting())
         elif driver.overdue():
             yield from driver.give_way()
-        if self._error is None:  # This does the same as result(), without the call.
+        if self._error is None:  # This is result(), without the cost of the call.
             value = self._value
             return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
         return self.result()
 
     _await = __await__
-    """The same for native code, which has a quicker ``__await__`` for works that are done."""
+    """The ``__await__`` of pending works for native code, which has a faster one for works that are done."""
 
     def done(self) -> bool:
         """Return whether the op has completed or failed on this rank."""
         return self._state != PENDING
 
     def result(self) -> T_co:
-        """Return what awaiting returns.
+        """Return the result of the op, as ``await`` does.
 
         :raises asyncio.InvalidStateError: the work is not done.
         :raises CommError: the op failed.
@@ -140,11 +140,11 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
 
     @property
     def error(self) -> CommError | None:
-        """The error of a failed op, or None; to read it does not count as asking for the result, so hooks may."""
+        """The error of a failed op, or None. Hooks may read it: a read does not count as a request for the result."""
         return self._error
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
-        """Have ``fn(work)`` called on the loop's next turn after the op is done."""
+        """Call ``fn(work)`` in the loop's next turn after the op is done."""
         if self._state:
             self._owner.driver.call_soon(fn, self)
         elif self._callbacks is None:
@@ -153,15 +153,15 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._callbacks.append(fn)
 
     def forget(self) -> None:
-        """Say that no code needs to know when it is done: debug mode does not take it for a forgotten ``await``.
+        """Declare that no code needs the end of the op: debug mode then warns of no forgotten ``await``.
 
-        If the op fails the event loop is told all the same.
+        If the op fails, the event loop still reports the error.
         """
 
     async def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.
 
-        :returns: True: the op did not happen, and the buffer is untouched. False: it ran to its end.
+        :returns: True: the op did not happen, and the buffer is untouched. False: the op ran to its end.
         :raises RuntimeError: this is not the communicator's thread.
         """
         if not self._state and get_ident() != self._owner.driver.thread:
@@ -173,16 +173,16 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
         return isinstance(self._error, WorkCancelledError)
 
     def wait(self) -> Awaitable[None]:
-        """Wait until the op is done, without asking how it went."""
+        """Wait until the op is done. A failed op raises no error here."""
         return _Wait(self)
 
     def wait_stream(self, stream: Any = None) -> None:
-        """Make a CUDA stream wait for the op; the host does not.
+        """Make a CUDA stream wait for the op; the host does not wait.
 
-        For an op that was captured into a CUDA graph, this joins it back to the capturing stream.
+        Join an op that was captured into a CUDA graph back to the capturing stream.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises ArgumentError: it is no stream, or of another device than the communicator.
+        :raises ArgumentError: ``stream`` is no stream, or is on another device than the communicator.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         """
         owner = self._owner
@@ -192,10 +192,10 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             raise error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank) from None
 
     def wait_blocking(self, timeout: float | None = None) -> T_co:
-        """Wait in synchronous code, on any thread; on the loop's own thread this drives the transports meanwhile.
+        """Wait in synchronous code, on any thread. On the loop's own thread the call drives the transports meanwhile.
 
-        :param timeout: the caller's patience in seconds; None: as long as it takes.
-        :returns: what awaiting returns.
+        :param timeout: the longest wait in seconds; None: no limit.
+        :returns: the result of the op, as ``await`` does.
         :raises TimeoutError: the op took longer; it goes on.
         :raises CommError: the op failed.
         """
@@ -206,17 +206,17 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     # --------------------------------------------------------------------------------------------- inside
 
     def _comm_name(self) -> str:
-        """Return the name that errors give to the communicator it was started on."""
+        """Return the name of the work's communicator, as errors show it."""
         return self._owner.name
 
     def _waiting(self) -> Waiters:
-        """Return the tasks that wait for it, to which one more is about to be added."""
+        """Return the tasks that wait for the work, so that the caller can add one."""
         if self._waiters is None:
             self._waiters = Waiters(self, self._nobody_waits)
         return self._waiters
 
     def _nobody_waits(self) -> None:
-        """Withdraw the op if that is possible: the last awaiter was cancelled."""
+        """Withdraw the op if that is possible, because the last awaiter was cancelled."""
         self._waiters = None
         self._withdraw()
 
@@ -226,7 +226,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._nobody_waits()
 
     def _withdraw(self) -> bool:
-        """Take an unmatched receive or wait back. True: it did not happen."""
+        """Withdraw an unmatched receive or wait. Return True if the op did not happen."""
         raise NotImplementedError
 
     def _seen(self) -> Exception:
@@ -245,7 +245,7 @@ refuse_as_result(Work)
 
 
 class _Wait(Handed[None]):
-    """An await of the end of a work, however it went."""
+    """The awaitable of :meth:`Work.wait`: the end of a work, with or without an error."""
 
     __slots__ = ("_steps", "_work")
 
@@ -263,7 +263,7 @@ class _Wait(Handed[None]):
 
 
 class UnseenError:
-    """The report of a failure that no code asks for.
+    """The report of a failed work whose result no code requests.
 
     It is an object of its own, so that works that succeed need no finalizer.
     """

@@ -1,4 +1,4 @@
-"""Weights that move into a running server: tensors sharded one way over some ranks, and another way over others."""
+"""Moves of weights into a running server, between ranks that shard the same tensors in different ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of a source or a target that hear what others say, until it is closed."""
+"""Background tasks of a source or a target, which run until it is closed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiocomms.progress.driver import Bell, LoopDriver
 
 
 class Background:
-    """Tasks that end together."""
+    """A set of background tasks that are cancelled together."""
 
     def __init__(self, of: str) -> None:
-        """Begin with none.
+        """Start without tasks.
 
-        :param of: what they belong to, in words.
+        :param of: a phrase for the owner of the tasks, for reports.
         """
         self._of, self._driver = of, LoopDriver.current()
         self._scopes: set[anyio.CancelScope] = set()
@@ -26,7 +26,7 @@ class Background:
         self._closed, self._running = False, 0
 
     def start(self, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run something in a task. A lost or closed connection ends it, and what it must not raise is reported."""
+        """Run a coroutine in a task. A lost or closed connection ends it silently; other errors are reported."""
 
         async def run() -> None:
             with anyio.CancelScope() as scope:
@@ -36,7 +36,7 @@ class Background:
                         await call()
                 except Exception as error:
                     if isinstance(error, CommError) and not isinstance(error, ProtocolError):
-                        return  # The tasks that wait for something hear of that in another way.
+                        return  # Waiting tasks learn of the loss in another way.
                     self._driver.report(f"a task of {self._of} failed", error)
                 finally:
                     self._scopes.discard(scope)
@@ -47,7 +47,7 @@ class Background:
         self._driver.spawn(run, Context())
 
     async def aclose(self) -> None:
-        """Cancel all, and wait until they have ended. Idempotent."""
+        """Cancel all tasks, and wait until they have ended. Idempotent."""
         self._closed = True
         for scope in self._scopes:
             scope.cancel()

@@ -1,7 +1,7 @@
-"""Boxes of a global tensor: which parts of one sharding another one needs, and from whom each of them comes.
+"""Boxes of a global tensor: which parts each target rank needs, and which source rank writes each part.
 
-A box is a range of indices in each dimension, as a chunk of ``torch.distributed.checkpoint`` is. All here are pure
-functions of numbers, so every rank comes to the same result.
+A box is a range of indices in each dimension, like a chunk of ``torch.distributed.checkpoint``. All functions here are
+pure, so every rank computes the same result.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 SPLIT: Final = 4 << 20
-"""Bytes of a box from which on the ranks that hold it share it."""
+"""The fewest bytes that each rank writes of a box which several ranks hold and share."""
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes. Offsets and sizes are in elements."""
+    """A part of a tensor: its offset and its size in each dimension, in elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of its elements; 1 of a tensor without dimensions."""
+        """The number of elements; 1 if the tensor has no dimensions."""
         return math.prod(self.sizes)
 
     def within(self, other: Box) -> Box:
-        """Return this box as a part of one that it lies in."""
+        """Return this box relative to another box that contains it."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the index that selects it from a tensor."""
+        """Return the index that selects this box from a tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def along(self, dim: int, offset: int, size: int) -> Box:
@@ -44,7 +44,7 @@ def replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return what two boxes have in common; None: nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
     sizes = tuple(end - at for at, end in zip(offsets, ends, strict=True))
@@ -52,7 +52,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def rest(box: Box, taken: Box) -> Iterator[Box]:
-    """Yield disjoint boxes that together are a box without a part of it."""
+    """Yield disjoint boxes that together cover a box except for the taken part."""
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         begin, end = taken.offsets[dim], taken.offsets[dim] + taken.sizes[dim]
         if begin > at:
@@ -74,10 +74,10 @@ def pieces(box: Box, most: int) -> list[Box]:
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
-    """Return where a part of a contiguous tensor lies in memory: the first element of each run, and a run's length.
+    """Return the runs of a part of a contiguous tensor in memory: the first element of each run, and a run's length.
 
     :param box: the part.
-    :param shape: the tensor's.
+    :param shape: the shape of the tensor.
     """
     inner = len(shape)
     while inner and (inner == len(shape) or box.sizes[inner] == shape[inner]):
@@ -100,13 +100,13 @@ class Portion(NamedTuple):
 def shared(
     wanted: Iterable[tuple[int, Box]], held: Iterable[tuple[int, Box]], itemsize: int, load: list[int]
 ) -> tuple[list[Portion], list[tuple[int, Box]]]:
-    """Decide which source rank writes which part of one tensor to which target rank: each element once to each.
+    """Decide which source rank writes which part of one tensor to which target rank; each element goes there once.
 
-    :param wanted: the target ranks, and the box that each of them wants.
-    :param held: the source ranks, and the box that each of them has. Several may have the same one.
-    :param itemsize: bytes of an element on its way.
-    :param load: the bytes that each source rank writes so far; what it is given here is added.
-    :returns: the portions, and what no source rank has.
+    :param wanted: the target ranks, and the box that each of them needs.
+    :param held: the source ranks, and the box that each of them holds. Several ranks may hold the same box.
+    :param itemsize: the bytes of an element in the target's dtype.
+    :param load: the bytes that each source rank writes so far; this call adds the new portions.
+    :returns: the portions, and the boxes that no source rank holds, with their target ranks.
     """
     holders: dict[Box, list[int]] = {}
     for source, box in held:
@@ -128,6 +128,6 @@ def shared(
 
 
 def _part_of(box: Box, holders: int, itemsize: int) -> int:
-    """Return how many elements of a box one of its holders writes, if they share it."""
+    """Return the most elements of a box that one of its holders writes."""
     parts = min(holders, max(1, box.numel * itemsize // SPLIT))
     return -(-box.numel // parts)

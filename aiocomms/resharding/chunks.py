@@ -1,4 +1,4 @@
-"""Chunks: the parts of tensors that a rank has, in the terms of ``torch.distributed.checkpoint``."""
+"""Chunks: the parts of tensors that a rank holds, as in ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from aiocomms.resharding.boxes import Box
 from aiocomms.resharding.words import DTYPES, ChunkRecord
 
 ALIGNMENT: Final = 64
-"""Bytes: where chunks begin in a buffer, so that kernels find them as those of torch's own allocator."""
+"""The alignment of chunks in a buffer, in bytes; torch's own allocator aligns CPU tensors in the same way."""
 
 
 class Chunk(NamedTuple):
-    """The part of a tensor that a rank has: a box of it, as a chunk of ``torch.distributed.checkpoint`` is.
+    """The part of a tensor that a rank holds: a box of the tensor, as in ``torch.distributed.checkpoint``.
 
     :param tensor: the part itself; it may be a view.
     :param shape: the shape of the whole tensor, in elements.
-    :param offsets: where the part begins in each dimension of the whole tensor, in elements.
+    :param offsets: the beginning of the part in each dimension of the whole tensor, in elements.
     """
 
     tensor: Tensor
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class _OnDevice:
-    """The object that checks of tensors look at: no communicator, but its device."""
+    """A stand-in for a communicator in the checks of tensors; only its device matters."""
 
     rank, size = 0, 1
     fast_check: Callable[[object, bool], bool] | None = None
@@ -44,11 +44,11 @@ class _OnDevice:
 
 
 def chunks_of(tensors: object, device: torch.device) -> dict[str, Chunk]:
-    """Return the chunks of tensors, checked.
+    """Return checked chunks, by name.
 
     :param tensors: a mapping of names to tensors, DTensors or chunks.
-    :param device: the device that they must be on.
-    :raises ArgumentError: it is something else, or a chunk does not lie within its tensor.
+    :param device: the device on which they must be.
+    :raises ArgumentError: ``tensors`` is something else, or a chunk does not lie within its tensor.
     """
     if not isinstance(tensors, Mapping):
         raise wrong_type("tensors", tensors, "a mapping of names to tensors, DTensors or chunks")
@@ -72,9 +72,9 @@ def _chunk_of(name: str, value: Any) -> Chunk:
 
 
 def _of_dtensor(name: str, value: Any) -> Chunk:
-    """Return the chunk that this rank has of a DTensor.
+    """Return this rank's chunk of a DTensor.
 
-    :raises ArgumentError: it is none: this rank is not of the mesh, holds summands, or holds separate rows.
+    :raises ArgumentError: this rank is not in the mesh, or its part is partial or not contiguous.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -131,18 +131,18 @@ def box_of(record: ChunkRecord) -> Box:
 
 
 def nbytes_of(record: ChunkRecord) -> int:
-    """Return the bytes of a chunk."""
+    """Return the size of a chunk in bytes."""
     return math.prod(record.sizes) * DTYPES[record.dtype].itemsize
 
 
 def view_of(flat: Tensor, record: ChunkRecord) -> Tensor:
-    """Return a chunk in a buffer of bytes."""
+    """Return a view of a chunk in a buffer of bytes."""
     part = flat[record.place : record.place + nbytes_of(record)]
     return part.view(DTYPES[record.dtype]).view(record.sizes)
 
 
 def records_of(chunks: Mapping[str, Chunk]) -> tuple[ChunkRecord, ...]:
-    """Describe chunks, one behind the other in a buffer."""
+    """Return records of chunks, laid out one after the other in a buffer."""
     records: list[ChunkRecord] = []
     place = 0
     for name, (tensor, shape, offsets) in chunks.items():
@@ -153,5 +153,5 @@ def records_of(chunks: Mapping[str, Chunk]) -> tuple[ChunkRecord, ...]:
 
 
 def size_of(records: Iterable[ChunkRecord]) -> int:
-    """Return the bytes of the buffer that has chunks."""
+    """Return the size in bytes of a buffer for some chunks."""
     return max((record.place + nbytes_of(record) for record in records), default=0)

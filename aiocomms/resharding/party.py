@@ -1,4 +1,4 @@
-"""The common part of both sides: state machines on each rank, and words of the side's own ranks."""
+"""The common part of sources and targets: each rank runs state machines, and sends messages to its own side."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Party(Handle, ABC):
 
     _lane: Lane
     _peers: Mapping[Any, Peer]
-    """The connections with ranks of the other side."""
+    """The connections to ranks of the other side."""
 
     def __init__(self, comm: Communicator, what: str) -> None:
-        """Begin alone.
+        """Start without connections.
 
-        :param what: what it is, in words.
+        :param comm: the communicator of this side.
+        :param what: a phrase for this object in messages.
         """
         self._comm, self._what = comm, what
         self._rank, self._driver = comm.rank, comm._core.driver
@@ -46,25 +47,25 @@ class Party(Handle, ABC):
 
     @property
     def closed(self) -> bool:
-        """True once it was closed."""
+        """True once this rank is closed."""
         return self._closed
 
     @abstractmethod
     def _heard(self, rank: int, word: Word) -> None:
-        """Take in what a rank of this side has said, perhaps this one."""
+        """Handle a message of a rank of this side, perhaps of this rank itself."""
 
     @abstractmethod
     def _do(self, action: Action) -> None:
-        """Do what a state machine asks for."""
+        """Carry out an action of a state machine."""
 
     @abstractmethod
     def _lost(self, error: CommError) -> None:
         """Note that the communicator is lost."""
 
     def _open_lane(self, token: bytes) -> None:
-        """Hear from now on what the others of this side say.
+        """Open a lane for this side's messages, and start to receive them.
 
-        :param token: what no other lane of the communicator has.
+        :param token: bytes that are unique among the communicator's lanes.
         """
         self._lane = self._comm.lane(LANE + token)
         self._expected = Expected(self._comm._core.in_flight, self._what)
@@ -76,11 +77,11 @@ class Party(Handle, ABC):
         while True:
             work: Work[Any] = self._lane.recv_object(rank, timeout=None)
             self._expected.note(rank, cast("StartedWork[Any]", work))
-            work.add_done_callback(Work.exception)  # No task waits for it at the end.
+            work.add_done_callback(Work.exception)  # No task awaits the last receive.
             self._heard(rank, WORDS.decode(await work, rank))
 
     def _act(self, actions: list[Action]) -> None:
-        """Do what is asked for, and what follows from it, one after the other."""
+        """Carry out actions in order, together with actions that follow from them."""
         self._actions += actions
         if self._acting:
             return
@@ -92,7 +93,7 @@ class Party(Handle, ABC):
             self._acting = False
 
     def _tell(self, rank: int, word: Word) -> None:
-        """Notify a rank of this side. That it is lost is heard from the communicator."""
+        """Send a message to a rank of this side. The communicator reports a lost rank."""
         if rank == self._rank:
             self._heard(rank, word)
         else:
@@ -100,7 +101,7 @@ class Party(Handle, ABC):
                 self._lane.send_object(WORDS.encode(word), rank).add_done_callback(Work.exception)
 
     async def _leave(self) -> None:
-        """Hear nothing any more."""
+        """Stop receiving messages, and close the lane."""
         self._closed = True
         await self._background.aclose()
         if hasattr(self, "_lane"):
@@ -110,26 +111,26 @@ class Party(Handle, ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close it on this rank. Idempotent."""
+        """Close this rank's part. Idempotent."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None:  # The other side may be waiting for what this rank will never do.
+        if error is not None:  # The other side may be waiting for this rank.
             for peer in self._peers.values():
                 peer.abort(error)
         await self.aclose()
 
 
 async def hear(peer: Peer) -> Word:
-    """Wait for what the other end of a connection says next."""
+    """Receive the next message of the other end of a connection."""
     work = peer.recv_object(timeout=None)
-    work.add_done_callback(Work.exception)  # No task waits for it at the end.
+    work.add_done_callback(Work.exception)  # No task awaits the last receive.
     return WORDS.decode(await work)
 
 
 def say(peer: Peer, word: Word) -> None:
-    """Notify the other end of a connection. That it is lost is heard from the connection."""
+    """Send a message to the other end of a connection. The connection itself reports its loss."""
     with contextlib.suppress(CommError):
         peer.send_object(WORDS.encode(word), timeout=None).add_done_callback(Work.exception)

@@ -1,4 +1,4 @@
-"""The plan of a source: which rank writes what to whom. It is computed once, the same on every rank."""
+"""The plan of a source: which source rank writes which parts to which target rank. It is the same on every rank."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from aiocomms.resharding.chunks import box_of
 from aiocomms.resharding.words import DTYPES, ChunkRecord, TargetRecord
 
 BLOCK: Final = 4 << 20
-"""Bytes that are packed, and written, at once."""
+"""The most bytes of a block, which is packed and written at once."""
 _NAMED: Final = 3
-"""Most misfits that an error lists."""
+"""The most misfits that an error lists."""
 
 
 class Copy(NamedTuple):
-    """Something that this rank writes: a box of one of its chunks, into a box of a target rank's chunk."""
+    """A write of this rank: from a box of one of its chunks into a box of a target rank's chunk."""
 
     target: int
     chunk: ChunkRecord
-    """The chunk there."""
+    """The chunk of the target rank."""
     there: Box
-    """The part of that chunk."""
+    """The box within the target rank's chunk."""
     box: Box
-    """The part of this rank's chunk of the same tensor."""
+    """The box within this rank's chunk of the same tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes on the way."""
+        """The bytes of the box in the target's dtype."""
         return self.box.numel * DTYPES[self.chunk.dtype].itemsize
 
     def runs(self) -> tuple[list[int], int]:
-        """Return the bytes of the target rank's buffer at which its runs begin, and the bytes of each."""
+        """Return the byte offsets of the runs in the target rank's buffer, and the bytes of each run."""
         itemsize = DTYPES[self.chunk.dtype].itemsize
         starts, run = runs(self.there, self.chunk.sizes)
         return [self.chunk.place + start * itemsize for start in starts], run * itemsize
 
 
 class MovePlan(NamedTuple):
-    """The copies of one source rank, and the facts that all ranks share."""
+    """The copies of one source rank, and figures that are the same on all ranks."""
 
     copies: list[Copy]
-    """The copies, in an order in which the source ranks begin with different target ranks."""
+    """The copies, ordered so that the source ranks begin with different target ranks."""
     targets: tuple[int, ...]
-    """The target ranks that it writes to."""
+    """The target ranks that this source rank writes to."""
     writers: tuple[tuple[int, ...], ...]
     """The source ranks that write to each target rank."""
     nbytes: tuple[int, ...]
-    """The bytes that each source rank writes of a version."""
+    """The bytes of a version that each source rank writes."""
 
 
 Owned = dict[str, list[tuple[int, ChunkRecord]]]
-"""The ranks that have a chunk of a tensor, and the chunks, by the tensor's name."""
+"""The ranks that hold a chunk of a tensor, with the chunk, by the tensor's name."""
 
 
 def planned(rank: int, source: Sequence[Sequence[ChunkRecord]], target: Sequence[TargetRecord]) -> MovePlan:
-    """MovePlan what a source rank writes.
+    """Return the plan of a source rank.
 
     :param rank: the source rank.
-    :param source: by source rank its chunks.
-    :param target: by target rank its chunks.
-    :raises ArgumentError: the source has not all that the target needs.
+    :param source: the chunks of each source rank.
+    :param target: the chunks of each target rank.
+    :raises ArgumentError: the source does not hold everything that the target needs.
     """
     held, wanted = _by_name(source), _by_name([record.chunks for record in target])
     load = [0] * len(source)
@@ -96,7 +96,10 @@ def _by_name(ranks: Sequence[Sequence[ChunkRecord]]) -> Owned:
 def _portions(
     name: str, wanted: list[tuple[int, ChunkRecord]], held: list[tuple[int, ChunkRecord]], load: list[int]
 ) -> tuple[list[Portion], str]:
-    """Share one tensor among the source ranks; or say what is wrong with it."""
+    """Divide one tensor among the source ranks.
+
+    :returns: the portions, and a description of a misfit; the latter is empty if there is none.
+    """
     shape = wanted[0][1].shape
     if not held:
         return [], f"there is no {name!r}"

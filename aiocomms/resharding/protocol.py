@@ -1,4 +1,4 @@
-"""The protocol by which a version moves, as state machines: what each rank does about what it hears.
+"""The protocol that moves a version, as state machines of the ranks.
 
 ::
 
@@ -7,16 +7,16 @@
                   ---------------- the bytes, and then Written --------------------->
                   <-Settled--                <-Settled--                  <--Whole----
 
-Rank 0 of the target decides: once all target ranks have the whole version, it is current. Until then the old one is,
-whatever happens; and the buffers of a version that was given up are never written or read again, as nobody can tell
-when the last byte of a lost process arrives. This is a two-phase commit whose votes are bytes that have arrived (Gray,
-"Notes on Data Base Operating Systems", 1978).
+Rank 0 of the target decides: a version becomes current once all target ranks have all of it. Until then the old version
+stays current. The buffers of a version that was given up are never used again: late bytes of a lost process may arrive
+at any time. This is a two-phase commit whose votes are bytes that have arrived (Gray, "Notes on Data Base Operating
+Systems", 1978).
 
-A buffer is written again only when no rank reads the version in it. Rank 0 first lets go of it itself, so that no plan
-or step with that version begins any more; then it asks the other ranks, and says how many steps with it have begun.
+A buffer is reused only when no rank reads the version in it. Rank 0 first drops that version itself, so that no plan or
+step with it begins any more. Then it asks the other ranks, and tells them how many steps with that version have begun.
 
-Each transition is a pure function from a state and what is heard to the next state and the actions that it asks for;
-:mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` run them, and a model checker does.
+Each transition is a pure function: it takes a state and a message, and returns the next state and the actions to carry
+out. :mod:`aiocomms.resharding.source` and :mod:`aiocomms.resharding.target` carry them out, and a model checker does.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ LOST: Final = "lost"
 REFUSED: Final = "refused"
 DIFFERS: Final = "differs"
 LATE: Final = "late"
-"""Kinds of reasons for which a version is not current: something was lost or given up; the target has a higher version;
-the source ranks have called for different versions; a deadline has passed."""
+"""The last of the four kinds of failures of a move: a deadline has passed.
+
+The others are ``LOST``: a rank or connection was lost, or the move was given up; ``REFUSED``: the target has had this
+version or a higher one; ``DIFFERS``: the source ranks have called for different versions.
+"""
 
 DOUBT: Final = "; it may have become current before that"
-"""The words that errors add where target rank 0, which knows, was not heard any more."""
+"""The addition to an error when the answer of target rank 0, which decides, is missing."""
 
 
 class Notify(NamedTuple):
-    """The action to tell something to a rank, perhaps to the one that does so."""
+    """The action to send a message to a rank, perhaps to the sender itself."""
 
     side: Side
     rank: int
@@ -59,33 +62,33 @@ class Notify(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """The action of a target rank to make a buffer ready, and to tell rank 0 :class:`Cleared`."""
+    """The action of a target rank to prepare a buffer, and to send :class:`Cleared` to rank 0."""
 
     move: int
     buffer: int
-    """The number of the buffer; it is made if it is a new one. All buffers that the state does not name are dropped."""
+    """The number of the buffer, which is made if it is new. All buffers that the state does not name are dropped."""
     steps: int
 
 
 class Switch(NamedTuple):
-    """The action of target rank 0 to begin no step or plan with another version than this one."""
+    """The action of target rank 0 to begin steps and plans only with this version."""
 
     version: int
 
 
 class Write(NamedTuple):
-    """The action of a source rank to write."""
+    """The action of a source rank to start writing."""
 
     move: int
     descriptors: tuple[bytes, ...]
 
 
 class Stop(NamedTuple):
-    """The action of a source rank to write no more."""
+    """The action of a source rank to stop writing."""
 
 
 class Return(NamedTuple):
-    """The action of a source rank to end the call."""
+    """The action of a source rank to return from ``move``."""
 
     kind: str
     why: str
@@ -94,7 +97,7 @@ class Return(NamedTuple):
 Action = Notify | Offer | Switch | Write | Stop | Return
 _S = TypeVar("_S")
 Next = tuple[_S, list[Action]]
-"""The next state, and what it asks for."""
+"""The type of a transition's result: the next state, and the actions to carry out."""
 
 
 class Held(NamedTuple):
@@ -103,36 +106,36 @@ class Held(NamedTuple):
     version: int
     buffer: int
     uses: int = 0
-    """The number of steps and plans that read it now."""
+    """The number of steps and plans that read the version now."""
     steps: int = 0
-    """The number of steps with it that have begun."""
+    """The number of steps with the version that have begun."""
 
 
 class TargetRank(NamedTuple):
-    """A rank of the target."""
+    """The state of a target rank."""
 
     rank: int
     held: tuple[Held, ...]
     free: tuple[int, ...] = (1,)
-    """The buffers that nobody reads or writes."""
+    """The buffers that are not in use."""
     made: int = 2
-    """The number of buffers that there have been."""
+    """The number of buffers that were ever made."""
     move: Clear | None = None
     """The move under way here."""
     filling: int | None = None
     """The buffer that was offered for the last move."""
     missing: frozenset[int] = frozenset()
-    """The source ranks that have not written all."""
+    """The source ranks that have not written everything yet."""
     gone: int = 0
-    """The number of steps that began with the version that was let go of last, for whatever became of that move."""
+    """The number of steps that began with the version that was dropped last, even if the move then failed."""
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Make room for a version. If that of the last move is not current by now, it was given up."""
+        """Make room for a version. If the version of the last move is not current, that move was given up."""
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 
     def _offered(self) -> Next[TargetRank]:
-        """Offer a buffer, once no rank reads another version than the current one."""
+        """Offer a buffer, once this rank reads only the current version."""
         move = self.move
         if move is None or self.filling is not None:
             return self, []
@@ -149,7 +152,7 @@ class TargetRank(NamedTuple):
         return after, [Offer(move.move, free[0], gone), *actions]
 
     def written(self, writer: int, word: Written) -> Next[TargetRank]:
-        """Note that a source rank has written all."""
+        """Note that a source rank has written everything."""
         if self.move is None or self.move.move != word.move or writer not in self.missing:
             return self, []
         return self._replace(missing=self.missing - {writer})._whole()
@@ -161,21 +164,21 @@ class TargetRank(NamedTuple):
         return self._replace(held=held, move=None), [Notify("target", 0, Whole(self.move.move))]
 
     def lose(self, writer: int, why: str) -> Next[TargetRank]:
-        """Note that the connection with a source rank is lost: the rest of what it writes will not come."""
+        """Note that the connection with a source rank is lost: its remaining writes will not come."""
         if self.move is None or writer not in self.missing:
             return self, []
         return self._replace(move=None), [Notify("target", 0, Broken(self.move.move, why))]
 
     def holds(self, version: int) -> bool:
-        """Return whether a version can be read here."""
+        """Return whether this rank holds a version."""
         return any(it.version == version for it in self.held)
 
     def use(self, version: int, step: bool) -> TargetRank:
-        """Note that a step or plan begins to read a version that is held."""
+        """Note that a step or plan begins to read a held version."""
         return self._counted(version, 1, int(step))
 
     def release(self, version: int) -> Next[TargetRank]:
-        """Note that one of these has ended."""
+        """Note that a step or plan has ended its reads of a version."""
         return self._counted(version, -1, 0)._offered()
 
     def _counted(self, version: int, uses: int, steps: int) -> TargetRank:
@@ -187,11 +190,11 @@ class TargetRank(NamedTuple):
 
 
 class TargetLeader(NamedTuple):
-    """The decisions of the target's rank 0."""
+    """The state of target rank 0 as the one that decides."""
 
     ranks: int
     current: int | None
-    """The version of the next step; None: there is none yet."""
+    """The version of the next step; None if there is no version yet."""
     newest: int
     """The highest version of any rank so far."""
     moves: int = 0
@@ -199,13 +202,14 @@ class TargetLeader(NamedTuple):
     """The proposal of the source, until it is settled."""
     source: bytes = b""
     cleared: tuple[bytes, ...] = ()
-    """The descriptor of the buffer that each rank offers; empty: none yet."""
+    """The descriptor of the buffer that each rank offers; empty for a rank that has offered none yet."""
     whole: frozenset[int] = frozenset()
+    """The ranks that have all of the version."""
     lost: str = ""
-    """The reason why the target is lost; empty: it is not."""
+    """The reason why the target is lost; empty if it is not."""
 
     def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
-        """Begin to move a version. The source knows how its last move has ended."""
+        """Begin a move. The source proposes one only after it knows how its last move ended."""
         if self.lost:
             return self, [_to_source(Settled(word.call, LOST, self.lost))]
         if word.version <= self.newest:
@@ -222,7 +226,7 @@ class TargetLeader(NamedTuple):
         return Notify("target", rank, asked)
 
     def cleared_by(self, rank: int, word: Cleared) -> Next[TargetLeader]:
-        """Note that a rank offers a buffer; rank 0 itself is the first one."""
+        """Note that a rank offers a buffer; rank 0 offers first."""
         if self.move is None or word.move != self.moves:
             return self, []
         cleared = (*self.cleared[:rank], word.descriptor, *self.cleared[rank + 1 :])
@@ -234,7 +238,7 @@ class TargetLeader(NamedTuple):
         return after, actions
 
     def whole_on(self, rank: int, word: Whole) -> Next[TargetLeader]:
-        """Note that a rank has all of the version. The last such rank makes it current."""
+        """Note that a rank has all of the version. Once every rank has, the version becomes current."""
         if self.move is None or word.move != self.moves:
             return self, []
         whole = self.whole | {rank}
@@ -245,22 +249,22 @@ class TargetLeader(NamedTuple):
         return after, [Switch(version), _to_source(Settled(self.move.call))]
 
     def broken_on(self, word: Broken) -> Next[TargetLeader]:
-        """Note that a rank cannot get all of the version any more."""
+        """Note that a rank cannot get all of the version."""
         return self._give_up(LOST, word.why) if word.move == self.moves else (self, [])
 
     def withdraw(self, word: Withdraw) -> Next[TargetLeader]:
-        """Give the version up for the source, unless it is current by now."""
+        """Give the version up at the source's request, unless it is current already."""
         if self.move is None or word.call != self.move.call:
             return self, []
         return self._give_up(word.kind, f"{word.why}; {self.waits_for()}")
 
     def lose(self, why: str) -> Next[TargetLeader]:
-        """Note that the target's communicator is lost: no version comes any more."""
+        """Note that the target's communicator is lost: further moves fail."""
         after, actions = self._give_up(LOST, why)
         return after._replace(lost=self.lost or why), actions
 
     def leave(self, why: str) -> Next[TargetLeader]:
-        """Note that the source is gone, or that another one has taken its place."""
+        """Note that the source is gone, or that another source has replaced it."""
         return self._give_up(LOST, why)
 
     def _give_up(self, kind: str, why: str) -> Next[TargetLeader]:
@@ -269,7 +273,7 @@ class TargetLeader(NamedTuple):
         return self._replace(move=None), [_to_source(Settled(self.move.call, kind, why))]
 
     def waits_for(self) -> str:
-        """Say what the move under way waits for, for a source that has lost its patience."""
+        """Return what the move under way waits for, as text for an error of the source."""
         using = [rank for rank in range(self.ranks) if not self.cleared[rank]]
         if not self.cleared[0]:
             return "target rank 0 still uses the version before the current one"
@@ -280,16 +284,16 @@ class TargetLeader(NamedTuple):
 
 
 class SourceRank(NamedTuple):
-    """A rank of the source."""
+    """The state of a source rank."""
 
     rank: int
     targets: tuple[int, ...]
-    """The target ranks that it writes to."""
+    """The target ranks that this rank writes to."""
     call: int = 0
-    """The number of its last call of ``move``."""
+    """The number of the rank's last call of ``move``."""
     phase: Literal["idle", "entered", "writing", "written", "faltered"] = "idle"
     early: tuple[Settled, ...] = ()
-    """The ends of calls that it has not made yet: another rank could not wait for it."""
+    """The ends of calls that this rank has not made yet: another rank gave the call up before."""
     lost: str = ""
 
     def start(self, version: int) -> Next[SourceRank]:
@@ -305,25 +309,25 @@ class SourceRank(NamedTuple):
         return after, entering
 
     def admit(self, word: Admit) -> Next[SourceRank]:
-        """Begin to write, as the target has buffers."""
+        """Begin to write into the target's buffers."""
         if self.phase != "entered" or word.call != self.call:
             return self, []
         return self._replace(phase="writing"), [Write(word.move, word.descriptors)]
 
     def wrote(self, move: int) -> Next[SourceRank]:
-        """Note that all that it writes has arrived."""
+        """Note that all writes of this rank have arrived."""
         if self.phase != "writing":
             return self, []
         return self._replace(phase="written"), [Notify("target", rank, Written(move)) for rank in self.targets]
 
     def falter(self, kind: str, why: str) -> Next[SourceRank]:
-        """Give up: the caller was cancelled, a deadline has passed, a connection or a conversion has failed."""
+        """Give the move up: the call was cancelled, its deadline has passed, or a connection or a conversion failed."""
         if self.phase in ("idle", "faltered"):
             return self, []
         return self._replace(phase="faltered"), [Stop(), Notify("source", 0, Falter(self.call, kind, why))]
 
     def settled(self, word: Settled) -> Next[SourceRank]:
-        """Note that a move is over, perhaps before this rank has called it."""
+        """Note that a move is over, perhaps before this rank has called ``move``."""
         if word.call > self.call:
             return self._replace(early=(*self.early, word)), []
         if self.phase == "idle" or word.call < self.call:
@@ -337,21 +341,21 @@ class SourceRank(NamedTuple):
 
 
 class SourceLeader(NamedTuple):
-    """The decisions of the source's rank 0."""
+    """The state of source rank 0 as the one that coordinates."""
 
     ranks: int
     writers: tuple[tuple[int, ...], ...]
     """The source ranks that write to each target rank."""
     call: int = 1
-    """The number of the call that is under way, or comes next."""
+    """The number of the call under way, or of the next one."""
     entered: tuple[tuple[int, int], ...] = ()
-    """The ranks that have called, and the versions."""
+    """The ranks that have called ``move``, and their versions."""
     phase: Literal["gathering", "proposed", "withdrawn"] = "gathering"
     kind: str = LOST
-    """The kind of the reason for which it was withdrawn."""
+    """The kind of the failure for which the version was withdrawn."""
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
-        """Note that a rank has called ``move``. The last such rank has the version proposed."""
+        """Note that a rank has called ``move``. Once every rank has, propose the version to the target."""
         if word.call != self.call:
             return self, []
         entered = (*self.entered, (rank, word.version))
@@ -365,7 +369,7 @@ class SourceLeader(NamedTuple):
         return after._replace(phase="proposed"), [Notify("target", 0, propose)]
 
     def falter(self, word: Falter) -> Next[SourceLeader]:
-        """Note that a rank has given up. The target may have switched by now, and says so."""
+        """Note that a rank has given up. If the target has switched already, its answer says so."""
         if word.call != self.call or self.phase == "withdrawn":
             return self, []
         if self.phase == "proposed":
@@ -377,7 +381,7 @@ class SourceLeader(NamedTuple):
         return self._settle(word.kind, word.why + called)
 
     def admit(self, word: Admit) -> Next[SourceLeader]:
-        """Have all ranks write, as the target has buffers."""
+        """Let all ranks write into the target's buffers."""
         if self.phase != "proposed" or word.call != self.call:
             return self, []
         return self, [Notify("source", rank, word) for rank in range(self.ranks)]
@@ -409,7 +413,7 @@ def _to_source(word: Word) -> Notify:
 
 
 def _ranks(side: Side, ranks: list[int]) -> str:
-    """Name some ranks in words."""
+    """Return a phrase that names some ranks."""
     names = ", ".join(map(str, ranks[:-1]))
     return f"{side} rank {ranks[0]}" if len(ranks) == 1 else f"{side} ranks {names} and {ranks[-1]}"
 

@@ -1,4 +1,4 @@
-"""The side that has new weights: its ranks write them into the buffers of a target."""
+"""The source: the side that has new weights, whose ranks write them into the buffers of a target."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ _ERRORS: Final[dict[str, type[CommError]]] = {
     LOST: MoveLostError, REFUSED: ArgumentError, DIFFERS: MismatchError, LATE: MoveTimeoutError
 }  # fmt: skip
 _LATER: Final = 1.0
-"""Seconds for which other ranks than 0 wait longer, so that they hear from that one whom it has waited for."""
+"""The extra seconds that ranks other than 0 wait, so that rank 0's error, which names the late ranks, arrives first."""
 
 
 class Source(Party):
-    """A rank of the side that has new weights; made by :meth:`open`.
+    """One rank of the side that has new weights; made by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it; an error that leaves the
-    block is told to the target.
+    It belongs to the event loop and thread that made it. ``async with`` closes it. If an error leaves the block, it
+    also aborts the connections to the target.
     """
 
     _plan: MovePlan
@@ -81,13 +81,13 @@ class Source(Party):
         super().__init__(comm, "a source")
         self._here, self._chunks, self._convert = here, chunks, convert
         self._peers: dict[int, Peer] = {}
-        """The target ranks that this rank writes to; on rank 0 the target's rank 0, too."""
+        """The connections to the target ranks that this rank writes to; rank 0 also connects to target rank 0."""
         self._version = self._asked = 0
         self._returned: Return | None = None
         self._cause: Exception | None = None
-        """The error of this rank for which the last move has failed."""
+        """The error of this rank that made the last move fail."""
         self._gone = ""
-        """The reason why the target's rank 0 is not reached any more; empty: it is reached."""
+        """The reason why target rank 0 is unreachable; empty if it is reachable."""
         self._writing: anyio.CancelScope | None = None
         self._news = Bell(self._driver)
 
@@ -102,20 +102,20 @@ class Source(Party):
         convert: Convert | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Self:
-        """Connect with a target, and plan what moves. Collective. It takes the place of the target's last source.
+        """Connect to a target, and plan the moves. Collective. This source replaces the target's last one.
 
-        :param comm: the ranks that have the weights.
-        :param tensors: by name this rank's part: a whole tensor, a DTensor, or a :class:`Chunk`; dense, on the
-            endpoint's device. Together the ranks have all that the target wants; they may have more. Each move reads
-            the values that are in them then.
-        :param here: an endpoint of this rank, used for nothing else. It stays open as long as the source.
-        :param address: :attr:`Target.address`; rank 0's counts.
-        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype; None: rounded
-            to that. It is called in a thread, and with parts of any shape, so it works element by element.
-        :param timeout: the deadline in seconds of each part of it, None for no deadline; by default the communicator's.
-        :raises ArgumentError: an argument is wrong, or the tensors do not have what the target wants.
-        :raises MoveLostError: another rank could not connect with the target.
-        :raises CommError: this rank could not; or the communicator is lost or closed.
+        :param comm: the communicator of the ranks that have the weights.
+        :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, on the
+            endpoint's device. Together the ranks must hold everything that the target needs; they may hold more. Each
+            move reads the values at that time.
+        :param here: an endpoint of this rank, used for nothing else. It must stay open as long as the source.
+        :param address: the :attr:`Target.address`; only rank 0's value counts.
+        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype. It runs in a
+            thread, on parts of any shape, so it must work elementwise. None: torch converts, with rounding.
+        :param timeout: the deadline in seconds of each phase, None for no deadline; by default the communicator's.
+        :raises ArgumentError: an argument is wrong, or the tensors lack something that the target needs.
+        :raises MoveLostError: another rank could not connect to the target.
+        :raises CommError: this rank could not connect, or the communicator is lost or closed.
         """
         if not isinstance(here, Endpoint):
             raise wrong_type("here", here, "an Endpoint")
@@ -130,7 +130,7 @@ class Source(Party):
         return self
 
     async def _meet(self, address: bytes, timeout: OpTimeout) -> None:
-        """Know the target and each other, plan, and connect."""
+        """Exchange inventories with the target and the other ranks, plan, and connect."""
         number, records = clock.token_bytes(16), records_of(self._chunks)
         mine = WORDS.encode(Inventory(0, (TargetRecord(b"", records),)))
 
@@ -150,9 +150,9 @@ class Source(Party):
         await self._together(partial(self._connect, number, target, timeout), timeout)
 
     async def _together(self, call: Callable[[], Coroutine[Any, Any, Any]], timeout: OpTimeout) -> list[Any]:
-        """Do something on each rank, and return what it came to on each.
+        """Make a call on each rank, and return the results of all ranks.
 
-        :raises CommError: it has failed on a rank; on all of them.
+        :raises CommError: the call has failed on a rank; all ranks raise.
         """
         failure, result = None, None
         try:
@@ -169,7 +169,7 @@ class Source(Party):
         return [result for _, result in told]
 
     async def _inquire(self, address: bytes, number: bytes, timeout: OpTimeout) -> bytes:
-        """Ask the target's rank 0 what the target holds."""
+        """Return the encoded inventory of the target, from its rank 0."""
         peer = self._peers[0] = await self._here.connect(address, timeout=timeout)
         say(peer, Inquire(number))
         word: bytes = await peer.recv_object(timeout=timeout)
@@ -177,11 +177,11 @@ class Source(Party):
         return word
 
     async def _connect(self, number: bytes, target: Inventory, timeout: OpTimeout) -> None:
-        """Connect with the target ranks that this rank writes to."""
+        """Connect to the target ranks that this rank writes to."""
         for rank in self._plan.targets:
             peer = self._peers[rank] = await self._here.connect(target.ranks[rank].address, timeout=timeout)
             say(peer, Present(number, self._rank))
-            if rank or self._rank:  # Target rank 0 answers source rank 0 where that one hears it.
+            if rank or self._rank:  # Source rank 0 receives the answer of target rank 0 in _hear_target.
                 word = WORDS.decode(await peer.recv_object(timeout=timeout))
                 if not isinstance(word, Known):
                     raise ProtocolError(
@@ -198,23 +198,24 @@ class Source(Party):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank writes of each version, in the target's dtypes."""
+        """The bytes of each version that this rank writes, in the target's dtypes."""
         return self._plan.nbytes[self._rank]
 
     # -------------------------------------------------------------------------------------------------------- moving
 
     async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Move the values to the target as a version; done once the target's next step has it. Collective.
+        """Move the values to the target as a new version. Return once the target's next step uses it. Collective.
 
-        Nobody changes the tensors meanwhile. If it fails, or is cancelled, it fails on all ranks, and the target goes
-        on with the version that it has.
+        Do not change the tensors meanwhile. If the call fails or is cancelled on one rank, it fails on all ranks, and
+        the target keeps its version.
 
-        :param version: a higher one than the target has had.
+        :param version: a number above every version that the target has had.
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
-        :raises ArgumentError: the version is not higher; on all ranks, and nothing was written.
-        :raises MismatchError: the ranks call for different versions; nothing was written.
-        :raises MoveTimeoutError: the deadline has passed on a rank; says what was waited for.
-        :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised; says who.
+        :raises ArgumentError: the version is not higher; all ranks raise this, and nothing was written.
+        :raises MismatchError: the ranks have called with different versions; nothing was written.
+        :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
+        :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
+            the message names the rank.
         """
         version, seconds = checked_version(version), arguments.op_deadline(timeout, self._comm._seconds)
         self._check()
@@ -246,12 +247,12 @@ class Source(Party):
         return self._state.phase != "idle" or self._writing is not None
 
     async def _end(self) -> None:
-        """Wait until the move is over, and this rank writes no more."""
+        """Wait until the move is over and this rank has stopped writing."""
         while self._moving:
             await self._news
 
     async def _give_up(self, kind: str, why: str) -> None:
-        """Have all ranks end it, and wait for that: for some seconds, if the others do not answer."""
+        """End the move on all ranks, and wait for that; if other ranks do not answer, wait some seconds."""
         self._falter(kind, why)
         seconds = CLOSE_GRACE + (_LATER if self._rank else 0.0)
         with anyio.move_on_after(seconds):
@@ -292,7 +293,7 @@ class Source(Party):
             self._act(actions)
             self._news.ring()
 
-    # --------------------------------------------------------------------------------------------- words and actions
+    # ------------------------------------------------------------------------------------------ messages and actions
 
     def _heard(self, rank: int, word: Word) -> None:
         actions: list[Action]
@@ -325,12 +326,12 @@ class Source(Party):
                     self._writing.cancel()
             case Return():
                 self._returned = action
-                if not action.kind:  # Its caller may have been cancelled.
+                if not action.kind:  # The version counts even if the caller was cancelled.
                     self._version = self._asked
                 self._news.ring()
 
     async def _hear_target(self) -> None:
-        """Hear what the target's rank 0 says, on this side's."""
+        """Receive the messages of target rank 0, on source rank 0."""
         peer = self._peers[0]
         try:
             while True:
@@ -358,7 +359,7 @@ class Source(Party):
         self._act(actions)
 
     async def aclose(self) -> None:
-        """Close it on this rank; a move that is under way fails. Idempotent."""
+        """Close the source on this rank; a move under way fails. Idempotent."""
         if not self._closed and hasattr(self, "_state"):
             self._falter(LOST, f"source rank {self._rank} was closed")
             self._state, actions = self._state.lose("the source was closed")

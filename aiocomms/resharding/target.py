@@ -1,4 +1,4 @@
-"""The side that serves: its ranks hold two buffers each, and switch to a version at one step."""
+"""The target: the side that serves, whose ranks hold two buffers each and switch to a version at the same step."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from aiocomms.resharding.words import (
 Tensors = Mapping[str, Tensor | Chunk]
 REPLACED = "another source has taken its place"
 MOST = 1 << 62
-"""Versions are lower than this."""
+"""The exclusive upper bound of versions."""
 
 
 def checked_version(version: Any) -> int:
     """Return a version as an int.
 
-    :raises ArgumentError: it is none.
+    :raises ArgumentError: the value is no int, or out of range.
     """
     version = as_int(version)
     if type(version) is not int or not 0 <= version < MOST:
@@ -59,10 +59,10 @@ def checked_version(version: Any) -> int:
 
 
 class Target(Party):
-    """A rank of the side whose weights are replaced while it serves; made by :meth:`open`.
+    """One rank of the side whose weights are replaced while it serves; made by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it; an error that leaves the
-    block is told to the source.
+    It belongs to the event loop and thread that made it. ``async with`` closes it. If an error leaves the block, it
+    also aborts the connections to the source.
     """
 
     _inventory: Inventory
@@ -75,9 +75,9 @@ class Target(Party):
         self._leader = TargetLeader(comm.size, None, version)
         self._switched = Bell(self._driver)
         self._peers: dict[tuple[bytes, int], Peer] = {}
-        """The source ranks, by the number of their source and their rank."""
+        """The connections to source ranks, by the number of the source and the rank."""
         self._speaker: tuple[bytes, Peer] | None = None
-        """The source that moves versions, and the connection with its rank 0."""
+        """The number of the source that moves versions, and the connection to its rank 0."""
         self._failure: CommError | None = None
 
     @classmethod
@@ -90,17 +90,17 @@ class Target(Party):
         version: int = 0,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Self:
-        """Let a source replace the weights of a server. Collective.
+        """Prepare the ranks of a server for moves of new weights from a source. Collective.
 
-        The values are copied: the server reads them by :meth:`step`, or by :meth:`pin` and :meth:`at`. This takes twice
-        their memory, for the version that is served and for the one that comes.
+        This copies the values. The server reads them through :meth:`step`, or through :meth:`pin` and :meth:`at`. The
+        target takes twice their memory: for the served version and for the next one.
 
-        :param comm: the ranks of the server.
-        :param tensors: by name this rank's part: a whole tensor, a DTensor, or a :class:`Chunk`; dense, of any dtype,
-            on the endpoint's device. A name stands for the same tensor on all ranks, and at the source.
-        :param here: an endpoint to which nothing else connects. It stays open as long as the target.
-        :param version: the version of these values, at least 0. Where ranks give different ones, as a newcomer does,
-            none is current until a source has moved one.
+        :param comm: the communicator of the server's ranks.
+        :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, of any dtype,
+            on the endpoint's device. A name stands for the same tensor on all ranks and at the source.
+        :param here: an endpoint to which nothing else connects. It must stay open as long as the target.
+        :param version: the version of these values, at least 0. If ranks pass different versions, for example because a
+            rank is new, no version is current until a source has moved one.
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises CommError: the communicator is lost or closed.
@@ -120,7 +120,7 @@ class Target(Party):
         return self
 
     async def _meet(self, timeout: OpTimeout) -> None:
-        """Have all ranks know each other, and begin to hear."""
+        """Exchange the inventories of all ranks, and start to receive messages."""
         mine = Inventory(self._leader.newest, (TargetRecord(self._here.address, self._records),))
         told = await self._comm.all_gather_object((WORDS.encode(mine), clock.token_bytes(8)), timeout=timeout)
         all_of = [inventory(word, rank) for rank, (word, _) in enumerate(told)]
@@ -137,12 +137,12 @@ class Target(Party):
 
     @property
     def address(self) -> bytes:
-        """The address by which a source finds the target, the same on all ranks: at most 1,024 bytes."""
+        """The address to which a source connects; the same on all ranks, at most 1,024 bytes."""
         return self._inventory.ranks[0].address
 
     @property
     def version(self) -> int | None:
-        """The newest version that this rank holds whole; on rank 0 the one that is current. None: there is none yet."""
+        """The current version on rank 0, and the newest complete version on other ranks; None if there is none yet."""
         if self._rank == 0:
             return self._leader.current
         return max((it.version for it in self._state.held), default=None)
@@ -151,9 +151,9 @@ class Target(Party):
 
     @contextlib.asynccontextmanager
     async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
-        """Take a step with one version on all ranks: ``async with target.step() as weights``. Collective.
+        """Take a step with the same version on all ranks: ``async with target.step() as weights``. Collective.
 
-        It is a broadcast of rank 0 on the communicator, behind what was called before. The weights stay as they are to
+        It makes a broadcast from rank 0 on the communicator, in the order of calls. The weights stay unchanged until
         the end of the block.
 
         :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
@@ -164,7 +164,7 @@ class Target(Party):
         version = await self._current() if self._rank == 0 else None
         work = self._comm.broadcast_object(version, 0, timeout=timeout)
         work.add_done_callback(step.hear)
-        if version is not None:  # The others begin this step, if only they hear of it.
+        if version is not None:  # Other ranks may begin this step even if the broadcast fails here.
             step.begin(version)
         try:
             step.begin(await work)
@@ -174,9 +174,9 @@ class Target(Party):
 
     @contextlib.asynccontextmanager
     async def pin(self) -> AsyncIterator[Weights]:
-        """Keep the current version within the block, on rank 0: for a plan that carries ``weights.version``.
+        """Keep the current version within the block, on rank 0, for a plan that carries ``weights.version``.
 
-        The other ranks take it by :meth:`at`. It waits until there is a version.
+        The other ranks read it through :meth:`at`. This waits until there is a version.
 
         :raises ArgumentError: this is not rank 0.
         :raises CommError: the communicator is lost or closed.
@@ -190,8 +190,8 @@ class Target(Party):
     def at(self, version: int) -> Iterator[Weights]:
         """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. No communication.
 
-        :param version: what rank 0 says.
-        :raises ArgumentError: this rank does not hold it: it was never current, or rank 0 keeps it no more.
+        :param version: the pinned version of rank 0.
+        :raises ArgumentError: this rank does not hold it: it was never current, or rank 0 no longer pins it.
         """
         self._check("at")
         if not self._state.holds(version):
@@ -206,7 +206,7 @@ class Target(Party):
             self._release(version)
 
     async def _current(self) -> int:
-        """Return the version of rank 0, once there is one."""
+        """Wait until there is a current version on rank 0, and return it."""
         while self._leader.current is None:
             if self._failure is not None:
                 raise self._failure.about(op="step", rank=self._rank)
@@ -267,7 +267,7 @@ class Target(Party):
                 self._switched.ring()
 
     async def _offer(self, offer: Offer) -> None:
-        """Make a buffer ready. What is dropped is revoked beside that."""
+        """Prepare a buffer. Tasks revoke the regions of dropped buffers meanwhile."""
         state = self._state
         named = {*(it.buffer for it in state.held), *state.free, offer.buffer}
         for region in self._memory.drop(named):
@@ -293,7 +293,7 @@ class Target(Party):
             self._background.start(partial(self._serve, peer))
 
     async def _serve(self, peer: Peer) -> None:
-        """Hear what a source rank says."""
+        """Receive the messages of a source rank."""
         who: tuple[bytes, int] | None = None
         try:
             while True:
@@ -328,7 +328,7 @@ class Target(Party):
             case Propose():
                 say(peer, Settled(word.call, LOST, REPLACED))
             case Withdraw():
-                pass  # The source was told that another one has taken its place.
+                pass  # The source already knows that another one has replaced it.
             case _:
                 raise ProtocolError(f"a source rank says {type(word).__name__}, which is not for it to say")
         self._act(actions)
@@ -348,7 +348,7 @@ class Target(Party):
         self._act(actions)
 
     async def aclose(self) -> None:
-        """Close it on this rank; a move that is under way fails. Idempotent."""
+        """Close the target on this rank; a move under way fails. Idempotent."""
         if not self._closed:
             self._leader, actions = self._leader.lose("the target is closed")
             self._act(actions)
@@ -362,7 +362,7 @@ class Target(Party):
 
 
 class _Step:
-    """A step on this rank. Its version is known when the broadcast is done, whoever waits for that by then."""
+    """A step on this rank. It learns its version when the broadcast is done, even if the task was cancelled."""
 
     version: int
 
@@ -370,12 +370,12 @@ class _Step:
         self._target, self._begun, self._over = target, False, False
 
     def hear(self, work: Work[Any]) -> None:
-        """Take in the version, once the broadcast is done."""
+        """Begin with the version that the broadcast returned; do nothing if the broadcast failed."""
         if work.exception() is None:
             self.begin(work.result())
 
     def begin(self, version: int) -> None:
-        """Begin it, unless that is done."""
+        """Begin the step, unless it has begun."""
         if self._begun:
             return
         self._target._begin_step(version)
@@ -384,7 +384,7 @@ class _Step:
             self._target._release(version)
 
     def end(self) -> None:
-        """End it, or have it end as soon as it begins."""
+        """End the step; if it has not begun, let it end as soon as it begins."""
         self._over = True
         if self._begun:
             self._target._release(self.version)

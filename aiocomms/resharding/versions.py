@@ -1,4 +1,4 @@
-"""The memory of a target rank: buffers that hold a version each, and are open to the source."""
+"""The memory of a target rank: buffers that hold one version each, and that the source writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from aiocomms.resharding.words import ChunkRecord
 
 
 class Weights(Mapping[str, Tensor]):
-    """A version of the weights: by name this rank's chunks, to be read and not to be written.
+    """A version of the weights: this rank's chunks by name. Only read them.
 
-    They stay as they are within the block that has given them, and are memory of the next version some time after.
+    The values stay unchanged within the ``with`` block that returned them. Later the same memory holds another version.
     """
 
     version: int
@@ -49,7 +49,7 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer, unless there is one: in a thread, for its pages are touched."""
+        """Make a buffer if there is none of that number; a thread does it, because it touches all pages."""
         if number in self._regions:
             return
         flat = await run_in_thread(self._allocated)
@@ -59,7 +59,7 @@ class VersionMemory:
     @unaffected
     def _allocated(self) -> Tensor:
         flat = buffers.zeros(size_of(self._records), dtype=torch.uint8, device=self._here.device)
-        # A region whose memory is shared already is not moved on the loop's thread when it is first opened.
+        # The first opening of a region moves memory that is not shared yet, on the event loop's thread.
         if flat.device.type == "cpu" and flat.numel():
             flat.share_memory_()  # type: ignore[no-untyped-call]
         return flat
@@ -79,11 +79,11 @@ class VersionMemory:
         return self._tensors[number]
 
     def descriptor(self, number: int) -> bytes:
-        """Return what the source ranks are given for a buffer."""
+        """Return the descriptor of a buffer's region, for the source ranks."""
         return self._regions[number].descriptor
 
     def drop(self, named: set[int]) -> list[Region]:
-        """Forget all buffers but some, and return their regions, to be revoked."""
+        """Forget all buffers except the named ones, and return their regions, which the caller must revoke."""
         for number in self._tensors.keys() - named:
             del self._tensors[number]
         return [self._regions.pop(number) for number in self._regions.keys() - named]

@@ -1,7 +1,7 @@
-"""The words by which the ranks of a source and of a target move a version.
+"""Messages that the ranks of a source and of a target exchange to move a version.
 
-Between the two sides they go by the connections of endpoints, within a side by a lane of its communicator. Each side's
-rank 0 speaks for it.
+Messages between the sides use the connections of endpoints. Messages within a side use a lane of its communicator. Rank
+0 of each side represents the side.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from aiocomms.lowlevel import ControlCodec
 from aiocomms.ops import checks
 
 DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in checks.DTYPES}
-"""The dtypes, by the names by which ranks tell each other of them."""
+"""The dtypes, by their names in messages."""
 LONGEST: Final = 64 << 20
-"""Most bytes of a word: a layout names each chunk of each target rank."""
+"""The most bytes of a message: an inventory describes each chunk of each target rank."""
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -29,10 +29,10 @@ class ChunkRecord(msgspec.Struct, frozen=True, array_like=True):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     place: int = 0
-    """The byte at which the chunk begins in each buffer of a target rank."""
+    """The byte offset of the chunk in each buffer of a target rank."""
 
     def makes_sense(self) -> bool:
-        """Return whether it is a part of a tensor that there can be."""
+        """Return whether the record is consistent: a known dtype, and a box within the tensor."""
         lengths = {len(self.shape), len(self.offsets), len(self.sizes)}
         if self.dtype not in DTYPES or self.place < 0 or len(lengths) > 1:
             return False
@@ -51,21 +51,21 @@ class TargetRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inquire(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """Source rank 0 asks target rank 0 what the target holds. From then on it is this source that moves versions."""
+    """A request of source rank 0 for target rank 0's inventory. It makes this source the one that moves versions."""
 
     source: bytes
-    """The number of the source, which no other one has."""
+    """The unique number of the source."""
 
 
 class Present(msgspec.Struct, frozen=True, tag=1, array_like=True):
-    """A source rank says to a target rank who it is."""
+    """An introduction of a source rank to a target rank."""
 
     source: bytes
     rank: int
 
 
 class Propose(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """Source rank 0 asks target rank 0 for buffers that a version may be written to."""
+    """A request of source rank 0 to target rank 0 for buffers for a version."""
 
     call: int
     version: int
@@ -74,13 +74,13 @@ class Propose(msgspec.Struct, frozen=True, tag=2, array_like=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """A source rank tells a target rank that all it writes of a version has arrived there."""
+    """A notice of a source rank to a target rank: all its writes of a version have arrived there."""
 
     move: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """Source rank 0 tells target rank 0 that it gives a version up."""
+    """A notice of source rank 0 to target rank 0 that it gives up a version."""
 
     call: int
     kind: str
@@ -94,7 +94,7 @@ class Inventory(msgspec.Struct, frozen=True, tag=5, array_like=True):
     """The answer to :class:`Inquire`."""
 
     version: int
-    """The highest version that the target has had: that of the next one is higher."""
+    """The highest version that the target has had; the next version must be higher."""
     ranks: tuple[TargetRecord, ...]
 
 
@@ -103,21 +103,21 @@ class Known(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """The buffers that a version may be written to; also from source rank 0 to the other source ranks."""
+    """The buffers for a version; source rank 0 also sends this to the other source ranks."""
 
     call: int
     move: int
-    """The number of the move, which no other one of the target has."""
+    """The number of the move, unique at the target."""
     descriptors: tuple[bytes, ...]
-    """The descriptor of the region to write to on each target rank."""
+    """The descriptor of each target rank's buffer."""
 
 
 class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
-    """The end of a move; also from source rank 0 to the other source ranks."""
+    """The end of a move; source rank 0 also sends this to the other source ranks."""
 
     call: int
     kind: str = ""
-    """The kind of the reason for which the old version stays current; empty: the new one is current."""
+    """The kind of the failure, if the old version stays current; empty if the new one is current."""
     why: str = ""
 
 
@@ -125,35 +125,35 @@ class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
 
 
 class Clear(msgspec.Struct, frozen=True, tag=9, array_like=True):
-    """Target rank 0 asks a target rank for a buffer that nobody reads."""
+    """A request of target rank 0 to a target rank for a buffer that is not in use."""
 
     move: int
     source: bytes
     version: int
     keep: int | None
-    """The version that is current; None: there is none."""
+    """The current version, or None."""
     steps: int
-    """The number of steps that rank 0 has begun with the version before that; each rank begins as many."""
+    """The number of steps that rank 0 has begun with the version before the current one; each rank begins as many."""
     writers: tuple[int, ...]
 
 
 class Cleared(msgspec.Struct, frozen=True, tag=10, array_like=True):
-    """The answer of a target rank."""
+    """The answer to :class:`Clear`."""
 
     move: int
     descriptor: bytes
     steps: int
-    """The number of steps that this rank has begun with the version that it let go of last."""
+    """The number of steps that this rank has begun with the version that it dropped last."""
 
 
 class Whole(msgspec.Struct, frozen=True, tag=11, array_like=True):
-    """A target rank has all of a version."""
+    """A notice of a target rank that all of a version has arrived."""
 
     move: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=12, array_like=True):
-    """A target rank has lost a source rank that has not written all of a version."""
+    """A notice of a target rank that it cannot get all of a version, for example because a source rank is lost."""
 
     move: int
     why: str
@@ -163,14 +163,14 @@ class Broken(msgspec.Struct, frozen=True, tag=12, array_like=True):
 
 
 class Enter(msgspec.Struct, frozen=True, tag=13, array_like=True):
-    """A source rank has called ``move``."""
+    """A notice of a source rank that it has called ``move``."""
 
     call: int
     version: int
 
 
 class Falter(msgspec.Struct, frozen=True, tag=14, array_like=True):
-    """A source rank cannot go on with a move."""
+    """A notice of a source rank that it cannot continue a move."""
 
     call: int
     kind: str
@@ -185,9 +185,9 @@ WORDS: Final = ControlCodec[Word](Word, "a word about a version", limit=LONGEST)
 
 
 def inventory(word: bytes, peer: int | None = None) -> Inventory:
-    """Decode what a target, or a rank of a side, says that it holds.
+    """Decode the inventory of a target or of a rank.
 
-    :raises ProtocolError: it makes no sense.
+    :raises ProtocolError: the message is malformed or no inventory.
     """
     found = WORDS.decode(word, peer)
     if not isinstance(found, Inventory):

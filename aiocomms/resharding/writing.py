@@ -1,4 +1,4 @@
-"""The writing of one source rank: it copies into memory that it shares with a target rank; to others it puts."""
+"""Writes of one source rank: copies into memory that it shares with a target rank, and puts to other target ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from aiocomms.resharding.plan import BLOCK, Copy
 from aiocomms.resharding.words import DTYPES
 
 Convert = Callable[[str, Tensor, torch.dtype], Tensor]
-"""A function of a name, a part of that tensor, and the target's dtype, which returns the part in that dtype."""
+"""The type of a function of a tensor's name, a part of the tensor and a dtype; it returns the part in that dtype."""
 AT_ONCE: Final = 2
-"""Blocks that are put at once, each with its own memory: one is packed while another one is on its way."""
+"""The number of blocks that are put at once, each with its own memory: one is packed while another one is sent."""
 TOGETHER: Final = 8
-"""Blocks that one thread copies: some ms of work."""
+"""The number of blocks that one call in a thread copies: a few milliseconds of work."""
 _IN_THREAD: Final = 64 << 10
-"""Bytes from which on a block is packed in a thread."""
+"""The size in bytes from which on a block is packed in a thread."""
 
 
 async def write(
@@ -40,11 +40,14 @@ async def write(
     buffers: Mapping[int, tuple[Peer, bytes]],
     convert: Convert | None,
 ) -> None:
-    """Write all, and wait until it is visible to the target. A cancelled call waits for what it has begun.
+    """Write all copies, and wait until they are visible to the target. A cancelled call waits for operations under way.
 
-    :param buffers: the connection with each target rank, and the descriptor of the buffer there, of bytes.
-    :raises MoveLostError: a connection is lost, or a buffer is not there any more; says which target rank's.
-    :raises Exception: what ``convert`` raises.
+    :param copies: the copies to write.
+    :param chunks: this rank's chunks, by name.
+    :param buffers: the connection with each target rank, and the descriptor of its buffer of bytes.
+    :param convert: converts a part to the target's dtype; None to use torch's conversion.
+    :raises MoveLostError: a connection is lost, or a buffer is gone; the message names the target rank.
+    :raises Exception: an error of ``convert``.
     """
     regions: dict[int, RemoteRegion] = {}
     shared: dict[int, Tensor] = {}
@@ -63,13 +66,13 @@ async def write(
     for target, region in regions.items():
         with _to(target):
             flush = region.flush()
-            flush.add_done_callback(Work.exception)  # A cancelled call does not ask what becomes of it.
+            flush.add_done_callback(Work.exception)  # This marks an error as seen, even if the call is cancelled.
             await flush
 
 
 @contextlib.contextmanager
 def _to(target: int) -> Iterator[None]:
-    """Name the target rank in an error of its connection."""
+    """Turn an error of a connection into a MoveLostError that names the target rank."""
     try:
         yield
     except CommError as error:
@@ -77,7 +80,7 @@ def _to(target: int) -> Iterator[None]:
 
 
 def _converted(copy: Copy, tensor: Tensor, convert: Convert | None) -> Tensor:
-    """Return a part, converted where somebody else than torch does it."""
+    """Return the part of a tensor that a copy reads, converted if there is a ``convert``."""
     part, dtype = tensor[copy.box.slices()], DTYPES[copy.chunk.dtype]
     if convert is None:
         return part
@@ -88,7 +91,7 @@ def _converted(copy: Copy, tensor: Tensor, convert: Convert | None) -> Tensor:
     return part
 
 
-# ------------------------------------------------------------------------------------------ where memory is shared
+# --------------------------------------------------------------------------------------- copies into shared memory
 
 
 async def _copy(
@@ -98,7 +101,7 @@ async def _copy(
     regions: Mapping[int, RemoteRegion],
     convert: Convert | None,
 ) -> None:
-    """Copy into the targets' memory, at the lowest priority: a target may answer requests on the same processors."""
+    """Copy into the targets' memory at the lowest priority: a target may serve requests on the same processors."""
     copying = YieldingCopy()
 
     @unaffected
@@ -117,8 +120,8 @@ async def _copy(
         for at in range(0, len(copies), TOGETHER):
             together = copies[at : at + TOGETHER]
             if any(regions[it.target].closed for it in together):
-                break  # The flush says why.
-            with anyio.CancelScope(shield=True):  # The thread would read the tensors after the caller has gone on.
+                break  # The flush raises the reason.
+            with anyio.CancelScope(shield=True):  # Without the shield, the thread would outlive a cancelled call.
                 await run_in_thread(call)
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
@@ -131,7 +134,7 @@ async def _stop_when_cancelled(copying: YieldingCopy) -> None:
         copying.stop()
 
 
-# --------------------------------------------------------------------------------------------------- where it is not
+# -------------------------------------------------------------------------------------------- puts into other memory
 
 
 async def _put_each(
@@ -149,7 +152,7 @@ async def _put_each(
 
 
 async def _packed(copy: Copy, tensor: Tensor, scratch: Tensor, convert: Convert | None) -> Tensor:
-    """Return the bytes of a part as the target wants them."""
+    """Return the bytes of a part, contiguous and in the target's dtype."""
 
     @unaffected
     @torch.no_grad()
@@ -161,13 +164,13 @@ async def _packed(copy: Copy, tensor: Tensor, scratch: Tensor, convert: Convert 
 
     if convert is None and (copy.nbytes < _IN_THREAD or _lies_so(tensor[copy.box.slices()], DTYPES[copy.chunk.dtype])):
         return call()
-    with anyio.CancelScope(shield=True):  # The thread would read the tensor after the caller has gone on.
+    with anyio.CancelScope(shield=True):  # Without the shield, the thread would outlive a cancelled call.
         return await run_in_thread(call)
-    raise AssertionError  # The scope swallows nothing.
+    raise AssertionError  # Type checkers need this line; the scope swallows no exception.
 
 
 def _lies_so(part: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a part lies in memory as it is to be sent."""
+    """Return whether a part can be sent from its own memory without packing."""
     return part.is_contiguous() and part.dtype == dtype and not part.is_conj() and not part.is_neg()
 
 
@@ -177,7 +180,7 @@ async def _put(region: RemoteRegion, copy: Copy, data: Tensor) -> None:
     try:
         await work
     except BaseException:
-        with anyio.CancelScope(shield=True):  # Until then the memory is theirs.
+        with anyio.CancelScope(shield=True):  # The transport may read the memory until the work is done.
             await work.wait()
             work.exception()
         raise

@@ -1,4 +1,4 @@
-"""The order in which plans begin: those that wait for their turn."""
+"""The queue of plans that wait for their turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio
 
 @dataclass(order=True)
 class _InTurn:
-    """The place of one caller that waits."""
+    """The place of one waiting caller."""
 
     priority: float
     number: int
@@ -20,9 +20,10 @@ class _InTurn:
 
 
 class Admission:
-    """Callers that wait until there is room: the lowest priority first, and among equals who came first.
+    """The callers that wait for room: the lowest priority first, equal priorities in the order of arrival.
 
-    :param room: whether there is room for another one; what it raises the caller gets whose turn it would be.
+    :param room: a function that returns whether there is room for another caller. If it raises, so does the first
+        caller's :meth:`wait`.
     """
 
     def __init__(self, room: Callable[[], bool]) -> None:
@@ -32,11 +33,11 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """The number of callers that wait."""
+        """The number of waiting callers."""
         return len(self._places)
 
     async def wait(self, priority: float) -> None:
-        """Wait for a turn. The caller takes the room before it awaits anything else."""
+        """Wait for a turn. The caller must take the room before it awaits anything else."""
         if not self._places and self._room():
             return
         mine = _InTurn(priority, next(self._numbers), anyio.Event())
@@ -50,6 +51,6 @@ class Admission:
             self.look()
 
     def look(self) -> None:
-        """Have the next caller look whether there is room: something has changed."""
+        """Wake the first caller to check whether there is room now."""
         if self._places:
             self._places[0].news.set()

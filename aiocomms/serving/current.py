@@ -1,4 +1,4 @@
-"""The class ``CurrentComm``, which the layers of a model hold in place of a communicator."""
+"""The class ``CurrentComm``, which layers of a model keep in place of a communicator."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from aiocomms.progress.work import Work
 
 
 class CurrentComm(PointToPoint, Collectives, Objects):
-    """The communicator that a service has at the moment, for layers to hold: it stays valid when a new one is formed.
+    """The current communicator of a service, for layers to keep: it stays valid when a new communicator is formed.
 
-    The communicator itself is ``current``, and has what this lacks. Windows and streams belong to one communicator:
-    open them on ``current``, and anew when that is another.
+    The communicator itself is ``current``, and has the methods that this class lacks. Windows and streams belong to one
+    communicator: open them on ``current``, and again after each recovery.
     """
 
     current: Communicator
@@ -36,7 +36,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         self.turn_to(comm)
 
     def turn_to(self, comm: Communicator) -> None:
-        """Stand for another communicator from now on; for the service."""
+        """Refer to another communicator from now on. The service calls this."""
         self.current, self._core = comm, comm._core
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
 
@@ -45,7 +45,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         return self.current.lane(key)
 
     def portal(self) -> Portal:
-        """Return the operations for other threads; ask for it at each call, for it belongs to one communicator."""
+        """Return the portal for other threads. Call this each time: a portal belongs to one communicator."""
         return self.current.portal()
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:

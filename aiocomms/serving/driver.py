@@ -1,4 +1,4 @@
-"""The class ``Driver``, of rank 0: it gives out plans, when there is room for them, and gathers how they end."""
+"""The class ``Driver`` of rank 0, which sends plans to the ranks when there is room, and gathers their outcomes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from aiocomms.serving.watch import Watch
 
 T = TypeVar("T")
 ATTEMPTS: Final = 3
-"""The number of times that a plan is carried out that may be retried: it may itself be what ends ranks."""
+"""The number of attempts of a plan with ``retry``. There is a limit, because the plan itself may end ranks."""
 GRACE: Final = 1.0
-"""Seconds in which rank 0 may turn out to end, too, before a worker that is to leave is let go."""
+"""Seconds that the driver waits before it lets a worker leave, because a signal may end rank 0, too."""
 _SHOWN: Final = 8
 _log = logging.getLogger("aiocomms")
 
 
 class _TimeLimit(NamedTuple):
-    """The time that a plan may take, and the end of that by the loop's clock."""
+    """The time limit of a plan in seconds, and its end by the loop's clock."""
 
     seconds: float
     ends: float
@@ -52,7 +52,7 @@ class _TimeLimit(NamedTuple):
         return cls(seconds, anyio.current_time() + seconds)
 
     async def wait(self, call: Callable[[], Awaitable[T]]) -> tuple[T] | None:
-        """Await a call until then; None: it was not done."""
+        """Await a call until the limit; return None if the call has not ended by then."""
         if self.ends == math.inf:  # A scope costs some microseconds.
             return (await call(),)
         with anyio.CancelScope(deadline=self.ends):
@@ -64,13 +64,13 @@ class DriverState(NamedTuple):
     """The state of a driver, for probes."""
 
     doing: Literal["serves", "recovers", "ends", "ended"]
-    """The driver takes plans, or will again after a recovery; it takes no more, or carries none out any more."""
+    """The phase: it takes plans, it will again after a recovery, it only finishes running plans, or it has ended."""
     reason: Exception | None
-    """The reason why it recovers, or has ended."""
+    """The reason for the recovery or the end."""
 
 
 class Driver(Worker):
-    """Rank 0 of a service, which gives out plans; made by :meth:`Service.drive`."""
+    """Rank 0 of a service, which sends plans to all ranks; created by :meth:`Service.drive`."""
 
     _drives = True
     _draining = False
@@ -89,17 +89,17 @@ class Driver(Worker):
         super().__init__(current, recover, numbers, watch, execute)
         self._most_running, self._most_waiting = most
         self._turns = Admission(self._room)
-        self._parting: set[int] = set()  # The workers that leave.
+        self._parting: set[int] = set()  # The workers that are about to leave.
 
     @property
     def failure(self) -> CommError | None:
-        """The reason why no plan can be carried out: the ranks recover, or cannot; None while they can."""
+        """The loss of the communicator that prevents plans until the ranks have recovered; None: plans can run."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
     @property
     def state(self) -> DriverState:
-        """The state of this moment, for probes."""
+        """The current state, for probes."""
         if self._over is not None:
             return DriverState("ended", self._over)
         if self._draining or self._ending:
@@ -109,23 +109,23 @@ class Driver(Worker):
     async def run(
         self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None, retry: bool = False
     ) -> Any:
-        """Have every rank carry out a plan at the same time as others, in a lane of its own; any number of tasks.
+        """Have every rank carry out a plan in a lane of its own, at the same time as other plans. Any task may call it.
 
-        Its collectives, messages and objects meet those of this plan only. If the caller is cancelled, so is the plan,
-        on every rank: the caller goes on at once, and ``execute`` is cancelled amid the operation under way.
+        The collectives, messages and objects of a plan match those of the same plan only. A cancelled caller resumes at
+        once, and its plan is cancelled on every rank: ``execute`` gets a cancellation in its current operation.
 
-        :param plan: what objects may hold, see :meth:`Communicator.send_object`; its tensors are not to be changed.
-        :param priority: where plans wait for their turn, the lowest goes first, and among equals who came first.
-        :param timeout: seconds from now on until it is done; None: for ever.
-        :param retry: whether carrying it out twice does no harm: what is lost with a rank is then run again once the
-            ranks have recovered, up to three times in all; and what comes meanwhile waits for that.
-        :returns: what ``execute`` returns on this rank, once it has ended on all ranks; a list of what it yields, if it
-            is an async generator.
-        :raises WorkerError: it failed on another rank, and was given up on all. What is raised here is raised as it is,
-            if it is an :class:`Exception`; of others, such as a ``CancelledError``, this is raised, too.
+        :param plan: an object as for :meth:`Communicator.send_object`. Do not change its tensors meanwhile.
+        :param priority: the order of waiting plans: the lowest first, and equal priorities in the order of the calls.
+        :param timeout: seconds from the call to the end of the plan; None: no limit.
+        :param retry: whether the plan may be carried out more than once. A plan lost with a rank is then run again once
+            the ranks have recovered, up to three times in all. A call during a recovery waits for its end.
+        :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. For an async generator
+            it is the list of the yielded items.
+        :raises WorkerError: the plan failed on another rank, and was cancelled on all. An :class:`Exception` of
+            ``execute`` on this rank is raised unchanged; any other, such as a ``CancelledError``, as this error.
         :raises PlanLostError: a rank was lost meanwhile, or is not replaced yet.
-        :raises PlanTimeoutError: it was not done in time, and was given up on all ranks.
-        :raises ServiceBusyError: too many plans wait already.
+        :raises PlanTimeoutError: the plan did not end in time, and was cancelled on all ranks.
+        :raises ServiceBusyError: too many plans already wait.
         :raises CommClosedError: the driver is ending.
         :raises ArgumentError: the plan cannot be sent.
         """
@@ -140,38 +140,38 @@ class Driver(Worker):
         raise AssertionError
 
     async def run_in_order(self, plan: Any) -> Any:
-        """Run a plan in no lane: every rank carries such plans out one by one, in the order of the calls.
+        """Run a plan without a lane. Every rank carries out such plans one by one, in the order of the calls.
 
-        So its collectives are the communicator's own, which a transport may carry natively. When one fails that has
-        called an op, the ranks are out of step: the communicator is lost. So a cancelled caller leaves the plan to its
-        end, unless ``execute`` asks :meth:`Service.cancelled`.
+        The collectives of the plan are those of the communicator, which a transport may carry natively. If a plan fails
+        after it has called an op, the ranks are out of step and the communicator is lost. Therefore the plan of a
+        cancelled caller runs to its end, unless ``execute`` calls :meth:`Service.cancelled`.
         """
         with self._counts.call():
             return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
 
     def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
-        """Run a plan whose ``execute`` is an async generator function, and give what it yields on this rank.
+        """Run a plan whose ``execute`` is an async generator function, and yield the items that it yields on this rank.
 
-        It waits while nobody takes an item, for at most half of the communicator's deadline, as the other ranks wait
-        for it in their next operation. What other ranks yield is ignored. When the iterator is closed or dropped, or
-        its task cancelled, the plan is cancelled on every rank; ``contextlib.aclosing`` closes it at once.
+        The plan waits until the caller takes an item, for at most half of the communicator's deadline. The other ranks
+        wait meanwhile in their next operation. Items of other ranks are ignored. The plan is cancelled on every rank
+        when the iterator is closed or dropped, or its task is cancelled. ``contextlib.aclosing`` closes it at once.
 
-        :param plan: see :meth:`run`, as for all else.
-        :param timeout: seconds from the first request for an item on.
-        :raises PlanTimeoutError: it was not done in time, or nobody has taken an item.
+        :param plan: see :meth:`run`, also for the other parameters and errors.
+        :param timeout: seconds from the first request for an item.
+        :raises PlanTimeoutError: the plan did not end in time, or the caller took no item in time.
         """
         arguments.deadline("timeout", timeout)
         try:
-            self._refuse(patient=False)  # Now, when a web server can still answer with another status.
+            self._refuse(patient=False)  # At this point a web server can still answer with another status.
         except CommError as error:
             self._counts.fail(error)
             raise
         return self._stream(plan, priority, timeout)
 
     async def ready(self) -> None:
-        """Wait until plans can be carried out, again if ranks were lost.
+        """Wait until plans can be carried out, if need be for the end of a recovery.
 
-        :raises CommError: the communicator was lost, and there will be no other; or what ``recover`` has raised.
+        :raises CommError: the communicator was lost and is not replaced, or ``recover`` has raised this error.
         """
         while self.failure is not None:
             if self._over is not None:
@@ -179,11 +179,11 @@ class Driver(Worker):
             await self._turn.wait()
 
     async def wait_ended(self) -> None:
-        """Wait until no plan will be carried out any more: this has ended, or the ranks cannot recover."""
+        """Wait until no further plan will run, because the driver has ended or the ranks cannot recover."""
         while self._over is None:
             await self._turn.wait()
 
-    # ----------------------------------------------------------------------------------------------- one plan's way
+    # --------------------------------------------------------------------------------------------- life of one plan
 
     async def _run(
         self, what: Any, priority: float, limit: _TimeLimit, *, in_order: bool = False, patient: bool = False
@@ -218,8 +218,8 @@ class Driver(Worker):
         patient: bool = False,
         take: Take | None = None,
     ) -> Plan:
-        """Begin a plan when it is its turn."""
-        await checkpoint_if_cancelled()  # A plan that nobody waits for is not begun.
+        """Begin a plan at its turn."""
+        await checkpoint_if_cancelled()  # The plan of a cancelled caller does not begin.
         self._refuse(patient=patient)
         called, carrier = clock.now(), self._watch.carrier()
         with self._counts.wait():
@@ -234,14 +234,14 @@ class Driver(Worker):
             plan.take, plan.called = take, called
             self._begin(plan, what)
         except BaseException:
-            self._turns.look()  # There is still room for another one.
+            self._turns.look()  # The plan leaves room for another one.
             raise
         return plan
 
     def _refuse(self, *, patient: bool) -> None:
-        """Refuse a plan that comes now.
+        """Refuse a new plan if it cannot be accepted now.
 
-        :param patient: whether it waits for a recovery.
+        :param patient: whether the plan waits for a recovery.
         """
         name = self._comm.name
         if self._draining:
@@ -256,7 +256,7 @@ class Driver(Worker):
     def _room(self) -> bool:
         """Return whether another plan may begin now.
 
-        :raises CommError: none will any more.
+        :raises CommError: no plan will begin any more.
         """
         if self._over is not None:
             raise PlanLostError(f"the plan is lost: {self._over}", comm=self._comm.name, rank=0) from self._over
@@ -271,7 +271,7 @@ class Driver(Worker):
         return plan.result
 
     async def _late(self, plan: Plan, limit: _TimeLimit) -> None:
-        """Give up a plan that is not done in time, and say where it stands on each rank, as far as these answer."""
+        """Give up a plan whose time limit has passed. The error has the plan's state on each rank that answers."""
         others = plan.waiting - {0}
         plan.answered = anyio.Event()
         self._tell(others, plan.number, None)
@@ -288,28 +288,28 @@ class Driver(Worker):
             self._give_up(plan, error, f"it was not done within {limit.seconds:g} s")
 
     def _leave(self, plan: Plan) -> None:
-        """Note that nobody waits for a plan any more. One that is under way is given up, unless it runs in order."""
+        """Note that the caller has left. A plan that still runs is given up, unless it runs in order."""
         plan.cancelled = True
         if not plan.over.is_set() and not plan.in_order:
             self._give_up(plan, LaneAbortedError("the plan was cancelled", rank=0, peer=0), "its caller was cancelled")
 
     def _give_up(self, plan: Plan, error: Exception, why: str) -> None:
-        """Give a plan up on all ranks, unless that has happened."""
+        """Give up a plan on all ranks, unless that has happened already."""
         if plan.error is None:
             plan.error = error
             plan.give_up(why)
             self._tell(plan.waiting - {0}, plan.number)
 
-    # ---------------------------------------------------------------------------------------------- the ranks' life
+    # ------------------------------------------------------------------------------------------- life of the service
 
     async def _serve(self) -> None:
-        """Carry out plans as every rank does. An error is raised to the tasks that wait, and the workers hear of it."""
+        """Carry out plans as every rank does. An error is raised to the waiting tasks, and sent to the workers."""
         try:
             await super()._serve()
         except Exception as error:
             _log.exception("the service cannot go on")
             self._over = error
-            self._comm.abort(error)  # This does nothing if the communicator is lost.
+            self._comm.abort(error)  # This does nothing if the communicator is already lost.
         finally:
             ended = CommClosedError("the driver has ended", comm=self._comm.name, op="run", rank=0)
             self._over = self._over or ended
@@ -324,7 +324,7 @@ class Driver(Worker):
         self._turns.look()
 
     async def _drain(self) -> None:
-        """Let all plans end; then let the workers leave, unless another process takes this one's place."""
+        """Wait for the end of all plans; then let the workers leave, unless another process replaces this one."""
         self._draining = True
         if self._turns.waiting:
             with contextlib.suppress(PlanLostError):
@@ -339,7 +339,7 @@ class Driver(Worker):
             self._tell(range(1, self._comm.size))
 
     def _heard(self, rank: int, number: int, *outcome: Any) -> None:
-        """Note that a worker has ended a plan, says where that stands, or is to leave."""
+        """Take a worker's message: the end of a plan, the state of a plan, or the wish to leave."""
         if number == LEAVES:
             self._tasks.start_soon(self._let_go, self._comm, rank)
         elif number in self._plans:
@@ -356,16 +356,16 @@ class Driver(Worker):
             self._ended(plan, error, rank, in_step)
 
     def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
-        """Note that a rank has ended a plan. The first that fails has it given up on all."""
+        """Note that a rank has ended a plan. The first failure gives up the plan on all ranks."""
         plan.waiting.discard(rank)
-        # The exception, if raised, would end the caller's task.
+        # This exception would end the caller's task, so a WorkerError takes its place.
         if error is not None and not isinstance(error, Exception):
             cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"
             error = WorkerError(text, comm=self._comm.name, rank=0, peer=0)
             error.__cause__ = cause
         if error is not None:
             self._give_up(plan, error, f"it failed on rank {rank}")
-        if not plan.in_step(in_step) and plan.error is not None:  # A thread may wait there for ever.
+        if not plan.in_step(in_step) and plan.error is not None:  # A thread of a rank may wait without end.
             self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
         elif not plan.waiting:
             del self._plans[plan.number]
@@ -374,9 +374,9 @@ class Driver(Worker):
             self._see_off()
 
     async def _let_go(self, comm: Any, rank: int) -> None:
-        """Let a worker leave that is to: hold plans back, and have it go when none is under way."""
+        """Let a worker leave: hold new plans back, and release the worker when no plan is under way."""
         with anyio.move_on_after(GRACE):
-            await comm.lost()  # Then it asks again, on the next one.
+            await comm.lost()  # The worker asks again on the next communicator.
             return
         if not self._ending and not self._draining:
             _log.warning("rank %d leaves, and plans wait until another process has taken its place", rank)
@@ -388,13 +388,13 @@ class Driver(Worker):
             self._tell(self._parting, LEAVES)
 
     def _told_to_end(self) -> None:
-        """Note that this process ends: its workers stay until it has drained."""
+        """Note that this process ends. Its workers stay until it has drained."""
         self._ending = True
         self._turns.look()
 
 
 def _hand_over(give: Any, timeout: float | None) -> Take:
-    """Return what gives one item after the other to whoever takes them."""
+    """Return a function that passes each item to the caller of :meth:`Driver.stream`."""
     seconds = math.inf if timeout is None else timeout / 2
 
     async def take(item: Any) -> None:

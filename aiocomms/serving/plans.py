@@ -1,12 +1,14 @@
-"""The part of a service that every rank has: it carries out plans, on one communicator after the other.
+"""The part of a service that every rank has, which carries out plans on one communicator after the other.
 
-In a lane rank 0 sends each worker ``(number, in order, plan)``, and behind these the texts of carrier hooks, if there
-are some; ``(number,)`` to give a plan up, ``(number, None)`` to ask where it stands, and ``()`` at the end. A worker
-sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``, where it was asked ``(number,
-where it stands)``, and ``(LEAVES,)`` when it is to leave, which rank 0 answers by the same to let it go.
+In a lane, rank 0 sends each worker ``(number, in order, plan)``, and at its end the texts of carrier hooks if there are
+some. It sends ``(number,)`` to give up a plan, ``(number, None)`` to request its state, ``(LEAVES,)`` when a worker may
+leave, and ``()`` at the end.
 
-An exception that the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that was not meant
-for the task.
+A worker sends ``(number, exception, traceback, whether it is in step)`` for each ended plan. It answers a request with
+``(number, state)``, and sends ``(LEAVES,)`` when it is to leave.
+
+An exception of the program's functions, of any class, is a failure of the plan. This includes a ``CancelledError`` that
+does not cancel the task.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.watch import Carrier, PlanStart, Watch
 
 Execute = Callable[[Any], Awaitable[Any] | AsyncGenerator[Any]]
-"""A function that carries out a plan on one rank; its result on rank 0 is the plan's, or what it yields there is."""
+"""A function that carries out a plan on one rank. Its result, or the items that it yields, on rank 0 is the plan's."""
 Take = Callable[[Any], Awaitable[object]]
-"""A function that is given what a plan yields on rank 0, one item after the other."""
+"""A function that takes the items that a plan yields on rank 0, one by one."""
 Recover = Callable[[Communicator], Awaitable[Communicator]]
-"""A function that takes a lost communicator and returns the one that goes on in its place."""
+"""A function that takes a lost communicator and returns the one that replaces it."""
 LEAVES: Final = -1
-"""The number in place of a plan's when a worker is to leave, and when rank 0 lets it go."""
+"""The number in place of a plan's when a worker is to leave, and when rank 0 confirms that."""
 SERVICE_LANE = "aiocomms.serving"
 _log = logging.getLogger("aiocomms")
 
 
 class Plan:
-    """One plan on one rank, until it has ended there; the driver's, until it has ended on all ranks."""
+    """One plan on one rank, kept until it has ended there, and by the driver until it has ended on all ranks."""
 
     number: int
     ended: anyio.Event
@@ -69,25 +71,26 @@ class Plan:
     ) -> None:
         self.number, self._comm, self._core, self._watch = number, comm, comm._core, watch
         self._carrier: Carrier = carrier or {}
-        self.called = self.posted = clock.now()  # When it was called or has arrived here; when it was given out.
+        # The times of the call or the arrival here, and of the start of this attempt.
+        self.called = self.posted = clock.now()
         self._lane = None if in_order else comm.lane(f"{PLAN_LANE} {number}")
         self._scope = anyio.CancelScope()
-        self._begun: int | None = None  # The number of ops that had been called outside of lanes.
+        self._begun: int | None = None  # The number of ops outside lanes that were called before the plan's start.
         self._in_step = True
-        self.cancelled = False  # Whether its caller has been cancelled.
-        self.given_up = False  # Whether it was ended here because of what happened elsewhere.
+        self.cancelled = False  # Whether the caller was cancelled.
+        self.given_up = False  # Whether the plan was ended here because of an event elsewhere.
         self.ended, self.over = anyio.Event(), anyio.Event()  # Events for the end here, and for the end on all ranks.
-        self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended it yet.
+        self.waiting: set[int] = set(range(comm.size))  # The ranks that have not ended the plan yet.
         self.result: Any = None
         self.error: Exception | None = None
         self.take: Take | None = None
-        self.stands: dict[int, str] = {}  # Where ranks that were asked stand.
-        self.answered: anyio.Event | None = None  # An event for all their answers, once they are asked.
+        self.stands: dict[int, str] = {}  # The plan's state on each rank that has answered.
+        self.answered: anyio.Event | None = None  # The event that all ranks have answered a request.
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
-        """Carry it out, behind the plan ``before`` it.
+        """Carry out the plan, after the end of the plan ``before`` it.
 
-        :returns: what it has raised, unless another rank has given it up, and says why.
+        :returns: the exception that it has raised; None if it succeeded, or if another rank has given up the plan.
         """
         try:
             with self._scope:
@@ -110,7 +113,7 @@ class Plan:
             self.given_up = True
             return None
         finally:
-            self.in_step()  # This comes before the next plan begins.
+            self.in_step()  # This call comes before the next plan begins.
             self.ended.set()
 
     async def _carry_out(self, made: Awaitable[Any] | AsyncGenerator[Any]) -> None:
@@ -130,7 +133,7 @@ class Plan:
         self.result.append(item)
 
     def where(self) -> str:
-        """Say where it stands on this rank."""
+        """Return the plan's state on this rank in words."""
         if self.ended.is_set():
             return "has ended it"
         if self._begun is None:
@@ -143,7 +146,7 @@ class Plan:
         return f"has been in {called(oldest.work.op)} for {clock.now() - oldest.posted:.2f} s"
 
     def give_up(self, reason: str) -> None:
-        """End it, and the ops of its lane on all ranks; a thread that waits for one of these gets an error."""
+        """End the plan, and the ops of its lane on all ranks. A thread that waits for such an op gets an error."""
         self.given_up = True
         self._scope.cancel()
         if self._lane is not None:
@@ -151,13 +154,13 @@ class Plan:
 
     @property
     def in_order(self) -> bool:
-        """True if it is in no lane, and in the order of the calls."""
+        """True if the plan runs without a lane, in the order of the calls."""
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether no rank has called an op that another rank may never match, or matches by a later one.
+        """Return whether the plan leaves no op that another rank never matches or matches with a wrong op.
 
-        :param there: whether that is so on a rank that has ended it; what this rank has called is known.
+        :param there: whether that is true on a rank that has ended the plan. This rank checks its own calls.
         """
         here = self._lane is not None or self.ended.is_set() or self._begun in (None, self._called())
         self._in_step &= here and there
@@ -168,7 +171,7 @@ class Plan:
 
 
 class Worker(Handle):
-    """Every rank but 0. The driver is one, too, whose plans come from its callers."""
+    """The part of a service on every rank but 0. The driver is a worker, too, with plans from its callers."""
 
     _drives = False
     _leaving = False
@@ -180,13 +183,13 @@ class Worker(Handle):
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
         self._comm, self._watch, self._counts = current.current, watch, watch.counts
         self._plans: dict[int, Plan] = {}
-        self._last: Plan | None = None  # The last plan of those that run in order.
-        self._turn = anyio.Event()  # An event that is set when there is another communicator, or will be none.
+        self._last: Plan | None = None  # The last plan that runs in order.
+        self._turn = anyio.Event()  # The event that there is another communicator, or that there will be none.
 
     async def _serve(self) -> None:
-        """Carry out plans until there are no more, on one communicator after the other.
+        """Carry out plans until the service ends, on one communicator after the other.
 
-        :raises CommError: it was lost, and there is no ``recover``, or no rank drives; or what that raises.
+        :raises CommError: the communicator was lost and there is no ``recover`` or no driver; or ``recover`` raised.
         """
         while True:
             failure: CommError | None = None
@@ -220,16 +223,16 @@ class Worker(Handle):
         self._turn = anyio.Event()
 
     def leave(self) -> None:
-        """Ask rank 0 to let this rank go once no plan is under way; go at once if the communicator is lost."""
+        """Ask rank 0 to release this rank when no plan runs. Leave at once if the communicator is lost."""
         self._leaving = True
         if self._recovering is not None:
             self._recovering.cancel()
         self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
-        """Have the program form the next one: in a task of its own, which tells whether it is cancelled.
+        """Call the program's ``recover`` in a task of its own, so that a cancellation can be told from its errors.
 
-        :returns: None: this rank leaves.
+        :returns: the next communicator; None: this rank leaves.
         """
         formed: list[Communicator] = []
         failures: list[BaseException] = []
@@ -267,13 +270,13 @@ class Worker(Handle):
 
     def _next(self, comm: Communicator, rank: int) -> Work[Any]:
         work = comm.lane(SERVICE_LANE).recv_object(rank, timeout=None)
-        # This receive is of a task of ours, so that no rank is said to wait for a plan.
+        # This receive belongs to the service, so that reports do not show the rank as waiting in an op.
         self._expected.note(rank, cast("StartedWork[Any]", work))
-        work.add_done_callback(Work.exception)  # No task waits for it at the end, and that rank may close first.
+        work.add_done_callback(Work.exception)  # At the end no task awaits the receive, and the peer may close first.
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
-        """Send to ranks. A rank that has left, or is lost, is noticed by the receive from it."""
+        """Send a message to ranks. The receive from a rank notices that the rank has left or is lost."""
         for rank in ranks:
             with contextlib.suppress(CommAbortedError, PeerDiedError):
                 self._comm.lane(SERVICE_LANE).send_object(message, rank).add_done_callback(Work.exception)
@@ -286,10 +289,10 @@ class Worker(Handle):
     async def _carry_out(self, plan: Plan, what: Any, before: Plan | None) -> None:
         try:
             error = await plan.run(self._execute, what, before)
-        except (KeyboardInterrupt, SystemExit) as reason:  # this process ends; the others hear why
+        except (KeyboardInterrupt, SystemExit) as reason:  # This process ends, and the other ranks get the reason.
             self._comm.abort(reason)
             raise
-        if not self._comm.aborted:  # A lost communicator has lost the plan, whatever has become of it here.
+        if not self._comm.aborted:  # A plan on a lost communicator is lost, whatever its outcome here.
             self._ended(plan, error)
 
     def _fail(self, error: CommError, cause: CommError | None = None) -> None:
@@ -304,13 +307,13 @@ class Worker(Handle):
         self._plans.clear()
 
     def _heard(self, rank: int, number: int, *plan: Any) -> None:
-        """Rank 0 has given out a plan, asks where it stands, or has given it up."""
+        """Take a message of rank 0: a new plan, a request for the state of a plan, or the end of a plan."""
         if len(plan) > 1:
             in_order, what, *carrier = plan
             self._begin(Plan(self._comm, self._watch, number, in_order, *carrier), what)
         elif plan:
             self._tell([0], number, self._plans[number].where() if number in self._plans else "has ended it")
-        elif number in self._plans:  # The end of a plan that is not here is on the way to rank 0.
+        elif number in self._plans:  # Rank 0 is about to receive the end of a plan that is not here.
             self._plans[number].give_up("rank 0 has given it up")
 
     def _ended(self, plan: Plan, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The class ``Service``, of every rank."""
+"""The class ``Service``, which every rank of a service has."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from aiocomms.serving.watch import CarrierHook, CommHook, PlanHook, Watch
 class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     """One rank of a service: rank 0 drives, every other rank works. ``async with`` closes the communicator at the end.
 
-    :param comm: the communicator of all ranks; it is the service's from now on.
-    :param recover: what to do when it is lost, on every rank that is left: an async function that is given the lost
-        communicator and returns the new one, as ``lambda lost: lost.reconfigure(size=lost.size)`` does. Here a model
-        takes its new part. None: the loss is the end, for a layer that is split over ranks is wrong with fewer.
+    :param comm: the communicator of all ranks, which belongs to the service from now on.
+    :param recover: an async function that every remaining rank calls with the lost communicator. It returns the new
+        communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does, and a model takes its new part in it.
+        None: the loss ends the service, because a layer that is split over ranks is wrong with fewer ranks.
     """
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
         self.comm: CurrentComm = CurrentComm(comm)
-        """The communicator that layers hold, which follows a recovery."""
+        """The communicator for layers, which stays valid after a recovery."""
         self._recover = recover
         self._worker: Worker | None = None
         self._numbers = itertools.count()
@@ -44,7 +44,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
     @property
     def current(self) -> Communicator:
-        """The communicator of the moment."""
+        """The current communicator."""
         return self.comm.current
 
     @property
@@ -60,18 +60,18 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def drive(
         self, execute: Execute, max_running: int | None = None, max_waiting: int | None = None
     ) -> AsyncIterator[Driver]:
-        """Give out plans, on rank 0. At the end of the block the plans under way end, and then the workers leave.
+        """Drive the service on rank 0. The end of the block waits for the running plans, and then the workers leave.
 
-        Where ``aiocomms run`` replaces rank 0 by another process, and there is a ``recover``, the workers stay for it.
+        If ``aiocomms run`` replaces rank 0 and there is a ``recover``, the workers stay for the new process.
 
-        If the block raises, or is cancelled, no rank is told, and nothing waited for: the end of the service does both.
+        If the block raises or is cancelled, it notifies no rank and does not wait. The end of the service does both.
 
-        :param execute: an async function, or an async generator function, that carries out a plan here, as ``work`` is
-            given on the other ranks.
-        :param max_running: how many plans may be under way at once, at least 1; the others wait. None: any number.
-        :param max_waiting: how many may wait for their turn, at least 0; others are refused by a
+        :param execute: an async function, or an async generator function, that carries out a plan on this rank. The
+            other ranks pass theirs to :meth:`work`.
+        :param max_running: the number of plans that may run at once, at least 1; the others wait. None: any number.
+        :param max_waiting: the number of plans that may wait for their turn, at least 0. Further calls raise
             :class:`~aiocomms.errors.ServiceBusyError`. None: any number.
-        :raises ArgumentError: this is not rank 0, or a number is wrong.
+        :raises ArgumentError: this is not rank 0, or a number is out of range.
         """
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
         if self.comm.rank != 0:
@@ -86,7 +86,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
                     yield driver
                 await driver._drain()
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:  # The group is around the exception that the block has raised.
+        except BaseExceptionGroup as group:  # The group holds the exception of the block.
             failure = group.exceptions[0]
         finally:
             self._worker = None
@@ -94,16 +94,16 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             raise failure
 
     async def work(self, execute: Execute) -> None:
-        """Carry out plans, on every rank but 0, until the driver ends; idle for hours, if there are none.
+        """Carry out plans on every rank but 0, until the driver ends. The call may idle for hours without plans.
 
-        Meanwhile SIGINT and SIGTERM do not end this process if this is the main thread: rank 0 got them, too, and
-        ends the workers when it has drained. If it does not, its death is noticed. SIGTERM to this process alone has
-        it :meth:`leave`, if there is a ``recover``.
+        On the main thread, SIGINT and SIGTERM do not end this process meanwhile. Rank 0 gets them, too, and ends the
+        workers when it has drained; if rank 0 dies, the workers notice. If there is a ``recover``, SIGTERM makes this
+        process :meth:`leave`.
 
-        :param execute: an async function that carries out a plan. What it raises, its plan's ``run`` raises on rank 0.
+        :param execute: an async function that carries out a plan. If it raises, :meth:`Driver.run` raises on rank 0.
         :raises ArgumentError: this is rank 0.
-        :raises DriverLostError: rank 0 was lost, and of the ranks that have recovered one that works has its place.
-        :raises CommError: the communicator was lost, and there is no ``recover``; or what that raises.
+        :raises DriverLostError: rank 0 was lost, and a worker has become rank 0 in the recovered communicator.
+        :raises CommError: the communicator was lost and there is no ``recover``, or ``recover`` has raised this error.
         """
         if self.comm.rank == 0:
             raise ArgumentError("rank 0 drives, and does not work()", comm=self.comm.name, rank=0)
@@ -115,16 +115,15 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
             self._worker = None
 
     def leave(self) -> None:
-        """Have another process take the place of this worker, without a plan that fails; ``work`` then returns.
+        """Let another process take the place of this worker without a failed plan. :meth:`work` then returns.
 
-        Rank 0 goes on for a second, then holds new plans back, and lets this rank go when those under way have ended.
-        The end of the service closes the communicator here; the other ranks ``recover``, with the newcomer, and carry
-        out what has waited. If rank 0 was itself told to end by SIGTERM, it ends all ranks instead when it has drained.
+        Rank 0 waits for a second, then holds new plans back and releases this rank when the running plans have ended.
+        The end of the service closes the communicator on this rank. The other ranks ``recover`` with the new process,
+        and carry out the waiting plans. If SIGTERM has told rank 0 to end, it ends all ranks when it has drained.
 
-        ``aiocomms run`` hears of it when this rank is let go: it starts the newcomer once this process has ended, and
-        kills one that has not within its grace time.
+        ``aiocomms run`` starts the new process once this one has ended, and kills this one after its grace time.
 
-        :raises ArgumentError: ``work`` does not run here, or there is no ``recover``.
+        :raises ArgumentError: :meth:`work` does not run here, or there is no ``recover``.
         """
         if self._worker is None or self._worker._drives or self._recover is None:
             why = "work() does not run" if self._recover else "there is no recover: without this rank the service ends"
@@ -132,7 +131,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         self._worker.leave()
 
     def statistics(self) -> ServiceStatistics:
-        """Look at the plans of this rank; on any thread, whatever the loop is doing. It locks nothing."""
+        """Return the statistics of this rank's plans, without a lock. Safe on any thread, even if the loop is busy."""
         counts, worker = self._watch.counts, self._worker
         plans = [] if worker is None else list(worker._plans.values())
         return ServiceStatistics(
@@ -151,10 +150,10 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         )
 
     def register_comm_hook(self, fn: CommHook) -> Hook:
-        """Have ``fn(comm)`` called now, and on the loop's thread for each communicator that takes a lost one's place.
+        """Call ``fn(comm)`` now, and later on the loop's thread with each communicator that replaces a lost one.
 
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called; or whatever it raises now.
+        :raises ArgumentTypeError: ``fn`` cannot be called. An exception of the first call propagates, too.
         """
         hook = self._watch.comm_hooks.register(fn)
         try:
@@ -165,9 +164,9 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return hook
 
     def register_carrier_hook(self, fn: CarrierHook) -> Hook:
-        """Have ``fn(carrier)`` called on rank 0 for each plan, in its caller's task: ``carrier`` is a dict of texts.
+        """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task. ``fn`` adds texts to the dict.
 
-        The texts travel with the plan, for the plan hooks of every rank. What ``fn`` raises, the call raises.
+        The texts travel with the plan to the plan hooks of every rank. An exception of ``fn`` propagates to the caller.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -175,9 +174,10 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return self._watch.carrier_hooks.register(fn)
 
     def register_plan_hook(self, fn: PlanHook) -> Hook:
-        """Have each plan carried out on this rank within the context manager that ``fn(start)`` returns, in its task.
+        """Carry out each plan on this rank within the context manager that ``fn(start)`` returns, in the plan's task.
 
-        What that raises, the plan fails with. ``start`` has ``number``, ``comm``, ``waited`` (seconds), ``carrier``.
+        An exception of ``fn`` or the context manager fails the plan. ``start`` is a
+        :class:`~aiocomms.serving.PlanStart` with ``number``, ``comm``, ``waited`` (seconds) and ``carrier``.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -185,12 +185,12 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return self._watch.plan_hooks.register(fn)
 
     async def cancelled(self) -> bool:
-        """Ask on every rank, within a plan that runs in order, whether its caller has been cancelled; a collective.
+        """Return on every rank whether the caller of an in-order plan was cancelled. The call is a collective.
 
-        So all ranks end the plan at the same step. It costs one small message of rank 0 to each other rank, and no
-        round trip: ask at each step of a loop, or at every tenth.
+        With it all ranks end the plan at the same step. It costs one small message from rank 0 to each other rank, and
+        no round trip. So call it at each step of a loop, or at every tenth.
 
-        :returns: what rank 0 knew when it asked; the same on all ranks.
+        :returns: the state on rank 0 at its call; the same value on all ranks.
         :raises ArgumentError: this task carries out no plan.
         """
         plan = Plan.current.get(None)

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM on the ranks of a service, on the main thread: rank 0's program takes them, and the workers wait.
+"""SIGINT and SIGTERM on the main threads of a service's ranks: rank 0's program handles them, and the workers wait.
 
-Who ends a whole job sends them to all ranks; who replaces a worker sends SIGTERM to that one alone.
+The sender addresses all ranks to end a whole job, and sends SIGTERM to one worker alone to replace it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _mine() -> bool:
 
 @contextlib.contextmanager
 def held(worker: Worker) -> Iterator[None]:
-    """Have SIGINT do nothing within the block, and SIGTERM have the worker leave, unless the program ignores them."""
+    """Ignore SIGINT within the block, and let the worker leave on SIGTERM, unless the program ignores the signals."""
     before = {}
     if _mine() and signal.getsignal(signal.SIGINT) is not _take:
         taken = [number for number in _TAKEN if signal.getsignal(number) is not signal.SIG_IGN]
@@ -44,21 +44,21 @@ def held(worker: Worker) -> Iterator[None]:
 
 
 def _take(number: int, frame: object) -> None:
-    """Take a signal; unlike SIG_IGN this is not passed on to programs that are started."""
+    """Handle a signal. Unlike SIG_IGN, child processes do not inherit this handler."""
     if number != signal.SIGTERM:
         return
     leaving = [worker for worker in _workers if worker._recover is not None]
     for worker in leaving:
         worker._comm._core.driver.call_threadsafe(worker.leave)
-    if not leaving:  # The sender of SIGTERM to one process alone waits for its end.
+    if not leaving:  # A sender of SIGTERM to this process alone would wait for its end.
         _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")
 
 
 @contextlib.contextmanager
 def noted(driver: Driver) -> Iterator[None]:
-    """Have the driver know of a SIGTERM that the program takes, as uvicorn does: the workers got it, too, and stay."""
+    """Notify the driver of a SIGTERM that the program handles, as uvicorn does. The workers got it, too, and stay."""
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
-    if not callable(before) or before is _take:  # By default this process ends, or a worker of it leaves.
+    if not callable(before) or before is _take:  # Otherwise SIGTERM ends this process, or a worker in it leaves.
         yield
         return
     take = before

@@ -1,4 +1,4 @@
-"""The statistics of a service: plain counts of its plans, over recoveries, which any thread may read at any time."""
+"""The statistics of a service: counts of its plans over all recoveries, which any thread may read at any time."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from aiocomms.lowlevel import clock
 
 
 class PlanFailures(msgspec.Struct, frozen=True):
-    """The number of plans of a service that have failed on this rank by one class of errors."""
+    """The number of plans of a service that have failed on this rank with one class of error."""
 
     error: str
-    """The class of the error, as ``"PlanLostError"``."""
+    """The name of the error's class, such as ``"PlanLostError"``."""
     count: int
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """One rank's view of a service at one time. Counts are of this process, over all of its communicators.
+    """One rank's view of a service at one time. The counts are of this process, over all its communicators.
 
-    Rank 0 counts the calls of :meth:`Driver.run` and its like, each once, also one that is carried out again after a
-    loss. Every other rank counts the plans that it was given.
+    Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, also with several attempts.
+    Every other rank counts the plans that it receives.
     """
 
     name: str
-    """The communicator's, as it was before any reconfiguration."""
+    """The communicator's name before any reconfiguration."""
     rank: int
     done: int
     """Plans that have ended without an error."""
     failed: Sequence[PlanFailures]
-    """Plans that have failed, by the class of the error that was raised; the most frequent first."""
+    """Plans that have failed, by the class of the error; the most frequent first."""
     cancelled: int
-    """Plans whose caller has left; on a rank that works, those that rank 0 has given up for whatever reason."""
+    """Plans whose caller was cancelled; on a worker, the plans that rank 0 has given up for any reason."""
     refused: int
-    """Plans that were refused by a :class:`~aiocomms.errors.ServiceBusyError`; rank 0 alone refuses."""
+    """Plans refused with a :class:`~aiocomms.errors.ServiceBusyError`; only rank 0 refuses."""
     running: int
-    """Plans under way, also those in order behind another one, and on rank 0 those that other ranks have not ended."""
+    """Plans under way, also in-order plans behind another one, and on rank 0 plans that still run on other ranks."""
     waiting: int
     """Plans that wait for their turn, on rank 0."""
     oldest: float | None
-    """Seconds for which the oldest plan has been under way; None: there is none."""
+    """Seconds for which the oldest plan has been under way; None: no plan is."""
     recoveries: int
-    """The number of times that another communicator has taken the place of a lost one."""
+    """The number of communicators that have replaced a lost one."""
     took: Durations
-    """The seconds of the plans that are done: from the call to the end on all ranks, or, on a rank that works, from
-    the plan's arrival to its end there."""
+    """Durations of finished plans in seconds. On rank 0 they reach from the call to the end on all ranks, on a worker
+    from the plan's arrival to its end there."""
     waited: Durations
-    """The seconds until ``execute`` was called here, from the same moment on; each attempt of a plan counts."""
+    """Seconds from the call or arrival until ``execute`` was called here; each attempt of a plan counts."""
 
 
 class Counts:
-    """The counts of one service on this rank. They are written on the loop's thread only, and read on any."""
+    """The counts of one service on this rank, written on the loop's thread only and read on any thread."""
 
     def __init__(self) -> None:
         self.done = self.cancelled = self.refused = self.waiting = self.recoveries = 0
@@ -62,15 +62,15 @@ class Counts:
         self.took, self.waited = Durations(), Durations()
 
     def finish(self, called: float) -> None:
-        """Count a plan that is done.
+        """Count a finished plan.
 
-        :param called: when it was called or has arrived, by the clock.
+        :param called: the time of the plan's call or arrival, by the clock.
         """
         self.done += 1
         self.took.note(clock.now() - called)
 
     def fail(self, error: BaseException) -> None:
-        """Count a plan that has failed, or was refused."""
+        """Count a failed or refused plan."""
         if isinstance(error, ServiceBusyError):
             self.refused += 1
         else:
@@ -79,7 +79,7 @@ class Counts:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call of the driver by how the block ends."""
+        """Count a call of the driver by the outcome of the block."""
         called = clock.now()
         try:
             yield
@@ -94,7 +94,7 @@ class Counts:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count a plan that waits for its turn."""
+        """Count a plan as waiting within the block."""
         self.waiting += 1
         try:
             yield
@@ -102,6 +102,6 @@ class Counts:
             self.waiting -= 1
 
     def failures(self) -> Sequence[PlanFailures]:
-        """Return why plans have failed; any thread."""
+        """Return the failures by class of error, the most frequent first. Safe on any thread."""
         failed = [PlanFailures(*each) for each in dict(self.failed).items()]
         return sorted(failed, key=lambda each: -each.count)

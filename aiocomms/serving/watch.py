@@ -1,4 +1,4 @@
-"""The hooks of a service, which outlive its communicators, and its counts: what plans tell those who look on."""
+"""The hooks and counts of a service, which outlive its communicators."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from aiocomms.progress.hooks import Hooks
 from aiocomms.serving.statistics import Counts
 
 Carrier = dict[str, str]
-"""Texts by their keys that travel with a plan, whose meaning is that of the hooks."""
+"""Texts that travel with a plan, by keys that the hooks choose."""
 
 
 class PlanStart(NamedTuple):
     """A plan that is about to be carried out on this rank, for plan hooks."""
 
     number: int
-    """The same on all ranks."""
+    """The number of the plan, the same on all ranks."""
     comm: Communicator
     waited: float
-    """Seconds from the call on rank 0, or from the arrival on another rank."""
+    """Seconds since the call on rank 0, or since the arrival on another rank."""
     carrier: Carrier
-    """The texts that the carrier hooks of rank 0 have given it; empty: none have."""
+    """The texts from the carrier hooks of rank 0; empty without such hooks."""
 
 
 CarrierHook = Callable[[Carrier], object]
-"""A function that adds to the texts that travel with a plan."""
+"""A function that adds texts to the carrier of a plan."""
 PlanHook = Callable[[PlanStart], AbstractContextManager[object]]
-"""A function that returns what a plan is carried out within."""
+"""A function that returns the context manager around a plan."""
 CommHook = Callable[[Communicator], object]
-"""A function that is given the communicator of a service, and each one that follows."""
+"""A function that takes the communicator of a service, and each later one."""
 
 
 class Watch:
-    """The counts and hooks of one service, for its plans."""
+    """The counts and hooks of one service."""
 
     def __init__(self) -> None:
         self.counts: Counts = Counts()
@@ -44,13 +44,13 @@ class Watch:
         self.comm_hooks: Hooks = Hooks()
 
     def carrier(self) -> Carrier:
-        """Return what travels with a plan that is called now."""
+        """Return the carrier of a plan that is called now."""
         carrier: Carrier = {}
         self.carrier_hooks.ask(carrier)
         return carrier
 
     def begin(self, start: PlanStart) -> AbstractContextManager[object]:
-        """Count that a plan begins, and return what it is carried out within."""
+        """Count the start of a plan, and return the context manager to carry it out in."""
         self.counts.waited.note(start.waited)
         if not self.plan_hooks:
             return nullcontext()
@@ -61,6 +61,6 @@ class Watch:
         raise AssertionError
 
     def follow(self, comm: Communicator) -> None:
-        """Count a recovery, and tell that another communicator has taken the place of the lost one."""
+        """Count a recovery, and call the hooks with the communicator that replaces the lost one."""
         self.counts.recoveries += 1
         self.comm_hooks.call(comm._core.driver, comm)

@@ -1,7 +1,7 @@
-"""Faults for tests of programs that use aiocomms: calls that are late, or lost, or disagree, and ranks that die.
+"""Faults for tests of programs that use aiocomms: late calls, lost calls, calls that disagree, and ranks that die.
 
-``with inject(world, drop(ranks=[1], op="all_reduce"), kill(ranks=[2], nth=3), seed=7) as injected:`` has the calls go
-wrong that are made in the block, over any transport, and lists what has.
+``with inject(world, drop(ranks=[1], op="all_reduce"), kill(ranks=[2], nth=3), seed=7) as injected:`` injects faults
+into the calls in the block, over any transport. The list ``injected`` names the faults that were injected.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _ALL = frozenset({cls.name for cls in (*ops.P2P, *ops.COLLECTIVES, *ops.RMA, *SC
 _DISAGREE = frozenset({"send", "recv", "batch"} | {cls.name for cls in (ops.COLLECTIVES | ops.SCANS) - {ops.Barrier}})
 _MAY_DIFFER = {
     "dtype": _DISAGREE,
-    "size": _DISAGREE - {ops.AllToAllVSingle.name},  # The sizes of this op are written twice.
+    "size": _DISAGREE - {ops.AllToAllVSingle.name},  # This op also takes its sizes as lists.
     "root": frozenset({ops.Broadcast.name, ops.Reduce.name}),
 }
 
 
 @contextmanager
 def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: int = 0) -> Iterator[list[Injected]]:
-    """Have calls go wrong that are made in a ``with`` block.
+    """Inject faults into the calls in a ``with`` block. Enter and leave the block on the loop's thread.
 
-    Of two faults that hit one call both are injected; a call that is killed or dropped is not delayed. When the block
-    ends, what faults still hold back is posted; what was dropped stays dropped. On the loop's thread.
+    Several faults can hit one call. A call that is killed or dropped is not delayed. At the end of the block, ops that
+    a fault still holds are posted; dropped ops stay dropped.
 
-    :param world: a communicator, or several: those of a test's world.
-    :param faults: what :func:`delay`, :func:`drop`, :func:`kill`, :func:`mismatch` and :func:`slow_link` return.
-    :param seed: of what is decided by ``probability``, anew for each rank and fault: so that the same calls of a rank
-        are hit in each run, whatever other ranks do meanwhile.
-    :returns: what was injected by now, in that order.
-    :raises ArgumentError: a fault is none, or names a rank that a communicator has not.
+    :param world: a communicator, or the communicators of a test's world.
+    :param faults: faults from :func:`delay`, :func:`drop`, :func:`kill`, :func:`mismatch` and :func:`slow_link`.
+    :param seed: the seed of the draws for ``probability``. Each rank and fault has draws of its own. So the same calls
+        of a rank are hit in each run, whatever other ranks do.
+    :returns: the faults that were injected so far, in the order of injection.
+    :raises ArgumentError: an argument is wrong, or a fault names a rank that a communicator does not have.
     """
     comms = [world] if isinstance(world, Communicator) else list(world)
     seed = as_int(seed)
@@ -68,14 +68,14 @@ def delay(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Post an op late, and behind it what must not overtake it; the loop goes on meanwhile.
+    """Post an op late, and after it the ops that must not overtake it. The loop runs on meanwhile.
 
-    :param seconds: how late, by the event loop's clock.
-    :param until: or until this is set, which takes no time that a test would have to guess.
-    :param ranks: on which ranks; None: on all.
-    :param op: the name of an operation, that of the method which starts it; ``"stream"``: of streams; None: any.
-    :param nth: only the n-th of these calls on each rank, from 1 on; None: each.
-    :param probability: each of them with this probability, above 0 and at most 1.
+    :param seconds: the delay in seconds, by the event loop's clock. Give this or ``until``.
+    :param until: the event until which the op waits, so that a test need not guess a time.
+    :param ranks: the ranks whose calls are hit; None: all ranks.
+    :param op: the operation, by the name of its method, or ``"stream"`` for messages of streams; None: any operation.
+    :param nth: the only one of these calls to hit on each rank, counted from 1; None: each of them.
+    :param probability: the probability of a hit for each of these calls, above 0 and at most 1.
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
     if (seconds is None) == (until is None):
@@ -89,10 +89,10 @@ def delay(
 def drop(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """Never post an op, so that its deadline must end it. The parameters are those of :func:`delay`.
+    """Never post an op, so that it ends at its deadline. The parameters are those of :func:`delay`.
 
-    A receive fails alone then, as it does which no message comes for. Behind a collective the rank's later ones are
-    dropped, too, for the other ranks would take the next for this one.
+    A dropped receive fails alone, like a receive without a message. After a dropped collective, the rank's later
+    collectives in the same lane are dropped, too: the other ranks would match the next one with the dropped one.
 
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
@@ -102,11 +102,11 @@ def drop(
 def kill(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """Kill a rank in a call: its process, by SIGKILL. The parameters are those of :func:`delay`.
+    """Kill the process of a rank in a call by SIGKILL. The parameters are those of :func:`delay`.
 
-    Where the ranks have met in memory, as those of ``local_world`` do, the process is the others', too. There the
-    others get the :class:`~aiocomms.errors.PeerDiedError` that they would get, and on the rank itself every op, of
-    this communicator alone, fails with a :class:`~aiocomms.errors.CommAbortedError`.
+    Ranks that share a process, as in ``local_world``, only simulate the death. The other ranks get the
+    :class:`~aiocomms.errors.PeerDiedError` of a real death. On the rank itself, every op of this communicator fails
+    with a :class:`~aiocomms.errors.CommAbortedError`.
 
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
@@ -121,13 +121,14 @@ def mismatch(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Have a rank call an op otherwise than the others, which get a :class:`~aiocomms.errors.MismatchError`.
+    """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
-    So they have of a message of another dtype; one of another size fails its receive alone. The op works on copies, and
-    the tensors given to it do not change. The other parameters are those of :func:`delay`.
+    A message of another dtype has this effect, too. A message of another size fails only its receive. With another
+    dtype or size, the op works on copies: the tensors given to it do not change. The other parameters are those of
+    :func:`delay`.
 
-    :param differs: ``"dtype"`` of the op's tensors; ``"size"``: they have twice the elements; ``"root"``, of
-        ``broadcast`` and ``reduce`` where a transport carries these itself.
+    :param differs: ``"dtype"`` of the op's tensors; ``"size"``, twice the elements; or ``"root"`` of ``broadcast`` and
+        ``reduce``, if a transport carries these itself.
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
     if differs not in get_args(Differs):
@@ -143,12 +144,12 @@ def slow_link(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Have what a rank sends take time in proportion to its bytes, one op or message after the other.
+    """Delay each op or message of a rank in proportion to its bytes, one after the other.
 
-    Of an op that a transport carries itself the bytes are those of the tensors that the rank gives; of one that is made
-    of messages, those of each message. The other parameters are those of :func:`delay`.
+    For an op that a transport carries itself, the bytes are those of the tensors that the rank gives. For an op made of
+    messages, they are the bytes of each message. The other parameters are those of :func:`delay`.
 
-    :param bytes_per_second: by the event loop's clock.
+    :param bytes_per_second: the rate of the link, by the event loop's clock.
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
     bytes_per_second = as_int(bytes_per_second)
@@ -164,7 +165,7 @@ def _fault(
     seconds: float = 0.0, until: anyio.Event | None = None, differs: Differs = "dtype",
     bytes_per_second: float = 1.0,
 ) -> Fault:  # fmt: skip
-    """Check which calls a fault hits."""
+    """Check the arguments of a fault, and return the fault."""
     ranks = list(map(as_int, ranks)) if isinstance(ranks, Sequence) else ranks
     nth, probability = as_int(nth), as_int(probability)
     if ranks is not None and (

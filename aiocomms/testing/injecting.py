@@ -1,7 +1,7 @@
 """The layer that injects faults, between the routes of a communicator and its transports.
 
-A transport starts ops in its ``post`` and nowhere else, so that faults of every transport are injected in one place.
-Native shortcuts go round that place. They take no call while hooks are registered, and so a hook is registered.
+A transport starts ops only in its ``post``, so one place injects the faults of every transport. Native shortcuts bypass
+that place, but take no call while a hook is registered. So this layer registers a hook.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ STREAM = "stream"
 
 
 class Fault(msgspec.Struct, frozen=True, eq=False):
-    """A fault, and the calls that it hits; made by the functions of :mod:`aiocomms.testing.faults`."""
+    """A fault and the calls that it hits. The functions of :mod:`aiocomms.testing.faults` make it."""
 
     kind: Kind
     ranks: tuple[int, ...] | None
     op: frozenset[str]
-    """The names of the ops that it hits."""
+    """The names of the ops that the fault hits."""
     nth: int | None
     probability: float
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class Injection(Handle):
         self._random = [random.Random(f"{seed} {comm.rank} {i}") for i in range(len(self.faults))]  # noqa: S311
 
     def hits(self, name: str) -> Iterator[Fault]:
-        """Yield the faults of a call, which are noted as injected."""
+        """Yield the faults that hit a call, and log them as injected."""
         for i, fault in enumerate(self.faults):
             if name not in fault.op:
                 continue
@@ -99,14 +99,14 @@ class _Held(msgspec.Struct, eq=False):
     scope: anyio.CancelScope | None = None
 
     def release(self) -> None:
-        """Wait no more."""
+        """End the wait, so that the op is posted."""
         self.waits = []
         if self.scope is not None:
             self.scope.cancel()
 
 
 class _Otherwise:
-    """The completion that a transport gets for a work whose op is posted otherwise than it was called."""
+    """The completion that a transport gets for a work if a fault has changed its op."""
 
     __slots__ = ("__weakref__", "_work", "op")
 
@@ -118,19 +118,19 @@ class _Otherwise:
 
 
 class Link:
-    """One rank's way to its transports."""
+    """The path of one rank's ops to its transports."""
 
     def __init__(self, comm: Communicator) -> None:
         self._core = comm._core
         self._injections: list[Injection] = []
         self._faults: WeakKeyDictionary[Completion, list[Fault]] = WeakKeyDictionary()
-        """The faults of each op of the program, whose messages are hit together."""
+        """The faults of each op of the program. They hit all messages of the op."""
         self._queues: dict[Hashable, deque[_Held]] = {}
-        """The posts that are held, by the key of those that must keep their order."""
+        """The held ops, by the key of ops that must keep their order."""
         self._stalled: set[Hashable] = set()
-        """The orders in which a collective was dropped.
+        """The keys of order under which a collective was dropped.
 
-        The other ranks would take the next one for it, so none is posted.
+        No later op of such a key is posted: the other ranks would match it with the dropped collective.
         """
         self._dropped: set[Completion] = set()
         self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # The keys are the ids of works.
@@ -141,7 +141,7 @@ class Link:
         self._injections.append(injection)
 
     def end(self, injection: Injection) -> None:
-        """Inject them no more, and post what they hold; what was dropped, or disagrees, does so to its last message."""
+        """Stop injecting faults, and post the ops that they hold. Dropped or changed ops stay so to the end."""
         self._injections.remove(injection)
         for faults in self._faults.values():
             faults[:] = [f for f in faults if f not in injection.faults or f.kind in ("drop", "mismatch")]
@@ -150,7 +150,7 @@ class Link:
                 held.release()
 
     def post(self, transport: Transport, send: Post, op: ops.Op, work: Completion, lane: int | None) -> float | None:
-        """Give an op to a transport by ``send(op, work)``; or do so later, or another one, or do not."""
+        """Post an op by ``send(op, work)``: at once, late, changed, or never, as its faults say."""
         faults, key = self._faults_of(work), _order(op, lane)
         kinds = {fault.kind for fault in faults}
         if "kill" in kinds:
@@ -169,11 +169,11 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Return whether no transport knows of an op yet."""
+        """Return whether no transport knows of an op, as it is held or was dropped."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
-        """Return what the transport has in the place of a work: most often the work."""
+        """Return the completion that the transport has for a work: the work, unless a fault has changed its op."""
         return self._otherwise.get(id(work), work)
 
     def _disguised(self, faults: Sequence[Fault], op: ops.Op, work: Completion) -> Any:
@@ -186,7 +186,7 @@ class Link:
         return otherwise
 
     def _faults_of(self, work: Completion) -> list[Fault]:
-        """Return the faults of the op of the program that a work belongs to; none of the library's own messages."""
+        """Return the faults of the program's op to which a work belongs; none for the library's own messages."""
         while isinstance(work, RunPart):
             work = work._run.work
         if not isinstance(work, StartedWork):
@@ -212,7 +212,7 @@ class Link:
             await anyio.sleep(seconds)
 
     def _kill(self) -> None:
-        """Die; or, in a process that has other ranks, which must not, tell those what they would find out."""
+        """Kill this process, or simulate the death of this rank if other ranks share the process."""
         core = self._core
         if not _in_memory(core._rendezvous.root):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -234,7 +234,7 @@ class Link:
         self._core.driver.spawn(functools.partial(self._serve, key), copy_context())
 
     async def _serve(self, key: Hashable) -> None:
-        """Post what is held, in order, each when it has waited."""
+        """Post the held ops of a key in order, each after its wait."""
         queue = self._queues[key]
         while queue:
             held = queue[0]
@@ -258,7 +258,7 @@ class Link:
 
 
 class Between:
-    """The stand-in for one transport of a communicator in its routes; all other attributes are the transport's."""
+    """The stand-in for one transport in the routes of a communicator. All other attributes are the transport's."""
 
     link: Link
 
@@ -290,7 +290,7 @@ class Between:
 
 
 def link_of(comm: Communicator) -> Link:
-    """One rank's way to its transports; from the first call on its ops go that way, until it is closed."""
+    """Return the link of a communicator. The first call routes all its later ops through the link."""
     core = comm._core
     for known in core.by_family.values():
         if isinstance(known, Between):
@@ -306,9 +306,9 @@ def link_of(comm: Communicator) -> Link:
 
 
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
-    """Return an op with which the other ranks disagree; its tensors are copies.
+    """Return an op with which the other ranks disagree. Tensors of another dtype or size are copies.
 
-    :raises UnsupportedOperation: it is a message, which has no root, of a collective that the transport does not carry.
+    :raises UnsupportedOperation: the root should differ, and the op has none: it is a message of a collective.
     """
     fields = {name: getattr(op, name) for name in op.__struct_fields__}
     if differs == "root":
@@ -343,20 +343,20 @@ def _name(op: ops.Op) -> str:
 
 
 def _order(op: ops.Op, lane: int | None) -> Hashable:
-    """Return what an op must not overtake, and must not be overtaken by: those of the same key."""
+    """Return the key of an op's order. Ops of one key must not overtake each other."""
     if isinstance(op, (ops.Send, ops.Recv)):
         return op.name, op.dst if isinstance(op, ops.Send) else op.src, op.channel, op.tag
     return op.family, lane
 
 
 def _nbytes(op: ops.Op) -> int:
-    """Return what a rank sends for an op, or, where it works in place, has of it."""
+    """Return the bytes that a rank sends for an op. For an op in place, they are the bytes of its tensors."""
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 
 
 def _in_memory(store: Any) -> bool:
-    """Return whether ranks that have met in a store are of one process."""
+    """Return whether the ranks that have met in a store share one process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store is None or isinstance(store, HashStore)

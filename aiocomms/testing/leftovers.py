@@ -1,4 +1,4 @@
-"""Leftovers of a test in its world: messages that nothing has matched, collectives that some ranks called."""
+"""Leftovers of a test in its world: unmatched messages, and collectives that only some ranks have called."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aiocomms.progress.inflight import StartedWork
 class Leftovers:
     """The operations that are pending when a test ends.
 
-    Operations that end while the communicators close are no mistakes, such as a send that is not awaited. A stream
-    waits for messages as long as it is open, and so is passed over.
+    An operation that succeeds while the communicators close is no mistake: for example, a send that is not awaited.
+    Messages of streams do not count, as an open stream always waits for messages.
     """
 
     def __init__(self, world: Sequence[Communicator]) -> None:
@@ -30,7 +30,7 @@ class Leftovers:
                     self._pending.append((look.header.brief.rank, item, works[item.seq]))
 
     def report(self) -> str:
-        """Return what has not ended by now, once the communicators are closed; empty: nothing."""
+        """Return a text on the operations that failed by the close of the communicators; empty if there are none."""
         lines: dict[str, None] = {}
         for rank, item, work in self._pending:
             if work.error is None:

@@ -1,9 +1,8 @@
-"""The watch over a test's world whose event loop can never go on: it ends a wait for a rank that has called nothing.
+"""The watch over a test's world: it ends a wait early if nothing but the wait's deadline can happen.
 
-A loop of asyncio goes on by a callback that is ready, a timer, a descriptor, or another thread. Where it has none of
-these until the earliest deadline of an op, the deadline is all that can happen. The watch brings that forward. It acts
-on nothing else: a loop that it cannot read, such as those of uvloop and trio, and a process with another thread wait
-for the deadline.
+A loop of asyncio continues by a ready callback, a timer, a descriptor, or another thread. If the loop has none of these
+before the earliest deadline of an op, the watch ends that op early. The watch cannot read other loops, such as uvloop's
+and trio's. On these loops, and in a process with other threads, ops wait for the deadline.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from aiocomms.progress import deadlines
 from aiocomms.progress.inflight import StartedWork
 
 PERIOD: Final = 0.25
-"""Seconds between two looks; a wait ends that two looks in a row have found without end."""
+"""Seconds between two looks. The watch ends a wait that two looks in a row find stranded."""
 
 _QUIET: Final = {deadlines.__name__, live.__name__, "execnet.gateway_base", "pytest_timeout"}
 """The modules whose threads call no loop: this package's, those of pytest-xdist, and the timers of pytest-timeout."""
 _looks: WeakSet[Any] = WeakSet()
-"""The timers of all watches, which bring nothing about."""
+"""The timers of all watches. They do not count as work of a loop."""
 
 
 class _NextEnd(NamedTuple):
@@ -43,10 +42,10 @@ class _NextEnd(NamedTuple):
 
 
 class StrandedWatch:
-    """The watch over one world; it costs a timer of its loop, and nothing per op."""
+    """The watch over one world. It costs one timer on the loop, and nothing per op."""
 
     def __init__(self, world: Sequence[Communicator]) -> None:
-        """Begin, where the running loop can be read, and every transport moves by calls on this thread alone."""
+        """Begin if the running loop can be read. The world's transports must move by calls on this thread alone."""
         self._world = world
         self._found: StartedWork[Any] | None = None
         self._loop = _readable_loop()
@@ -72,7 +71,7 @@ class StrandedWatch:
         self._found = None if found is None else found.work
 
     def _first(self) -> _NextEnd | None:
-        """Return the wait of this process that ends first."""
+        """Return the wait of this process with the earliest deadline; None if no wait has a deadline."""
         waits = [
             _NextEnd(flying.work, comm, flying.posted + queue.seconds)
             for comm in directory.every_open()
@@ -82,9 +81,9 @@ class StrandedWatch:
         return min(waits, key=lambda wait: wait.deadline, default=None)
 
     def _is_last(self, wait: _NextEnd) -> bool:
-        """Return whether nothing can happen before a wait ends by the world's own deadline.
+        """Return whether nothing can happen before the deadline of a wait, and the deadline is the world's own.
 
-        An op with a ``timeout`` of its own ends when its caller has said, and not before.
+        The watch leaves an op with a ``timeout`` of its own to that deadline.
         """
         kinds = {type(transport) for comm in self._world for transport in comm._core.transports}
         others = {transport for comm in directory.every_open() for transport in comm._core.transports}
@@ -97,7 +96,7 @@ class StrandedWatch:
         )
 
     def _why(self, wait: _NextEnd) -> str:
-        """Say what is wrong, and how it is put right."""
+        """Return the text of the error: the mistake and its remedy."""
         core, op = wait.comm._core, wait.work.op
         late = core.waiting_for(wait.work)
         absent = [rank for rank in late if not any(not it.idle for it in self._world[rank]._core.in_flight.look())]
@@ -118,7 +117,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _readable_loop() -> Any:
-    """Return the running loop of asyncio; None: it is of another kind."""
+    """Return the running loop if it is a selector loop of asyncio; otherwise None."""
     asyncio = sys.modules.get("asyncio")
     if asyncio is None or clock.simulation is not None:
         return None
@@ -130,20 +129,20 @@ def _readable_loop() -> Any:
 
 
 def _other_threads() -> bool:
-    """Return whether there is a thread beside this one that could call the loop."""
+    """Return whether another thread could call the loop."""
     if threading.current_thread() is not threading.main_thread():
         return True
     targets = {thread.ident: getattr(thread, "function", None) for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
-    # One that C++ has started is not counted, and one that has just been started has no frame.
+    # The count has no threads that C++ has started. A thread that has just started has no frame.
     quiet = all(_is_quiet(frame, targets.get(ident)) for ident, frame in frames.items())
     return not quiet or _thread._count() > len(frames)
 
 
 def _is_quiet(frame: FrameType | None, target: object) -> bool:
-    """Return whether a thread is in one of the modules whose threads call no loop, and has called nothing from there.
+    """Return whether a thread runs code of the modules in ``_QUIET`` only, apart from ``socket`` and ``threading``.
 
-    :param target: the function that it calls later, if it is a timer.
+    :param target: the function that the thread calls later, if the thread is a timer.
     """
     modules = {getattr(target, "__module__", None)} - {None}
     while frame is not None:
@@ -155,9 +154,9 @@ def _is_quiet(frame: FrameType | None, target: object) -> bool:
 def _rests(loop: Any, fds: Collection[int | None], seconds: float) -> bool:
     """Return whether a loop has nothing to run within some seconds.
 
-    asyncio says so nowhere, so its own fields are read. A loop without them never rests.
+    asyncio has no public call for this, so this function reads private fields. A loop without them never rests.
 
-    :param fds: the descriptors that become readable by other threads alone.
+    :param fds: the descriptors that only other threads make readable.
     """
     try:
         ready, timers, signals = loop._ready, loop._scheduled, loop._signal_handlers

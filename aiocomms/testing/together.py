@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], Awaitable[T]]) -> list[T]:
-    """Run ``fn(comm)`` on every rank at once, each in a task of its own, where ``get_comm`` finds that rank's.
+    """Run ``fn(comm)`` on every rank at once, each in its own task, where ``get_comm`` finds the rank's communicator.
 
-    When one rank fails the others are cancelled, and its error is raised as it is, with a note that says which rank it
-    was. So ``pytest.raises(CommTimeoutError)`` and the like find it.
+    When one rank fails, the others are cancelled. That rank's error is raised unchanged, with a note that names the
+    rank. So ``pytest.raises(CommTimeoutError)`` catches it.
 
     :param world: the communicators, one for each rank.
     :param fn: an async function.
-    :returns: what ``fn`` returns, in the order of ``world``.
-    :raises ArgumentTypeError: ``fn`` is no async function.
+    :returns: the results of ``fn``, in the order of ``world``.
+    :raises ArgumentTypeError: ``fn`` returns no awaitable.
     """
     results: list[Any] = [None] * len(world)
     failures: list[tuple[Communicator, BaseException]] = []
@@ -56,7 +56,7 @@ def _awaitable(given: Awaitable[T]) -> Awaitable[T]:
 
 
 def _noted(failures: Sequence[tuple[Communicator, BaseException]]) -> BaseException:
-    """Note on the first failure which ranks have failed; the text of each failure stands there once."""
+    """Return the first failure with notes that name the ranks that failed. Each other failure has one note."""
     comm, first = failures[0]
     groups: list[tuple[BaseException, list[int]]] = []
     for other, error in failures:
@@ -78,7 +78,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _is_same(one: BaseException, other: BaseException) -> bool:
-    """Return whether two ranks have met one failure, as ranks do whose communicator is lost."""
+    """Return whether the errors of two ranks have one cause, such as the loss of their communicator."""
     if isinstance(one, CommTimeoutError) and isinstance(other, CommTimeoutError) and one.late:
         return one.late == other.late
     mine, theirs = _text(one), _text(other)
@@ -88,6 +88,6 @@ def _is_same(one: BaseException, other: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return the words of an error without what each rank adds to them."""
+    """Return the text of an error without the parts that differ from rank to rank."""
     said = error.message.removeprefix(LOST) if isinstance(error, CommError) else str(error)
     return re.sub(r" at 0x[0-9a-f]+", "", said)

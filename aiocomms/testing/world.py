@@ -35,8 +35,8 @@ async def local_world(
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline in seconds of ops that are given none, so that a test that hangs fails; None: none. It
-        comes sooner where nothing else can happen on a loop of asyncio, over ``local``.
+    :param timeout: the deadline in seconds of ops without a ``timeout`` of their own, so that a test that hangs fails;
+        None: no deadline. Over ``local`` on asyncio, an op ends sooner if nothing else can happen on the loop.
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
     :raises UnsupportedOperation: no such transport is available.
     """
@@ -68,7 +68,7 @@ async def local_world(
 
 @contextmanager
 def _watched(plan: Selection, world: list[Communicator]) -> Iterator[None]:
-    """Have the loop watched, if each message of the world moves by calls on this thread alone."""
+    """Watch the loop if all messages of the world move by calls on this thread alone."""
     watch = StrandedWatch(world) if set(plan.names.values()) == {in_process()} else None
     try:
         yield
@@ -88,14 +88,14 @@ class _Meeting:
         self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
 
     def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
-        """Return the ranks' values by rank, and the event that all are there."""
+        """Return the ranks' values by rank, and the event that is set when all values are there."""
         if key not in self._given:
             self._given[key] = ({}, anyio.Event())
         return self._given[key]
 
 
 class _Together(StoreRendezvous):
-    """Ranks of one event loop, which meet in memory: over a store each would look for every other one, in a thread."""
+    """The rendezvous of a rank in memory. Over a store, each rank would look for every other one in a thread."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         here = PrefixStore(f"aiocomms/{meeting.name}", meeting.store)
@@ -119,7 +119,7 @@ class _Together(StoreRendezvous):
 
 
 async def _open(comms: list[Communicator | None], plan: Selection, meeting: _Meeting) -> None:
-    """Open every rank's communicator. If one fails, the others are cancelled instead of waiting for it."""
+    """Open every rank's communicator. If one fails, cancel the others."""
     failures: list[Exception] = []
 
     async def open_rank(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""The plug-in contract, where the author of a transport starts: all its names are imported from here."""
+"""The plug-in contract for authors of transports: this package exports all its names."""
 
 from __future__ import annotations
 

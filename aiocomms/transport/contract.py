@@ -1,6 +1,6 @@
-"""The plug-in contract: what a transport is, what it is given and what it promises.
+"""The plug-in contract: the methods of a transport, their arguments, and the promises of both sides.
 
-``docs/transports.md`` builds a transport piece by piece; ``transports/local`` carries every op in four small files.
+``docs/transports.md`` builds a transport step by step; ``transports/local`` carries every op in four small files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
-"""The argument of :meth:`Completion.complete` in place of a value: the result is the op's own."""
+"""The argument of :meth:`Completion.complete` that stands for the op's own result."""
 
 
 class Completion(Protocol):
@@ -31,26 +31,26 @@ class Completion(Protocol):
 
     @property
     def hints(self) -> Mapping[str, Any] | None:
-        """The caller's advice for this op; a transport ignores what it does not know, as MPI does with its Info."""
+        """The caller's advice for this op; a transport ignores unknown hints, as MPI does with its Info."""
 
     def done(self) -> bool:
-        """Return whether it was completed, failed, or given up by the communicator."""
+        """Return whether the op was completed, failed, or abandoned by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """Complete the op on this rank. Call it once, on the loop's thread.
 
-        :param value: what awaiting it returns, where that is not one of the op's own tensors.
+        :param value: the result of the work; by default the op's own result.
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op, whose buffers the wire no longer uses. Call it once, on the loop's thread.
+        """Fail the op once the wire no longer uses its buffers. Call this once, on the loop's thread.
 
-        With a :class:`~aiocomms.errors.CapturedWorkError` it is part of a CUDA graph instead, and has no end.
+        A :class:`~aiocomms.errors.CapturedWorkError` marks the op as a part of a CUDA graph, which has no end.
         """
 
 
 def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
-    """End a work with a value or with the :class:`CommError` that it failed with, unless it was given up before."""
+    """End a work with a value or with the :class:`CommError` with which it failed, unless it has ended before."""
     if work.done():
         return
     if isinstance(outcome, CommError):
@@ -60,7 +60,7 @@ def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
 
 
 class Rendezvous(Protocol):
-    """The way by which the ranks of one communicator find each other while its transports open."""
+    """The means by which the ranks of one communicator meet while its transports open."""
 
     rank: int
     size: int
@@ -68,41 +68,41 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
-    """The store at which the ranks met, as torch has it; None: there is none, or not yet."""
+    """The store of torch at which the ranks met; None: there is none, or none yet."""
     hosts: Sequence[str]
-    """Addresses of other ranks' hosts that are known already."""
+    """The known addresses of other ranks' hosts."""
     home: dict[Any, Any] | None
-    """The state that the connections of an endpoint share, where a transport keeps its part under a key of its own.
+    """The state that all connections of an endpoint share. A transport keeps its part under its own key.
 
-    None: the communicator is not of an endpoint.
+    None: the communicator belongs to no endpoint.
     """
 
     def left(self) -> float:
-        """Return the seconds of the timeout that are left, from when this rank began; negative once time is up."""
+        """Return the seconds of the timeout that are left, counted from this rank's start; negative once time is up."""
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
-        """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
+        """Publish this rank's value, and return all ranks' values in rank order; off the loop, within the timeout.
 
-        :param key: what is exchanged; each key once per communicator.
-        :param value: at most 64 KiB.
-        :raises CommTimeoutError: some rank did not come; says which.
-        :raises StoreLostError: the store is gone.
-        :raises AuthError: a rank's value is not signed with this job's token; says which.
+        :param key: the name of the exchange, used once per communicator.
+        :param value: this rank's value, at most 64 KiB.
+        :raises CommTimeoutError: a rank did not arrive; the message names it.
+        :raises StoreLostError: the store is lost.
+        :raises AuthError: a rank's value is not signed with this job's token; the message names the rank.
         """
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that its ranks alone know, if the job has a token; else any process can compute them."""
+        """Return 32 bytes that only the ranks know if the job has a token; else any process can compute them."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
-        """Run a blocking call in a thread of its own, off the loop, within the timeout.
+        """Run a blocking call in its own thread, off the loop and within the timeout.
 
-        :param what: what the call does, for the error's message.
-        :raises CommTimeoutError: it took longer; the thread is left behind.
+        :param what: the call in words, for the error's message.
+        :raises CommTimeoutError: the call took longer; its thread keeps running.
         """
 
 
 class SideChannel(Protocol):
-    """The knowledge of the ranks of a lost communicator that :meth:`Transport.say` still reaches; any thread."""
+    """The state of the connections that :meth:`Transport.say` can still use after a loss. Any thread may ask it."""
 
     def gone(self, rank: int) -> bool:
         """Return whether the connection to a rank has ended."""
@@ -116,20 +116,21 @@ OpTypes = frozenset[type[ops.Op]]
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The operations that a transport can carry. The core lowers any other to these, or refuses it.
+    """The operations that a transport can carry. The core lowers other operations to these, or refuses them.
 
-    :param ops: the op types it takes in :meth:`Transport.post`.
-    :param devices: device types whose tensors it takes, such as ``{"cpu"}``.
+    :param ops: the op types that :meth:`Transport.post` takes.
+    :param devices: the types of devices whose tensors it takes, such as ``{"cpu"}``.
     :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
-    :param fifo: whether ops complete in the order posted, so that one that waits holds up those behind it.
+    :param fifo: whether ops complete in the order posted, so that a waiting op delays later ones.
     :param in_process: whether all ranks may be tasks of one process.
     :param simulated: whether it is the network of a simulation.
-    :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
+    :param detects_mismatch: whether ranks that call different collectives get an error before any of them completes
+        one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
-    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the others go by
-        messages.
-    :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
-        descriptor; 0 where completions come from another thread or from the peer's own call.
+    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers the
+        others to messages.
+    :param spin: the number of turns of the loop for which :meth:`Transport.progress` is polled before the loop waits
+        for the descriptor; 0 if completions come from another thread or from the peer's own call.
     """
 
     ops: OpTypes
@@ -144,230 +145,242 @@ class Capabilities(msgspec.Struct, frozen=True):
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Return whether it reduces ``dtype`` with ``op`` natively."""
+        """Return whether the transport reduces ``dtype`` with ``op`` natively."""
         return self.reductions is None or op.kind in self.reductions.get(dtype, ())
 
 
 class Transport(ABC):
     """A plug-in that carries ops between the ranks of one communicator.
 
-    :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory` are called on any
-    thread, everything else on the thread of the loop that opened it.
+    Any thread may call :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory`.
+    All other methods of an instance are called on the thread of the loop that opened it.
 
-    Each method says what raising from it means. Where it says that the transport is *broken*, the communicator is lost
-    with a :class:`CommError` that names the transport, the method and what was raised, and the peers are told; no
-    thread of the core ends, and no other communicator. See ``aiocomms.progress.guard``.
+    Each method describes the effect of an exception. If the transport is *broken*, the communicator is lost, and the
+    peers are told. The :class:`CommError` names the transport, the method and the exception. The threads of the core
+    and all other communicators go on. See ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
-    """The operations that it can carry; a class attribute, which an instance may narrow."""
+    """The operations that the transport can carry; a class attribute, which an instance may narrow."""
 
     cuda: Any = None
-    """The layer by which it calls CUDA, an ``aiocomms.cuda.Cuda``; None: its ops come after no stream of that layer.
+    """The layer by which the transport calls CUDA, an ``aiocomms.cuda.Cuda``; None: its ops follow no stream of it.
 
-    By it another thread's ops come after that thread's current stream, as it is at the call.
+    With this layer, another thread's ops come after the work on that thread's current stream at the call.
     """
 
     early_failure: CommError | None = None
-    """The error that :meth:`on_failure` was given before there was a communicator, which reads it when it is made."""
+    """The error that :meth:`on_failure` got before the communicator was made, which then reads it."""
 
     def on_failure(self, error: CommError) -> None:
-        """Tell the communicator, from any thread, that it is lost: a peer died or aborted. A second call does nothing.
+        """Tell the communicator that it is lost, because a peer died or aborted. A second call does nothing.
 
-        The communicator puts its own in this one's place when all transports are open.
+        Any thread may call this. The communicator replaces this method with its own when all transports are open.
         """
         self.early_failure = self.early_failure or error
 
     early_notes: Mapping[int, bytes] = {}
-    """The last note of each rank that :meth:`on_note` was given before there was a communicator.
+    """The last note of each rank that :meth:`on_note` got before the communicator was made.
 
-    The communicator reads them when it is made.
+    The communicator reads the notes when it is made.
     """
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """Give the communicator, from any thread, a note that another rank has given to its :meth:`say`.
+        """Give the communicator a note that another rank has passed to its :meth:`say`.
 
-        This call does not wait for anything.
-
-        It waits for nothing.
+        Any thread may call this. The call never waits.
         """
         self.early_notes = {**self.early_notes, rank: note}
 
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> str | None:
-        """Return why it cannot run for tensors on ``device``, as the end of "... is not available: ", or None. Cheap.
+        """Return why the transport cannot run for tensors on ``device``, or None if it can. The call must be cheap.
 
-        Any thread may call this, :meth:`preference`, :meth:`adopts` and :meth:`info`.
-        Raising: it is not available, and what was raised is the reason.
+        The reason ends the sentence "... is not available: ". Any thread may call this, :meth:`preference`,
+        :meth:`adopts` and :meth:`info`. An exception means that the transport is not available, and is the reason.
         """
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """Return how much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never.
+        """Return the transport's priority in ``"auto"`` for a family of ops of ``size`` ranks on ``device``; 0: never.
 
-        Raising: it counts as 0, and the log says so.
+        An exception counts as 0, and is logged.
         """
         return 0
 
     @classmethod
     def info(cls) -> Mapping[str, str]:
-        """Return what ``aiocomms info`` prints of it besides, by name: what it has measured, say. Raising: nothing."""
+        """Return further facts by name for ``aiocomms info``, such as measured values. An exception counts as none."""
         return {}
 
     @classmethod
     def adopts(cls, foreign: object) -> bool:
-        """Return whether it can run over ``foreign``, another library's communicator, hint ``"adopt"``. Raising: no."""
+        """Return whether the transport can run over ``foreign``, another library's communicator (hint ``"adopt"``).
+
+        An exception counts as False.
+        """
         return False
 
     @classmethod
     @abstractmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
-        """Meet the other ranks. Collective.
+        """Meet the other ranks, and return the open transport. Collective.
 
-        Raising, or being cancelled: the communicator is not formed, and what was raised is the caller's. The transport
-        has released what it has opened; the core closes those that were opened before it.
+        If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. The transport
+        has then released everything that it opened. The core closes the transports that were opened before it.
 
-        :param options: the user's hints; those it does not know are not meant for it.
+        :param options: the user's hints; a transport ignores unknown ones.
         """
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - A transport need not define it.
-        """Take part in others' :meth:`split` on a rank that joins none of the new communicators. Raising: as there.
+        """Take part in the :meth:`split` of other ranks, on a rank that joins no new communicator.
 
-        :param rendezvous: for its ``run``; this rank is alone in it.
+        An exception has the same effect as in :meth:`split`.
+
+        :param rendezvous: a rendezvous for its ``run`` only; this rank is alone in it.
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """Open it for some of these ranks, over what the ranks already have; else everything is opened anew.
+        """Open the transport for some of these ranks, over existing connections if it can.
 
-        Collective over the ranks named. Raising: as from :meth:`open`. This communicator is lost then, so that the
-        other ranks hear of it at once, and their calls of this method are cancelled.
+        The default opens everything anew. Collective over these ranks. An exception has the same effect as in
+        :meth:`open`. This communicator is then lost, too, so that the other ranks learn of the failure at once, and
+        their calls of this method are cancelled.
 
-        :param rendezvous: the new communicator's.
-        :param ranks: its members, as ranks of this one, in their new order.
-        :param options: as for :meth:`open`.
+        :param rendezvous: the rendezvous of the new communicator.
+        :param ranks: the members of the new communicator, as ranks of this one, in their new order.
+        :param options: see :meth:`open`.
         """
         return await self.open(rendezvous, options)
 
     @abstractmethod
     def post(self, op: ops.Op, work: Completion) -> float | None:
-        """Start an op whose arguments are checked. Never blocks; completes ``work`` once, now or later.
+        """Start an op whose arguments are checked. Never block; complete ``work`` once, now or later.
 
-        The transport keeps ``op``, and with it the tensors, until the wire does not use them any more.
+        The transport keeps ``op``, and with it the tensors, until the wire no longer uses them.
 
-        Raising a :class:`CommError`: nothing was sent, the error is the caller's, and the communicator goes on; the
-        other ranks' next collective is this one's next, too. Raising anything else: the transport is broken. If ``op``
-        is a message of a lowered op, either means the same: for the first message that nothing was sent, and what was
-        raised is the caller's; for a later one that the op has broken off, and the communicator is lost.
+        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator goes on. The
+        other ranks' next collective is then also this rank's next one. Any other exception means that the transport is
+        broken. For a message of a lowered op, both kinds of exceptions have one effect. At the first message nothing
+        was sent, and the caller gets the exception. At a later message the op breaks off, and the communicator is lost.
 
-        :returns: when it ended, by :func:`time.monotonic`, if it has, and the transport knows without a look.
+        :returns: the time of the op's end, by :func:`time.monotonic`, if it has ended and the transport knows the time
+            already.
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post a receive of no bytes, and look within the call for what it throws away, where ``post`` looks later."""
+        """Post a receive of no bytes, and look for its message within the call, not later as ``post`` may."""
         self.post(op, work)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
-        """Make a CUDA stream wait for an op, which may be captured, or done already.
+        """Make a CUDA stream wait for an op, which may be captured or done already.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises UnsupportedOperation: the op runs on no stream. Whatever is raised is the caller's, and the op goes on.
+        :raises UnsupportedOperation: the op runs on no stream. The caller gets any exception, and the op goes on.
         """
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return what makes the CUDA stream of now the current one again; None: no streams. It refuses a capture."""
+        """Return a function whose context restores the CUDA stream current now; None: no streams. Refuse a capture."""
         return None
 
     @abstractmethod
     def progress(self) -> bool | None:
-        """Move things on without blocking.
+        """Advance pending ops without blocking.
 
-        Raising: the transport is broken, and is not asked again. That holds for what completing a work raises in here,
-        such as the :class:`RuntimeError` of a work that is completed twice.
+        An exception means that the transport is broken. The core does not call this again. That includes exceptions
+        from the completion of a work, such as the :class:`RuntimeError` of a second completion.
 
-        :returns: whether anything completed. None: nothing did, and it is of no use to ask again before the descriptor
-            is readable, for the transport's own thread is at it.
+        :returns: whether anything completed. None: nothing completed, and another call is useless until the descriptor
+            is readable, because the transport's own thread does the work.
         """
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """Return a descriptor, readable when :meth:`progress` has something to do; None if nothing comes by itself.
+        """Return a descriptor that is readable when :meth:`progress` has work; None: nothing arrives by itself.
 
-        Transports of several communicators that have one descriptor are moved on as one: only one of them is asked for
-        progress, and if that raises, all are broken.
+        If transports of several communicators share one descriptor, the core calls :meth:`progress` of one of them
+        only. If that call raises, all of them are broken.
 
-        Asked once, when the communicator is formed; it stays open until :meth:`aclose`. Raising: the
-        transport is broken, and the communicator is lost as soon as it is formed.
+        The core calls this once, when the communicator is formed. The descriptor stays open until :meth:`aclose`. An
+        exception means that the transport is broken. The communicator is then lost as soon as it is formed.
         """
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait, if the wire does not use its buffer any more.
+        """Withdraw an unmatched receive or wait, if the wire no longer uses its buffer.
 
-        Raising: the transport is broken; the op counts as under way.
+        An exception means that the transport is broken. The op then counts as under way.
 
-        :returns: True: it has not happened and never will, and the transport does not complete ``work``. False: it is
-            under way and completes by itself.
+        :returns: True: the op did not happen and never will, and the transport does not complete ``work``. False: the
+            op is under way and completes by itself.
         """
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Give up: tell the peers, best effort, and stop. Synchronous, on any thread, idempotent.
+        """Abort: tell the peers, best effort, and stop. The call never waits. Idempotent; any thread may call this.
 
-        Each peer's transport gives to its :meth:`on_failure` what it is told: an error of the same class, which is
-        :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError`` or ``PeerDiedError``, with its message and
-        its peer, as ``aiocomms.lowlevel.Reason`` carries them.
+        Each peer's transport passes the same error to its :meth:`on_failure`: the same class, message and peer, as
+        ``aiocomms.lowlevel.Reason`` carries them. The class is :class:`CommAbortedError`, ``CommTimeoutError``,
+        ``MismatchError`` or ``PeerDiedError``.
 
-        Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
-        quiet.
+        The transport need not complete pending works, because the communicator ends them. It keeps their tensors until
+        the wire is quiet.
 
-        Raising: the transport is broken, as the log says. Of a communicator that is lost the first reason stays.
+        An exception means that the transport is broken. The exception is logged, and the communicator keeps its first
+        reason.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release everything. On return every work is complete or given up.
+        """Release everything. On return every work is complete or abandoned.
 
-        The communicator has let ops under way end, and given up the rest; :meth:`progress` is not called any more.
+        The communicator has let pending ops end, and has abandoned the rest. It does not call :meth:`progress` any
+        more.
 
-        Raising: ``Communicator.aclose`` raises a :class:`CommError` that names the transport; the communicator is
-        closed all the same, and so are its other transports.
+        If this raises, ``Communicator.aclose`` raises a :class:`CommError` that names the transport. The communicator
+        and its other transports are closed all the same.
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """Return the ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy.
+        """Return the ranks for which a pending op waits, if the transport knows. Any thread may call this.
 
-        Raising: the transport is broken. No rank is named.
+        The loop may be busy. An exception means that the transport is broken. No rank is named then.
         """
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
-        """Return when each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
+        """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each for another.
 
-        Called every now and then while works are pending, on any thread. None: there is no need, or no way, to ask.
-        The answer may wait neither for a rank's loop nor for its interpreter's lock. Raising: the transport is broken.
+        Any thread calls this from time to time while works are pending. None: the transport need not ask, or cannot.
+        The answer must wait neither for a rank's loop nor for its interpreter's lock. An exception means that the
+        transport is broken.
         """
         return None
 
     def say(self, rank: int, note: bytes) -> bool:
-        """Give a note to another rank, for its :meth:`on_note`; on any thread, and never blocking.
+        """Give a note to another rank, for its :meth:`on_note`. Never block. Any thread may call this.
 
-        So a rank is asked what it is doing. It should hear that also while its loop is busy, and no thread of it may
-        wake before. Best effort: no error says that the rank is gone. Raising: the transport is broken.
+        A note asks a rank what it is doing. The rank should get a note even while its loop is busy, on a thread that
+        sleeps until then. Best effort: no error reports that the rank is gone. An exception means that the transport is
+        broken.
 
-        :param note: at most 2 KiB.
+        :param note: the note, at most 2 KiB.
         :returns: False: the transport carries no notes, or none any more.
         """
         return False
 
     def shared_memory(self) -> int | None:
-        """Bytes of memory that it shares with other processes, if it can say; any thread. Raising: it is broken."""
+        """Return the bytes of memory shared with other processes; None: unknown. Any thread may call this.
+
+        An exception means that the transport is broken.
+        """
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return the side channel, from :meth:`abort` to :meth:`aclose`, if :meth:`say` still reaches ranks.
+        """Return the side channel, valid from :meth:`abort` to :meth:`aclose`, if :meth:`say` still reaches ranks.
 
-        None or raising: there is none.
+        None or an exception: there is none.
         """
         return None

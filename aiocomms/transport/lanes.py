@@ -10,41 +10,43 @@ from aiocomms.transport.contract import Completion, Transport
 
 
 class LaneTransport(Transport):
-    """A transport that matches collectives by lanes, and says in ``Capabilities.lanes`` which ones.
+    """A transport that matches collectives by lanes; ``Capabilities.lanes`` lists these collectives.
 
-    On any other transport the collectives of lanes go by messages.
+    On any other transport the core lowers the collectives of lanes to messages.
     """
 
     @abstractmethod
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
-        """Start a collective that matches those of the same lane on the other ranks, and nothing else.
+        """Start a collective that matches only those of the same lane on the other ranks.
 
-        Called for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all ranks
-        call the same collectives in the same order, and these run one after the other. Nothing is ordered between
-        lanes, nor between a lane and what :meth:`post` is given. Ten thousand lanes may have something under way at
-        once. A lane at rest keeps nothing.
+        The core calls this for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all
+        ranks call the same collectives in the same order, and these run one after the other. Ops of different lanes
+        have no order, nor do ops of a lane and ops of :meth:`post`. Ten thousand lanes may have pending ops at once. An
+        idle lane keeps nothing.
 
-        Ranks that call different things in a lane are found out as those of :meth:`post` are, with a
-        :class:`MismatchError`; :meth:`waiting_for` is asked for these works, too.
+        As in :meth:`post`, ranks that call different collectives in a lane get a :class:`MismatchError`. The core calls
+        :meth:`waiting_for` for these works, too.
 
-        :param lane: 62 bits, the same on all ranks.
+        :param lane: the lane's number, 62 bits, the same on all ranks.
         """
 
     @abstractmethod
     def give_up_lane(self, lane: int, error: CommError) -> None:
-        """End what is pending in a lane on this rank, which gives it up. Nothing of it is posted any more.
+        """End the pending works of a lane on this rank, which aborts the lane. The core posts nothing more in the lane.
 
-        Each work fails with ``error``, now or later: once no rank reads or writes its tensors any more, nor can
-        complete with what the program writes into them then. What all ranks have called may run to its end first. The
-        other ranks are told, and give the lane up, too. Other lanes notice nothing.
+        Each work fails with ``error``, now or later: once no rank accesses its tensors any more. After that, no rank
+        may complete with data that the program writes into them. Ops that all ranks have called may run to their end
+        first. The core tells the other ranks, which abort the lane, too. Other lanes are not affected.
 
-        Called for a transport with ``Capabilities.lanes``, once per lane. Raising: the transport is broken.
+        The core calls this for a transport with ``Capabilities.lanes``, once per lane. An exception means that the
+        transport is broken.
         """
 
     @abstractmethod
     def forget_lane(self, lane: int, rank: int) -> None:
-        """Forget what has come of a lane from another rank, which has given it up: nothing more of it comes from there.
+        """Drop what has arrived of a lane from a rank that has aborted the lane, and sends nothing more of it.
 
-        Called after :meth:`give_up_lane`, once for each rank that lives. What that rank has done of the lane before it
-        gave it up is known here, as if it had been sent as a message. Raising: the transport is broken.
+        The core calls this after :meth:`give_up_lane`, once for each living rank. Everything that the rank did in the
+        lane before its abort is known here, as if the rank had sent it as a message. An exception means that the
+        transport is broken.
         """

@@ -14,11 +14,11 @@ class Line(Protocol):
     """The part of a communicator that :class:`Shortcuts` need; on the loop's thread."""
 
     thread: int
-    """The loop's, as :func:`threading.get_ident` has it."""
+    """The loop's thread, by :func:`threading.get_ident`."""
 
     @property
     def given_up(self) -> dict[int, Any]:
-        """The lanes that are refused, by their numbers."""
+        """The aborted lanes, by number."""
 
     @property
     def pre_hooks(self) -> list[Any]:
@@ -29,33 +29,33 @@ class Line(Protocol):
         """The hooks that are called when an op has ended."""
 
     def ended_at_once(self, work: Any) -> None:
-        """Go on with a work that has ended within its call, where post-hooks are registered.
+        """Handle a work that has ended within its call while post-hooks are registered.
 
-        Of such a work ``called`` is when it was called, by :func:`time.monotonic`.
+        The work's ``called`` is the time of its call, by :func:`time.monotonic`.
         """
 
 
 class Ring(Protocol):
-    """The last of what was appended, as :class:`collections.deque` with a ``maxlen`` keeps it."""
+    """The last entries that were appended, as a :class:`collections.deque` with a ``maxlen`` keeps them."""
 
     def append(self, entry: Any, /) -> None:
-        """Add an entry, in place of the oldest where there is no room."""
+        """Add an entry. A full ring drops its oldest entry."""
 
     def __iter__(self) -> Iterator[Any]:
-        """All entries, from the oldest on."""
+        """Iterate over all entries, oldest first."""
 
 
 class Ledger(Protocol):
     """The counts and the records of a communicator's ops, on the loop's thread; Python's is :class:`PlainLedger`."""
 
     refusing: bool
-    """True while ops are refused: the one thing that an op which starts needs to know."""
+    """True while ops are refused; every op reads only this flag before it starts."""
     posting: bool
     """True while the loop's thread is between an op's number and its record: no other thread counts then."""
     recording: bool
-    """True while the rings are appended to. A benchmark changes it, to measure what that costs."""
+    """True while the rings record. A benchmark changes this to measure the cost of recording."""
     calls: int
-    """The number of collectives called, but those of lanes; all ranks call as many."""
+    """The number of collectives called outside lanes; it is the same on all ranks."""
 
     @property
     def issued(self) -> int:
@@ -63,7 +63,7 @@ class Ledger(Protocol):
 
     @property
     def laned(self) -> int:
-        """The number of these that are of lanes."""
+        """The number of ops called in lanes."""
 
     @property
     def ring(self) -> Ring:
@@ -76,12 +76,12 @@ class Ledger(Protocol):
     def begin(self, kind: type[Any], counted: bool, lane: str | None, /) -> int:
         """Give an op its number and record it, in one step, so that no other thread sees one without the other.
 
-        It sets :attr:`posting`, which its caller sets back.
+        The call sets :attr:`posting`, and its caller resets it.
 
-        :param kind: the type of its record.
-        :param counted: whether it is a collective that is of no lane.
-        :param lane: the key of its lane, in words; None: it is of none.
-        :returns: its number.
+        :param kind: the type of the op's record.
+        :param counted: whether the op is a collective outside lanes.
+        :param lane: the key of the op's lane, in words; None: the op is in no lane.
+        :returns: the op's number.
         """
 
     def end(self, entry: Any, /) -> None:
@@ -94,9 +94,9 @@ class PlainLedger:
     __slots__ = ("calls", "end", "issued", "laned", "lanes", "posting", "refusing", "ring")
 
     def __init__(self, entries: int) -> None:
-        """Count from 0.
+        """Begin to count from 0.
 
-        :param entries: how many the ring keeps, two for each op.
+        :param entries: the number of entries that the ring keeps, two for each op.
         """
         self.issued: int = 0
         self.laned: int = 0
@@ -135,35 +135,39 @@ def _forget(_entry: Any) -> None:
 class Shortcuts(Ledger, Protocol):
     """Native code that starts plain ops of one communicator in one call, and counts and records all of them.
 
-    What is plain: plain tensors, operators and numbers, the loop's thread (but in :meth:`post`), no hints and no
-    deadline of its own, no pre-hooks (and in :meth:`post` no post-hooks), and nothing that refuses ops. Such a call
-    does at once what the core does of it, and :meth:`aiocomms.transport.Transport.post`. Of any other nothing has
-    happened, and the Python method runs: Python decides everything else, and makes every error.
+    A plain op has only plain tensors, operators and numbers, and neither hints nor a deadline of its own. It is called
+    on the loop's thread (except in :meth:`post`), while no pre-hooks are registered (in :meth:`post` also no
+    post-hooks) and ops are not refused. The call of a plain op does at once the work of the core and of
+    :meth:`aiocomms.transport.Transport.post`. The call of any other op has no effect, and the Python method runs:
+    Python decides everything else, and makes every error.
     """
 
     @staticmethod
     def fields() -> type[Any]:
-        """Return the class that has the fields of works, which classes of works inherit.
+        """Return the class that has the fields of works; the classes of works inherit it.
 
-        Native code alone makes its instances; each makes its op's record when somebody asks for it.
+        Only native code makes its instances. Each instance makes its op's record at the first access.
         """
 
     def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, *, windows: bool) -> None:
         """Set the classes of works, which inherit :meth:`fields`; called before any other method.
 
-        :param lane_work: of ops of lanes.
-        :param part: what the transport is told of a pending message of a lane, which Python fills.
-        :param op_result: the value of a work whose result is its op's.
+        :param lane_work: the class for ops of lanes.
+        :param part: the class of the completion for a pending message of a lane, which Python fills.
+        :param op_result: the value that stands for the result of the op itself.
         :param windows: whether this transport carries the communicator's windows, too.
         """
 
     def know(self, lane: type[Any]) -> None:
-        """Start ops of lanes, too: of this class, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots."""
+        """Start ops of lanes, too.
+
+        :param lane: the class of lanes, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots.
+        """
 
     def follow(self, current: ContextVar[Any]) -> None:
         """Start the communicator's ops on its current lane from now on.
 
-        :param current: None, or a tuple of a lane and what was current before.
+        :param current: the variable, which holds None, or a tuple of a lane and the value before.
         """
 
     @property
@@ -171,34 +175,34 @@ class Shortcuts(Ledger, Protocol):
         """The number of other threads' ops that are being posted, and are not in flight yet."""
 
     def elsewhere_in(self, lane: int) -> bool:
-        """Return whether one of them is of a lane, by its number."""
+        """Return whether other threads are posting an op of a lane, given by its number."""
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
         """Start a plain op on another thread than the loop's, after that thread's earlier ones.
 
-        Of one that is pending ``keeper._posted_as`` is set to ``(on, work, look_after, index)`` and ``keeper._kept()``
-        called on that thread, before its end is told: to keep it, and to have ``look_after(index)`` called on the
-        loop's thread. ``on`` is the target, or the lane that is current there. What that call raises is raised, and the
-        op goes on.
+        For a pending op, native code sets ``keeper._posted_as`` to ``(on, work, look_after, index)`` and calls
+        ``keeper._kept()`` on that thread before it reports the op's end. That call registers the op, and has
+        ``look_after(index)`` called on the loop's thread. ``on`` is the target, or the lane that is current there. An
+        exception of that call is raised here, and the op goes on.
 
-        :param target: the communicator or lane that it was called on.
-        :param op: its record, which has been checked.
-        :returns: its work, done or pending; None: nothing has happened.
+        :param target: the communicator or lane on which the op was called.
+        :param op: the op's record, which has been checked.
+        :returns: the op's work, done or pending; None: the call had no effect.
         """
 
     @staticmethod
     def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return the replacement of a method, in a class whose objects keep shortcuts in ``_shortcuts``, or None.
+        """Return the replacement of a method, in a class whose objects keep shortcuts, or None, in ``_shortcuts``.
 
-        :param function: the method, which is called for whatever is not plain. It is returned itself where there is no
-            shortcut for a method of its name.
+        :param function: the method, which runs for calls that are not plain. Without a shortcut for its name, it is
+            returned unchanged.
         """
 
     def window(self, comm: Any, info: Any, /) -> object | None:
-        """Return what a window of the communicator keeps in its slot ``_shortcuts``; None: windows have none.
+        """Return the value of the slot ``_shortcuts`` of a window of the communicator; None: windows have none.
 
         :param comm: the communicator's handle.
-        :param info: the window, as the records of ops on it see it.
+        :param info: the window's record, which ops on the window use.
         """
 
     @staticmethod
@@ -210,17 +214,18 @@ class NativeTransport(Transport):
     """A transport that has native code for checks and for plain ops."""
 
     fast_check: Callable[[object, bool], bool] | None = None
-    """A quicker way to say that a tensor is fine, where there is one; called as ``fast_check(tensor, written)``.
+    """A fast check of a tensor, called as ``fast_check(tensor, written)``; None: there is none.
 
-    True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
-    conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
-    Must not raise: nothing of the op was sent, and what is raised is its caller's.
+    True: the tensor is dense, contiguous, of a known dtype and on the communicator's device, has memory, and has no
+    lazy conjugate or negation. If the op writes the tensor, autograd does not track it. False: the core checks the
+    tensor in full. The check must not raise: nothing was sent, and the caller of the op would get the exception.
     """
 
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
-        """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
+        """Return native code that starts plain ops of the communicator; None: there is none.
 
-        Asked where it carries all messages and collectives. ``line`` is the communicator, as the code sees it; the ring
-        keeps ``entries``. Raising: the communicator is not formed.
+        The core calls this once, before the first op, if the transport carries all messages and collectives. ``line``
+        is the communicator as the native code sees it; the ring keeps ``entries``. If this raises, the communicator is
+        not formed.
         """
         return None

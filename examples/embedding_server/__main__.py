@@ -1,4 +1,4 @@
-"""What every rank runs: `aiocomms run -n 2 --listen 127.0.0.1:8000 -m embedding_server`, or by another launcher."""
+"""The program of every rank: `aiocomms run -n 2 --listen 127.0.0.1:8000 -m embedding_server`, or another launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rank import EmbeddingServer, Shape
 from .server import create_app
 from .web import serve
 
-DIVISORS = (1, 2, 3, 4, 6, 12)  # of the model's 12 heads
+DIVISORS = (1, 2, 3, 4, 6, 12)  # the divisors of the model's 12 heads
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def positive(text: str) -> int:
-    """A number of at least 1."""
+    """Return a number of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"it is {number}, wanted at least 1")
     return number

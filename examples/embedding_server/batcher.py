@@ -1,4 +1,4 @@
-"""Requests become micro-batches, micro-batches become plans, and plans become answers; on rank 0."""
+"""The batcher on rank 0: it makes micro-batches of requests, plans of micro-batches, and answers of plans."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from aiocomms.serving import Driver
 
 MICRO_BATCH_TOKENS = 1024
-"""Most tokens in one micro-batch, padding included: about a tenth of a second of work for a stage."""
+"""The most tokens in one micro-batch, with padding. They are about a tenth of a second of work for a stage."""
 MORE_PADDING = 16
-"""Most tokens of padding that a text may add to a micro-batch; with more, one of its own costs less.
+"""The most padding tokens that a text may add to a micro-batch. With more, a separate micro-batch costs less.
 
 Measured on a core (AMD EPYC, Zen 5): the whole model takes 4.5 ms for a micro-batch and 0.23 ms for each of its tokens.
 """
@@ -38,23 +38,23 @@ LOST = "The model lost one of its stages; another process is about to take its p
 
 
 class PipelineDownError(Exception):
-    """Raised when the pipeline cannot answer: a stage is gone, or the server is stopping."""
+    """The error of a pipeline that cannot answer, because a stage is lost or the server is stopping."""
 
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """One text on its way through the pipeline."""
+    """One text in the pipeline."""
 
     tokens: list[int]
     vector: asyncio.Future[list[float]]
-    came: float  # when, by the clock of `time.perf_counter`
+    came: float  # the time of arrival, by `time.perf_counter`
 
 
 class Waiting:
-    """The texts that have not left yet, by their length, and in the order in which they came.
+    """The texts that are not in a micro-batch yet, by length, in the order of their arrival.
 
-    A micro-batch is as long as its longest text, and padding is computed as all else is. So the text that has waited
-    longest chooses the length, and those that are nearest to it go along.
+    A micro-batch is as long as its longest text, and padding costs as much as text. So the text that has waited longest
+    determines the length, and the texts of the nearest lengths join its micro-batch.
     """
 
     def __init__(self) -> None:
@@ -64,15 +64,15 @@ class Waiting:
         return itertools.chain.from_iterable(self._by_length.values())
 
     def add(self, text: Text) -> None:
-        """One more."""
+        """Add a text."""
         self._by_length[len(text.tokens)].append(text)
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all texts."""
         self._by_length.clear()
 
     def take(self) -> list[Text]:
-        """Take the texts of one micro-batch, and drop those nobody waits for; empty if there is none."""
+        """Take the texts of one micro-batch, or none if no text waits. Drop texts whose requests were given up."""
         for length, texts in list(self._by_length.items()):
             while texts and texts[0].vector.done():
                 texts.popleft()
@@ -94,21 +94,21 @@ class Waiting:
 
 
 def fits(length: int, longest: int, total: int, count: int) -> bool:
-    """Whether a text goes into a micro-batch of `count` texts with `total` tokens."""
+    """Return whether a text fits into a micro-batch of `count` texts with `total` tokens."""
     size, whole = longest * count, max(longest, length) * (count + 1)
     more_padding = (whole - total - length) - (size - total)
     return count == 0 or (whole <= MICRO_BATCH_TOKENS and more_padding <= MORE_PADDING)
 
 
 class Batcher:
-    """Gathers the texts of concurrent requests into micro-batches and hands out their vectors.
+    """The batcher of texts from concurrent requests, which returns their vectors.
 
-    No request waits for others to come: whenever the pipeline has room for another micro-batch, all that is
-    waiting by then goes into it, as far as it fits.
+    No request waits for later requests. When the pipeline has room for a micro-batch, the waiting texts that fit go
+    into it.
 
-    :param driver: gives out the plans
-    :param stages: length of the pipeline; one micro-batch more than that is kept in flight
-    :param lost: what clients are told while a stage is lost, as a sentence
+    :param driver: the driver of the plans
+    :param stages: the length of the pipeline; at most one micro-batch more is in flight
+    :param lost: the sentence for clients while a stage is lost
     """
 
     def __init__(self, driver: Driver, stages: int, tokenizer: Tokenizer, lost: str = LOST) -> None:
@@ -125,9 +125,9 @@ class Batcher:
         metrics.in_flight.set_function(lambda: pending(self._in_flight))
 
     async def embed(self, texts: list[str]) -> list[list[float]]:
-        """Return one vector per text. When cancelled, texts that have not left yet do not leave any more.
+        """Return one vector per text. A cancellation drops the texts that are not in a micro-batch yet.
 
-        :raises PipelineDownError: if the pipeline is, or goes, down
+        :raises PipelineDownError: the pipeline cannot answer
         """
         came = time.perf_counter()
         encodings = await to_thread.run_sync(self._tokenizer.encode_batch, texts)
@@ -143,7 +143,7 @@ class Batcher:
         return await asyncio.gather(*(text.vector for text in batch))
 
     async def feed(self) -> None:
-        """Give out what is waiting, micro-batch by micro-batch, until cancelled."""
+        """Run waiting texts, one micro-batch after the other, until the task is cancelled."""
         async with anyio.create_task_group() as batches:
             while True:
                 await self._room.acquire()
@@ -161,16 +161,16 @@ class Batcher:
         else:
             metrics.note_batch(lengths, left - batch[0].came, time.perf_counter() - left, spent)
             for text, vector in zip(batch, vectors.tolist(), strict=True):
-                if not text.vector.done():  # a request may have been given up meanwhile
+                if not text.vector.done():  # the request may be cancelled by now
                     text.vector.set_result(vector)
         finally:
             self._in_flight.remove(batch)
             self._room.release()
 
     def stop(self, reason: str) -> None:
-        """Give up on every text, those still to come included.
+        """Refuse all present and later texts.
 
-        :param reason: a sentence for the client
+        :param reason: the sentence for the client
         """
         self._stopping = reason
         for batch in (self._waiting, *self._in_flight):
@@ -185,12 +185,12 @@ class Batcher:
 
 
 def pending(batches: Iterable[Iterable[Text]]) -> int:
-    """How many of these texts have no vector yet, and are waited for."""
+    """Return the number of texts without a vector whose requests still wait."""
     return sum(not text.vector.done() for text in itertools.chain(*batches))
 
 
 def refuse(texts: Iterable[Text], reason: str) -> None:
-    """Tell the requests of these texts that there will be no answer."""
+    """Fail the requests of these texts."""
     for text in texts:
         if not text.vector.done():
             text.vector.set_exception(PipelineDownError(reason))

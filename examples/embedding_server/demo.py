@@ -1,7 +1,7 @@
-"""What `make demo` runs: start the server, use it over HTTP, check and measure it, kill a stage, and press Ctrl-C.
+"""The program of `make demo`: start the server, use it over HTTP, check and measure it, kill a stage, press Ctrl-C.
 
-Ends with exit code 0 only if every vector agrees with the unsplit model, the server comes back, and every rank ends in
-good order.
+The exit code is 0 only if every vector agrees with the unsplit model, the server recovers, and every rank ends with
+exit code 0.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .job import Job, launched
 HERE = Path(__file__).parent
 SENTENCES = [line for line in (HERE / "sentences.txt").read_text("utf-8").splitlines() if line]
 QUERIES = (7, 40, 60, 98)  # the sentences whose neighbours are printed
-CLIENTS = (1, 4, 16)  # how many clients send at the same time, one row of the table each
-TOLERANCE = 1e-5  # most that a component of a vector may differ from the unsplit model's
-LIMIT = 500.0  # seconds after which it hangs, however slow the machine
+CLIENTS = (1, 4, 16)  # the numbers of concurrent clients, one row of the table each
+TOLERANCE = 1e-5  # the most that a vector's component may differ from the unsplit model's
+LIMIT = 500.0  # seconds after which the demonstration fails
 
 
 async def demo(tp: int, pp: int) -> None:
     """Run the demonstration on `tp * pp` ranks.
 
-    :raises SystemExit: if a vector is wrong, the server does not come back, or a rank does not end as it should
+    :raises SystemExit: a vector is wrong, the server does not recover, or a rank does not end with exit code 0
     """
     ranks = tp * pp
     async with launched(ranks, ["embedding_server.rank"], "embedding_server", f"--tp={tp}") as job:
@@ -48,7 +48,7 @@ async def demo(tp: int, pp: int) -> None:
             difference = check(vectors, expected)
             print(f"{clients:7} {len(vectors) / seconds:11.0f} {p[49]:8.1f} {p[98]:8.1f}   {difference:.1e}")
         print_neighbours(vectors)
-        if ranks > 1:  # else it is rank 0 that dies, and no connection stays
+        if ranks > 1:  # a single rank would be rank 0, whose death ends all connections
             await kill_last_rank(job, url, ranks - 1)
             vectors, _, _ = await post_sentences(url, CLIENTS[-1])
             print(f"all vectors again: max difference {check(vectors, expected):.1e}")
@@ -56,7 +56,7 @@ async def demo(tp: int, pp: int) -> None:
 
 
 def unsplit_vectors() -> Tensor:
-    """Return the vectors of the sentences as the model in one piece gives them, `[sentences, 384]`."""
+    """Return the unsplit model's vectors of the sentences, `[sentences, 384]`."""
     vectors: Tensor = load_model(device="cpu").encode(SENTENCES, convert_to_tensor=True)
     return vectors
 
@@ -64,7 +64,7 @@ def unsplit_vectors() -> Tensor:
 def check(vectors: Tensor, expected: Tensor) -> float:
     """Return the largest difference of a component.
 
-    :raises SystemExit: if it is too large
+    :raises SystemExit: the difference is too large
     """
     difference = (vectors - expected).abs().max().item()
     if not difference <= TOLERANCE:
@@ -73,17 +73,17 @@ def check(vectors: Tensor, expected: Tensor) -> float:
 
 
 async def post_sentences(url: str, clients: int) -> tuple[Tensor, list[float], float]:
-    """Post every sentence in a request of its own.
+    """Post every sentence in its own request.
 
-    :param clients: how many clients do so at the same time, each waiting for its answer before it goes on
-    :returns: the vectors `[sentences, 384]`, how long each request took in milliseconds, and all in seconds
+    :param clients: the number of concurrent clients, each with one request at a time
+    :returns: the vectors `[sentences, 384]`, the milliseconds of each request, and the seconds of all requests together
     """
     vectors: dict[int, list[float]] = {}
     latencies = []
     work = iter(enumerate(SENTENCES))
 
     async def client(session: httpx.AsyncClient) -> None:
-        for index, sentence in work:  # shared by the clients
+        for index, sentence in work:  # all clients share the iterator
             started = time.perf_counter()
             response = await session.post("/embed", json={"texts": sentence})
             latencies.append(1e3 * (time.perf_counter() - started))
@@ -99,7 +99,7 @@ async def post_sentences(url: str, clients: int) -> tuple[Tensor, list[float], f
 
 
 def print_neighbours(vectors: Tensor) -> None:
-    """Print the sentences nearest to a few others."""
+    """Print the nearest sentences of some sentences."""
     similarity = (vectors @ vectors.T).fill_diagonal_(-1)
     for query in QUERIES:
         print(f"\n      {SENTENCES[query]}")
@@ -108,7 +108,7 @@ def print_neighbours(vectors: Tensor) -> None:
 
 
 async def kill_last_rank(job: Job, url: str, rank: int) -> None:
-    """Kill a rank as nobody can prevent it, and post until there is an answer again."""
+    """Kill a rank with SIGKILL, and post a request until there is an answer again."""
     process = int(re.findall(rf"rank {rank} is process (\d+)", job.output)[-1])
     print(f"\nkill -9 {process}, the process of rank {rank}")
     started = time.perf_counter()
@@ -125,7 +125,7 @@ async def kill_last_rank(job: Job, url: str, rank: int) -> None:
 
 
 async def press_ctrl_c(job: Job, ranks: int) -> None:
-    """Interrupt the launcher, which ends the ranks, and wait for the last of them to end."""
+    """Interrupt the launcher, which ends the ranks, and wait until all ranks have ended."""
     started = time.perf_counter()
     job.process.send_signal(signal.SIGINT)
     await job.check_end(ranks)
@@ -133,7 +133,7 @@ async def press_ctrl_c(job: Job, ranks: int) -> None:
 
 
 async def main() -> None:
-    """Run the demonstration, but not for ever."""
+    """Run the demonstration with a time limit."""
     parser = argparse.ArgumentParser(prog="embedding_server.demo", description=__doc__)
     parser.add_argument("--tp", default=1, type=int, help="over how many ranks each layer is split (default: 1)")
     parser.add_argument("--pp", default=2, type=int, help="over how many stages the layers are split (default: 2)")

@@ -1,4 +1,4 @@
-"""A server of the examples as a demonstration sees it: the launcher that it starts, and what that prints."""
+"""A running server of the examples, for the demonstrations: its launcher and its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1]
 
 
 class Job:
-    """The running server, and what its processes have printed.
+    """The running server and the output of its processes.
 
     :param process: the launcher
     """
@@ -33,23 +33,23 @@ class Job:
         self._stdout = TextReceiveStream(process.stdout)
 
     async def read_until(self, pattern: str) -> str:
-        """Read until something was printed; return its first group.
+        """Read until the output matches a pattern, and return the pattern's first group.
 
-        :raises anyio.EndOfStream: if every process ended before that
+        :raises anyio.EndOfStream: every process ended before the match
         """
         while not (found := re.search(pattern, self.output)):
             self.output += await self._stdout.receive()
         return found[1]
 
     async def read_to_end(self) -> None:
-        """Read what is still printed, until every process has ended."""
+        """Read the output until every process has ended."""
         async for text in self._stdout:
             self.output += text
 
     async def check_end(self, ranks: int) -> None:
         """Wait for the end of all processes.
 
-        :raises SystemExit: a rank has not ended in good order
+        :raises SystemExit: a rank has not ended with exit code 0
         """
         await self.read_to_end()
         ends = "; ".join(f"rank {rank}: exit code 0" for rank in range(ranks))
@@ -59,9 +59,9 @@ class Job:
 
 @asynccontextmanager
 async def launched(ranks: int, preload: Iterable[str], module: str, *options: str) -> AsyncIterator[Job]:
-    """Start a server on a free port; show what its processes have printed if the block fails.
+    """Start a server on a free port. Print the output of its processes if the block fails.
 
-    :param preload: what is imported once for all ranks
+    :param preload: the modules that are imported once for all ranks
     """
     launcher = ["aiocomms", "run", f"-n{ranks}", "--restart=on-failure", "--listen=127.0.0.1:0"]
     imports = [f"--preload={name}" for name in preload]
@@ -77,4 +77,4 @@ async def launched(ranks: int, preload: Iterable[str], module: str, *options: st
             raise
         finally:
             with suppress(ProcessLookupError):
-                process.terminate()  # the launcher ends the others
+                process.terminate()  # the launcher ends the other processes

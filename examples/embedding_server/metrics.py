@@ -1,4 +1,4 @@
-"""What the server adds to `GET /metrics`: requests, where the time of a micro-batch goes, how late the loop is."""
+"""The server's own metrics for `GET /metrics`: requests, the time of a micro-batch by part, the loop's lateness."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 import anyio
 from prometheus_client import Counter, Gauge, Histogram
 
-BEAT = 0.01  # seconds between two looks at how late the loop is
+BEAT = 0.01  # seconds between two measurements of the loop's lateness
 LATE = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 PARTS = ("tokenizer", "waiting", "model", "pool", "links")
-"""Where the time goes: turning texts into tokens; until a micro-batch leaves; computing, on all stages; until a thread
-computes, and until the loop hears of it; and the rest, in which the ranks tell each other."""
+"""The parts of the time: tokenization, the wait for a micro-batch, computation on all stages, the wait for a thread or
+the loop, and communication."""
 
 requests = Counter("embedding_requests", "Answers by status.", ["status"])
 texts = Counter("embedding_texts", "Texts in micro-batches that have left.")
@@ -28,11 +28,11 @@ late = Histogram("embedding_loop_lateness_seconds", "How late the loop was.", bu
 
 
 def note_batch(lengths: list[int], waited: float, took: float, spent: list[float]) -> None:
-    """Note a micro-batch that has come back.
+    """Record a micro-batch that is done.
 
-    :param waited: seconds of its first text until it left
-    :param took: seconds from then on
-    :param spent: seconds that were spent computing, and waiting for a thread to do so in
+    :param waited: the seconds that its first text waited for the micro-batch
+    :param took: the seconds from then until the end
+    :param spent: the seconds of computation, and of waits for a thread
     """
     model, pool = spent
     parts = {"waiting": waited, "model": model, "pool": pool, "links": max(0.0, took - model - pool)}
@@ -45,7 +45,7 @@ def note_batch(lengths: list[int], waited: float, took: float, spent: list[float
 
 
 async def watch_loop() -> None:
-    """Note again and again by how much the event loop is late, until cancelled."""
+    """Record the event loop's lateness repeatedly, until the task is cancelled."""
     while True:
         due = time.perf_counter() + BEAT
         await anyio.sleep(BEAT)

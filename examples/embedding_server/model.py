@@ -1,9 +1,9 @@
-"""all-MiniLM-L6-v2, cut into pipeline stages, and each layer into parts.
+"""The model all-MiniLM-L6-v2, split into pipeline stages, with each layer split into parts.
 
 The whole model is: token ids -> embeddings -> 6 transformer layers -> mean over the tokens -> unit length.
-A stage is a run of layers; the first one also embeds the token ids, the last one also pools. A part of a stage has some
-of the heads of each of its layers, and of the features between the two linear layers behind. A rank reads its own
-share from the weights file, and no more.
+A stage is a run of layers. The first stage also embeds the token ids, and the last stage also pools. A part of a stage
+has some heads of each layer, and some features between the two linear layers after the attention. A rank reads only
+its own share from the weights file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 MODEL = get_model_path()
 MAX_TOKENS = 256
-"""Longer texts are cut here, as the model's own `sentence_bert_config.json` has it."""
+"""The number of tokens after which texts are cut, from the model's `sentence_bert_config.json`."""
 
 
 COLUMNS = re.compile(r"\.(query|key|value|intermediate\.dense)\.(weight|bias)$")
-"""Linear layers of which a part computes some of the output features, from the whole input."""
+"""The linear layers in which a part computes some output features from the whole input."""
 ROW = "output.dense."
-"""How the names of those end of which a part takes some of the input features, and whose outputs are to be added up."""
+"""The end of the names of the layers in which a part takes some input features. Their outputs must be added up."""
 
 
 class Stage(nn.Module):
     """One rank's share of the model.
 
-    :param stage: which stage this is, `0 <= stage < stages`
-    :param stages: over how many the layers are split; stages beyond the sixth have no layer and pass on
-    :param part: which part of the stage this is, `0 <= part < parts`
-    :param parts: over how many the heads and the middle features of each layer are split
+    :param stage: the number of the stage, `0 <= stage < stages`
+    :param stages: the number of stages; with more than six, some stages have no layer and pass data on
+    :param part: the number of the part of the stage, `0 <= part < parts`
+    :param parts: the number of parts of the heads and the middle features of each layer
     """
 
     def __init__(self, stage: int, stages: int, part: int = 0, parts: int = 1) -> None:
@@ -50,7 +50,7 @@ class Stage(nn.Module):
         first, end = (s * config.num_hidden_layers // stages for s in (stage, stage + 1))
         self.embeddings = BertEmbeddings(config) if stage == 0 else None
         layers = nn.ModuleDict({str(i): BertLayer(config) for i in range(first, end)})
-        self.encoder = nn.ModuleDict({"layer": layers})  # so that the tensors are called as in the file
+        self.encoder = nn.ModuleDict({"layer": layers})  # the tensors' names are then the file's
         self.pools = stage == stages - 1
         with safe_open(MODEL / "model.safetensors", "pt") as weights:
             for name, _ in list(self.named_parameters()):
@@ -60,25 +60,25 @@ class Stage(nn.Module):
         self.eval()
 
     def forward(self, data: Tensor, lengths: Tensor) -> Tensor:
-        """Take a micro-batch through this stage, if it is in one part.
+        """Take a micro-batch through this stage, which has one part.
 
         :param data: for the first stage token ids, int64 `[texts, tokens]`, padded on the right; for every other
-            stage what the stage before returned
-        :param lengths: tokens of each text without padding, int64 `[texts]`
+            stage the result of the previous stage
+        :param lengths: the tokens of each text without padding, int64 `[texts]`
         :returns: hidden states, float32 `[texts, tokens, 384]`; from the last stage unit vectors, float32
             `[texts, 384]`
         """
         steps, total = self.steps(data, lengths), None
         while True:
             try:
-                total = steps.send(total)  # the sum over one part
+                total = steps.send(total)  # the sum over one part is the part's result
             except StopIteration as end:
                 return end.value
 
     def steps(self, data: Tensor, lengths: Tensor) -> Generator[Tensor, Tensor | None, Tensor]:
-        """The same, of any number of parts: yields what is to be added up over them, and is sent the sum.
+        """Take a micro-batch through this part of a stage. Yield each result of the part, and get the sum of all parts.
 
-        As in M. Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3: two sums in each layer.
+        Each layer has two sums, as in M. Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3.
         """
         is_token = torch.arange(data.shape[1]) < lengths[:, None]
         hidden = data if self.embeddings is None else self.embeddings(data)
@@ -95,7 +95,7 @@ class Stage(nn.Module):
 
 
 def read_part(weights: Any, name: str, part: int, parts: int) -> Tensor:
-    """Read what a part has of a tensor of the file, and nothing else of it if it is split."""
+    """Read a part's share of a tensor in the file. Of a split tensor, read only the share."""
     whole = weights.get_slice(name)
     rows, *columns = whole.get_shape()
     if COLUMNS.search(name):
@@ -104,11 +104,11 @@ def read_part(weights: Any, name: str, part: int, parts: int) -> Tensor:
         [count] = columns
         return whole[:, part * count // parts : (part + 1) * count // parts].contiguous()
     tensor: Tensor = weights.get_tensor(name)
-    return torch.zeros_like(tensor) if f"{ROW}bias" in name and part > 0 else tensor  # it is to be added once
+    return torch.zeros_like(tensor) if f"{ROW}bias" in name and part > 0 else tensor  # only one part adds the bias
 
 
 def load_tokenizer() -> Tokenizer:
-    """Read the model's tokenizer, set to cut at `MAX_TOKENS`; safe to use from several threads."""
+    """Return the model's tokenizer, which cuts texts at `MAX_TOKENS`. Several threads may use it."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     tokenizer.enable_truncation(MAX_TOKENS)
     tokenizer.no_padding()

@@ -1,11 +1,11 @@
-"""A rank's part of a plan: a micro-batch goes through all stages, and in each through all parts at once.
+"""A rank's part of a plan: a micro-batch goes through all stages, and through all parts of a stage at the same time.
 
     rank 0                            rank 1              ...    rank n-1
     Batcher ── plan ── stage 0 ─────> stage 1 ─> ...  ─────────> stage n-1
             <── vectors ───────────────────────────────────────────'
 
-Every rank gets the plan, and waits in it for what the stage before it sends. Several micro-batches are on the way at
-once, each in another stage; and while the parts of a stage add up for one, another is computed.
+Every rank gets the plan, and waits for the data of the previous stage. Several micro-batches are in the pipeline at the
+same time, each in another stage. While the parts of a stage add up results for one, they compute another.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from .model import Stage
 
 THREADS = 1
-"""Threads that compute at the same time on one rank; measured, see "The size of the pool" in the README."""
+"""The number of threads that compute on one rank. See "The size of the pool" in the README for measurements."""
 
-SWITCH = 0.0005  # seconds after which Python's lock goes on to the loop; by default 0.005, which each turn would wait
-NICENESS = 5  # of threads that compute, so that the loop gets a core before them
-M_ARENA_MAX = -8  # glibc's malloc.h
+SWITCH = 0.0005  # seconds after which a thread passes Python's lock to the loop; the default is 0.005
+NICENESS = 5  # the niceness of threads that compute, so that the loop gets a core first
+M_ARENA_MAX = -8  # from glibc's malloc.h
 
 
 def settle() -> None:
-    """Set this process up for an event loop with threads beside it that compute."""
+    """Set this process up for an event loop and threads that compute."""
     sys.setswitchinterval(SWITCH)
-    # glibc keeps memory for every thread that has computed, and with each rank that is lost threads are left behind.
+    # glibc keeps memory for every thread that has computed, and each loss of a rank leaves threads behind.
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-    gc.freeze()  # modules stay: no collection need visit them. A communicator is freed by one, so it comes later
+    gc.freeze()  # collections skip modules, which stay; communicators come later, because collections free them
 
 
 class Pipeline:
     """This rank's part of the work.
 
-    :param stage: its share of the model
-    :param threads: the size of the pool in which that computes
+    :param stage: the rank's share of the model
+    :param threads: the size of the pool of threads that compute
     """
 
     def __init__(self, links: Links, stage: Stage, threads: int = THREADS) -> None:
@@ -58,9 +58,9 @@ class Pipeline:
     async def execute(self, plan: tuple[int, Tensor, Tensor]) -> tuple[Tensor, list[float]]:
         """Take a micro-batch through this rank's share.
 
-        :param plan: its number, token ids, int64 `[texts, tokens]`, and how many each text has, int64 `[texts]`
-        :returns: on rank 0 the vectors, float32 `[texts, 384]`, and the seconds that all stages together have computed,
-            and have waited for a thread to do so in
+        :param plan: the plan's number, token ids, int64 `[texts, tokens]`, and each text's tokens, int64 `[texts]`
+        :returns: on rank 0 the vectors, float32 `[texts, 384]`, and the seconds of all stages for computation and for
+            waits for a thread
         """
         number, data, lengths = plan
         links, place = self._links, self._links.place
@@ -87,7 +87,7 @@ class Pipeline:
             total = await self._links.sum(data)
 
     async def _in_pool(self, spent: list[float], compute: Callable[..., Any], *args: Any) -> Any:
-        """The event loop stays free meanwhile; if a rank is lost, nobody waits for the result."""
+        """Compute in a thread, so that the event loop stays free. If a rank is lost, the result is abandoned."""
         called = time.perf_counter()
         result, seconds = await to_thread.run_sync(timed, compute, *args, abandon_on_cancel=True, limiter=self._pool)
         spent[0] += seconds
@@ -96,7 +96,7 @@ class Pipeline:
 
 
 def advance(steps: Generator[Tensor, Tensor | None, Tensor], total: Tensor | None) -> tuple[bool, Tensor]:
-    """Compute up to the next sum, or to the end: whether it is that, and what was computed."""
+    """Compute up to the next sum or to the end. Return whether it is the end, and the result."""
     try:
         return False, steps.send(total)
     except StopIteration as end:
@@ -104,7 +104,7 @@ def advance(steps: Generator[Tensor, Tensor | None, Tensor], total: Tensor | Non
 
 
 def timed(compute: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """What it returns, and how many seconds it took."""
+    """Return a call's result and its seconds."""
     os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))  # on Linux, of this thread
     began = time.perf_counter()
     result = compute(*args)

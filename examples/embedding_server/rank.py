@@ -1,4 +1,4 @@
-"""One rank of the job: its share of the model; rank 0 also serves HTTP."""
+"""One rank of the job, with its share of the model. Rank 0 also serves HTTP."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
     from .links import Links
 
-DRAIN = 0.6  # seconds that the requests in flight have after SIGTERM; then they get a 503
+DRAIN = 0.6  # seconds after SIGTERM for the requests in flight, which get a 503 after that
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the model is laid out.
+    """The layout of the model.
 
-    :param tp: over how many parts each layer is split; there are as many stages as there are ranks for that
-    :param threads: the size of each rank's pool
-    :param torch_threads: the threads of each operation of torch; 0: those of the machine's cores that a rank has
+    :param tp: the number of parts of each layer; the number of stages is the number of ranks divided by it
+    :param threads: the size of each rank's pool of threads
+    :param torch_threads: the threads of each torch operation; 0 means the rank's share of the machine's cores
     """
 
     tp: int = 1
@@ -45,13 +45,13 @@ class Shape:
 
 
 class EmbeddingServer(WebService):
-    """The server as one rank has it: rank 0 drives, every other rank works.
+    """One rank of the server. Rank 0 drives, and every other rank works.
 
-    :param open_links: by what the ranks communicate
+    :param open_links: the function that opens the communication of the ranks
     """
 
     batcher: Batcher
-    """On rank 0, while it serves."""
+    """The batcher, on rank 0 while it serves."""
     links: Links
 
     def __init__(self, shape: Shape, open_links: Any = open_links) -> None:
@@ -70,13 +70,13 @@ class EmbeddingServer(WebService):
         return service, Pipeline(self.links, stage, shape.threads).execute
 
     async def work(self) -> None:
-        """Work, on every rank but 0."""
+        """Work on every rank except rank 0."""
         await super().work()
         await self.links.part()
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Drive, on rank 0."""
+        """Drive the other ranks on rank 0."""
         async with super().lifespan(app), anyio.create_task_group() as tasks:
             self.batcher = Batcher(self.driver, self.links.place.pp, load_tokenizer())
             tasks.start_soon(self.batcher.feed)
@@ -86,6 +86,6 @@ class EmbeddingServer(WebService):
         await self.links.part()
 
     async def drain(self) -> None:
-        """When it is time to stop, let the requests in flight finish, but not for ever."""
+        """Let the requests in flight finish for some time before the stop."""
         await anyio.sleep(DRAIN)
         self.batcher.stop("The server is stopping.")

@@ -1,4 +1,4 @@
-"""The HTTP side: `POST /embed`, the probes of the library, and a sentence for everything that is wrong."""
+"""The HTTP side: `POST /embed`, the library's probes, and a sentence for each error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from .rank import EmbeddingServer
 
-MAX_TEXTS = 64  # texts of one request
-MAX_CHARACTERS = 10_000  # characters of one text
+MAX_TEXTS = 64  # the most texts of one request
+MAX_CHARACTERS = 10_000  # the most characters of one text
 
 
 def create_app(server: EmbeddingServer) -> Starlette:
@@ -35,12 +35,12 @@ def create_app(server: EmbeddingServer) -> Starlette:
         texts = parse(await read_body(request))
         try:
             vectors = await until_disconnect(request, server.batcher.embed(texts))
-            # Quicker by far than the json module, and the loop serves nobody else meanwhile.
+            # The encoding blocks the loop. msgspec is much faster than the json module.
             response = Response(msgspec.json.encode({"embeddings": vectors}), media_type="application/json")
         except PipelineDownError as down:
             response = unavailable(str(down))
         except ClientLeftError:
-            response = Response(status_code=499)  # nobody reads it
+            response = Response(status_code=499)  # the client has left
         metrics.requests.labels(response.status_code).inc()
         return response
 
@@ -54,7 +54,7 @@ def create_app(server: EmbeddingServer) -> Starlette:
 def parse(body: bytes) -> list[str]:
     """Return the texts in a request's body.
 
-    :raises HTTPException: with status 400 or 413 and a sentence that says what is wrong
+    :raises HTTPException: the body is wrong; it has status 400 or 413 and a sentence with the reason
     """
     try:
         content = json.loads(body)
@@ -75,7 +75,7 @@ def parse(body: bytes) -> list[str]:
 
 
 def check_text(index: int, text: Any) -> None:
-    """Refuse what the model cannot embed."""
+    """Refuse a text that the model cannot embed."""
     if not isinstance(text, str):
         raise HTTPException(400, f"Text {index} is not a string.")
     if not text.strip():

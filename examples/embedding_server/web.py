@@ -1,4 +1,4 @@
-"""What an HTTP side has whatever it serves: its process, a body of bounded size, a sentence for what is wrong."""
+"""The common code of HTTP servers: the process, a body of bounded size, and a sentence for each error."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_BODY = 2**20  # bytes
 
 
 class Server(DrainingServer):
-    """uvicorn, which says where it serves, and drains before it stops listening.
+    """A uvicorn server that prints its address, and drains before it stops listening.
 
-    :param drain: returns when what is under way has been answered, or was given up
+    :param drain: returns when all running requests have an answer or are given up
     """
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], Awaitable[None]]) -> None:
@@ -32,24 +32,24 @@ class Server(DrainingServer):
         self._drain = drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal; there is nothing to tidy up before the server has started."""
+        """Handle a signal. Before the server has started, exit at once."""
         if not self.started:
             os._exit(0)
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: Any = None) -> None:
-        """Begin to serve."""
+        """Begin to serve, and print the address."""
         await super().startup(sockets)
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         print(f"serving on http://{host}:{port}", flush=True)
 
     async def main_loop(self) -> None:
-        """Serve until a signal has come, and everybody has an answer."""
+        """Serve until a signal arrives and the server is drained."""
         await super().main_loop()
         await self._drain()
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Close connections whose requests have not come to their end; the others are closed when they are answered."""
+        """Close connections with incomplete requests. Other connections close after their answers."""
         for connection in self.server_state.connections:
             if connection.cycle is not None and connection.cycle.more_body:
                 connection.transport.close()
@@ -57,9 +57,9 @@ class Server(DrainingServer):
 
 
 def serve(app: Starlette, drain: Callable[[], Awaitable[None]], host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C, on the socket that the launcher has opened, or on one at this place.
+    """Serve until SIGTERM or Ctrl-C on the launcher's socket, or on a new socket at `host` and `port`.
 
-    :raises SystemExit: the application did not end in good order
+    :raises SystemExit: the application failed to start or to end
     """
     place: dict[str, Any] = {"fd": 3} if "LISTEN_FDS" in os.environ else {"host": host, "port": port}
     config = uvicorn.Config(app, **place, loop="asyncio", log_level="warning", limit_concurrency=1000)
@@ -67,7 +67,7 @@ def serve(app: Starlette, drain: Callable[[], Awaitable[None]], host: str, port:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the whole body, but keep no more of it than is allowed: who still sends does not listen."""
+    """Read the whole body, because a client that still sends reads no answer. Keep only the allowed size."""
     body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -79,16 +79,16 @@ async def read_body(request: Request) -> bytes:
 
 
 def unavailable(reason: str) -> Response:
-    """Return the answer of a server whose model cannot answer."""
+    """Return a 503 with its reason."""
     return JSONResponse({"error": reason}, status_code=503)
 
 
 async def explain(_: Request, error: Exception) -> Response:
-    """Answer a refused request with its sentence, as JSON."""
+    """Answer a refused request with its sentence as JSON."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
 
 
 async def ignore(_request: Request, _error: Exception) -> Response:
-    """Answer a client that left in the middle of its request: nobody reads it."""
+    """Answer a client that has left before the end of its request. The client does not read the answer."""
     return Response(status_code=499)

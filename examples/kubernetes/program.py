@@ -1,4 +1,4 @@
-"""What the pods run: a sum over all ranks once a second, until SIGTERM or for so many seconds."""
+"""The program of the pods: a sum over all ranks once a second, until SIGTERM or for a number of seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import aiocomms
 from aiocomms import ReduceOp
 
 READY = Path(os.environ["READY_FILE"])
-"""What the readiness probe looks for."""
+"""The file that the readiness probe checks."""
 
 
 async def main(seconds: int) -> None:
@@ -26,10 +26,10 @@ async def main(seconds: int) -> None:
             state = await comm.all_reduce(torch.tensor([float(stop.is_set()), 1.0]), ReduceOp.SUM)
             if comm.rank == 0:
                 print(f"second {second}: {int(state[1])} ranks", flush=True)
-            if state[0] > 0:  # on one rank, so that all stop at the same sum
+            if state[0] > 0:  # one rank is enough, so that all ranks stop at the same sum
                 break
             await asyncio.sleep(1)
 
 
-READY.unlink(missing_ok=True)  # that of a container before this one
+READY.unlink(missing_ok=True)  # an earlier container may have left the file
 asyncio.run(main(int(sys.argv[1])))

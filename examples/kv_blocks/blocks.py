@@ -1,4 +1,4 @@
-"""The KV blocks of one node, which other nodes write by index: each node lends all of its blocks to each other one."""
+"""The KV blocks of one node, which other nodes write by index. Each node lends all its blocks to every other node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocomms.errors import ArgumentError, CommError
 
 
 class Blocks:
-    """Memory of equal blocks, and the nodes that write each other's. On one event loop."""
+    """The blocks of this node, all of one size, and the connected nodes. All methods run on one event loop."""
 
     def __init__(self, here: aiocomms.Endpoint, view: memoryview) -> None:
         """Open the memory; see :meth:`open`."""
@@ -23,7 +23,7 @@ class Blocks:
         self._memory = pool.lease(len(view))
         self._lease: aiocomms.Lease
         self._lent: dict[aiocomms.Peer, asyncio.Future[aiocomms.HandedLease]] = {}
-        """What each node that is connected lends to this one."""
+        """The blocks that each connected node lends to this node."""
         self._nodes: dict[str, aiocomms.HandedLease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -31,8 +31,8 @@ class Blocks:
     async def open(cls, view: memoryview, transport: str = "auto", host: str = "127.0.0.1") -> Blocks:
         """Open memory to other nodes.
 
-        :param view: writable, of shape ``[blocks, bytes of a block]``.
-        :param host: the address of this host at which they connect.
+        :param view: writable memory of shape ``[blocks, bytes of a block]``.
+        :param host: the address of this host for connections from other nodes.
         """
         if view.ndim != 2 or view.readonly or not view.c_contiguous:
             raise ArgumentError(f"view has shape {view.shape}, wanted writable, contiguous [blocks, bytes of a block]")
@@ -44,17 +44,17 @@ class Blocks:
 
     @property
     def metadata(self) -> bytes:
-        """What another node is to be given, by whatever way."""
+        """The bytes that another node needs for :meth:`add`."""
         return self._here.address
 
     async def add(self, name: str, metadata: bytes, blocks: int, length: int) -> None:
-        """Connect with another node, and wait for its blocks.
+        """Connect to another node, and wait for its blocks.
 
-        :param metadata: that node's.
-        :param blocks: how many it has.
-        :param length: their bytes, which must be this node's, too.
-        :raises ArgumentError: they are not, or it is no metadata.
-        :raises CommError: it cannot be reached.
+        :param metadata: the metadata of that node.
+        :param blocks: the number of its blocks.
+        :param length: the bytes of a block, which must be the same on both nodes.
+        :raises ArgumentError: the blocks do not match, the node was added already, or the metadata is invalid.
+        :raises CommError: the node cannot be reached.
         """
         if name in self._nodes:
             raise ArgumentError(f"node {name!r} was added already")
@@ -66,21 +66,21 @@ class Blocks:
         self._nodes[name] = handed
 
     async def remove(self, name: str) -> None:
-        """Part from another node. What is being written there ends before."""
+        """Disconnect from another node, after the running writes to it have ended."""
         handed = self._nodes.pop(name, None)
         if handed is not None:
             await handed.peer.aclose()
 
     def fault(self, name: str) -> str:
-        """Why a node cannot be written any more; empty: it can, or is not known."""
+        """Return the reason why a node cannot be written; empty if it can be written or is unknown."""
         handed = self._nodes.get(name)
         error = None if handed is None else handed.error
         return "" if error is None else error.message
 
     def check(self, name: str, local: Sequence[int], remote: Sequence[int]) -> tuple[Any, aiocomms.HandedLease]:
-        """The blocks of both nodes that the indices name.
+        """Return the blocks of both nodes at the indices.
 
-        :raises ArgumentError: an index is wrong, or there is no such node.
+        :raises ArgumentError: an index is wrong, or the node is unknown.
         """
         if name not in self._nodes:
             raise ArgumentError(f"node {name!r} was not added")
@@ -89,17 +89,17 @@ class Blocks:
         return self._lease.select(local), self._nodes[name].select(remote)
 
     async def write_blocks(self, name: str, local: Sequence[int], remote: Sequence[int]) -> None:
-        """Write blocks of this node into another one's memory, by index; done when they can be seen there.
+        """Write blocks of this node into another node's memory, and wait until they are visible there.
 
-        :raises ArgumentError: an index is wrong; nothing was written.
-        :raises CommError: that node is lost; some of them may have been written.
+        :raises ArgumentError: an index is wrong. No block was written.
+        :raises CommError: that node is lost. Some blocks may have been written.
         """
         source, handed = self.check(name, local, remote)
         await handed.write(source)
         await handed.flush()
 
     async def aclose(self) -> None:
-        """Take the memory back, and part from all nodes."""
+        """Take the memory back, and disconnect from all nodes."""
         for task in self._tasks:
             task.cancel()
         try:
@@ -121,7 +121,7 @@ class Blocks:
             self._meet(handed.peer).set_result(handed)
 
     def _meet(self, peer: aiocomms.Peer) -> asyncio.Future[aiocomms.HandedLease]:
-        """Lend this node's blocks to another one, once; what is returned gets what that one lends."""
+        """Lend this node's blocks to a peer once. Return a future of the blocks that the peer lends."""
         if peer not in self._lent:
             self._lent = {it: lent for it, lent in self._lent.items() if not it.closed}
             self._lent[peer] = asyncio.get_running_loop().create_future()
@@ -129,7 +129,7 @@ class Blocks:
         return self._lent[peer]
 
     async def _lend(self, peer: aiocomms.Peer) -> None:
-        """Lend all blocks, for as long as the connection lasts."""
-        with contextlib.suppress(CommError):  # The connection is over, which ``fault`` says.
+        """Lend all blocks for as long as the connection lasts."""
+        with contextlib.suppress(CommError):  # The connection is over, and ``fault`` reports that.
             await peer.hand_over(self._lease, write=True, timeout=None)
         self._lent[peer].cancel()

@@ -1,7 +1,7 @@
-"""The same for callers without an event loop, in the shape of vLLM's ``DataTransport``: submit, poll, cancel.
+"""The KV blocks for callers without an event loop, with the interface of vLLM's ``DataTransport``.
 
-The shape is that of ``vllm/v1/kv_offload/tiering/p2p/data/base.py`` of vLLM 0.33.0, as read there: its methods and
-properties. vLLM itself was not run. A transport for it would derive from that class, too, and be chosen by its manager.
+The methods and properties are from ``vllm/v1/kv_offload/tiering/p2p/data/base.py`` of vLLM 0.33.0. They were not tested
+with vLLM itself. A transport for vLLM must also derive from that class, and vLLM's manager must select it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PollResult(NamedTuple):
-    """What has become of transfers since the last call of ``poll``."""
+    """The transfers that have ended since the last call of ``poll``."""
 
     done: Sequence[int]
     failed: Sequence[int]
@@ -36,9 +36,9 @@ class _Transfer(NamedTuple):
 
 
 class EndpointTransport:
-    """Writes KV blocks into other nodes' memory. Its event loop runs on a thread of its own, so that nobody need poll.
+    """The transport that writes KV blocks into other nodes' memory. Its event loop runs on its own thread.
 
-    Callers use it from one thread at a time.
+    Only one thread at a time may use it.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class EndpointTransport:
     ) -> None:
         """Open the memory.
 
-        :param view: of shape ``[blocks, bytes of a block]``.
-        :param config_fields: what must be equal on nodes that exchange blocks.
+        :param view: writable memory of shape ``[blocks, bytes of a block]``.
+        :param config_fields: the settings that must be equal on nodes that exchange blocks.
         """
         self._view = view
         self.base_addr = ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -68,33 +68,33 @@ class EndpointTransport:
             raise
 
     def get_agent_metadata(self) -> bytes:
-        """What another node's ``add_remote_peer`` needs."""
+        """Return the metadata for another node's ``add_remote_peer``."""
         return self._metadata
 
     def add_remote_peer(
         self, peer_id: str, agent_metadata: bytes, base_addr: int, num_blocks: int, block_len: int
     ) -> None:
-        """Connect with another node; blocks until that is done.
+        """Connect to another node, and block until the connection is ready.
 
-        :param base_addr: is not needed: the metadata names the memory.
-        :raises CommError: it cannot be reached, gives no access, or has blocks of another size.
+        :param base_addr: unused, because the metadata names the memory.
+        :raises CommError: the node cannot be reached, gives no access, or has blocks of another size.
         """
         self.add_remote_peer_async(peer_id, agent_metadata, base_addr, num_blocks, block_len).result()
 
     def add_remote_peer_async(
         self, peer_id: str, agent_metadata: bytes, base_addr: int, num_blocks: int, block_len: int
     ) -> Future[None]:
-        """The same, without blocking."""
+        """Connect to another node like :meth:`add_remote_peer`, without blocking."""
         return self._call(self._blocks.add(peer_id, agent_metadata, num_blocks, block_len))
 
     def remove_remote_peer(self, peer_id: str) -> None:
-        """Part from a node."""
+        """Disconnect from a node."""
         self._call(self._blocks.remove(peer_id)).result()
 
     def write_blocks(self, peer_id: str, local_idxs: list[int], remote_idxs: list[int]) -> int | None:
-        """Begin to write blocks. Never blocks, never raises.
+        """Begin to write blocks. This method never blocks and never raises.
 
-        :returns: the number of the transfer; None: the node was not added, is lost, or an index is wrong.
+        :returns: the number of the transfer; None if the node is unknown or lost, or if an index is wrong.
         """
         try:
             self._blocks.check(peer_id, local_idxs, remote_idxs)
@@ -108,9 +108,9 @@ class EndpointTransport:
         return number
 
     def poll(self, peer_id: str | None = None) -> PollResult:
-        """Which transfers have ended since the last call; never blocks.
+        """Return the transfers that have ended since the last call. This method never blocks.
 
-        :param peer_id: of this node alone.
+        :param peer_id: the node whose transfers are returned; None for all nodes.
         """
         ended = {
             number: it
@@ -124,9 +124,10 @@ class EndpointTransport:
         return PollResult([number for number in ended if number not in failed], failed, fault or None)
 
     def cancel(self, transfer_ids: Iterable[int], mode: Literal["immediate", "wait"] = "immediate") -> list[int]:
-        """Forget transfers; what has been put is not taken back.
+        """Forget transfers. Their blocks may already be written.
 
-        :param mode: ``"wait"``: forget those that have ended, and return the others, which ``poll`` goes on to tell of.
+        :param mode: with ``"wait"``, forget no transfer. ``poll`` still reports all of them.
+        :returns: with ``"wait"``, the transfers that have not ended; else an empty list.
         """
         known = [number for number in transfer_ids if number in self._transfers]
         if mode == "wait":
@@ -136,7 +137,7 @@ class EndpointTransport:
         return []
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """Close the blocks and end the thread. A second call does nothing."""
         if not self._closed:
             self._closed = True
             try:

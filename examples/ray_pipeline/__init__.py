@@ -1,1 +1,1 @@
-"""The embedding server's pipeline as actors of Ray: each stage on any node, replaced by Ray when it dies."""
+"""The embedding server's pipeline as Ray actors. Each stage runs on any node, and Ray replaces it when it dies."""

@@ -1,9 +1,9 @@
-"""Start a stage on each node that Ray has, embed sentences, check every vector, kill a stage, and embed them again.
+"""Start a stage on each of Ray's nodes, embed sentences, check every vector, kill a stage, and embed them again.
 
-    python -m ray_pipeline               # a cluster of its own on this machine, with two stages
-    python -m ray_pipeline --address auto --stages 4    # in a cluster that runs already
+    python -m ray_pipeline               # a new cluster on this machine, with two stages
+    python -m ray_pipeline --address auto --stages 4    # in a running cluster
 
-Ends with exit code 0 only if every vector agrees with the unsplit model.
+The exit code is 0 only if every vector agrees with the unsplit model.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .stages import Stage
 SENTENCES = [
     line for line in (Path(embedding_server.__file__).parent / "sentences.txt").read_text("utf-8").splitlines() if line
 ]
-TOLERANCE = 1e-5  # most that a component of a vector may differ from the unsplit model's
+TOLERANCE = 1e-5  # the most that a vector's component may differ from the unsplit model's
 
 
 async def embed(first: ray.actor.ActorHandle, texts: list[str]) -> torch.Tensor:
-    """Have texts embedded, each by a call of its own and all at once, as clients would.
+    """Embed texts with one concurrent call for each text, as clients would.
 
     :returns: float32 `[texts, 384]`
     """
@@ -40,7 +40,7 @@ async def embed(first: ray.actor.ActorHandle, texts: list[str]) -> torch.Tensor:
 def check(vectors: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of a component.
 
-    :raises SystemExit: if it is too large
+    :raises SystemExit: the difference is too large
     """
     difference = (vectors - expected).abs().max().item()
     if not difference <= TOLERANCE:
@@ -51,7 +51,7 @@ def check(vectors: torch.Tensor, expected: torch.Tensor) -> float:
 async def demo(size: int, kill: bool) -> None:
     """Run the demonstration with a pipeline of `size` stages.
 
-    :param kill: kill the last stage amid the second round; it must run on this machine
+    :param kill: whether to kill the last stage during the second round; it must run on this machine
     """
     expected = load_model(device="cpu").encode(SENTENCES, convert_to_tensor=True)
     stages = [Stage.remote() for _ in range(size)]
@@ -71,7 +71,7 @@ async def demo(size: int, kill: bool) -> None:
 
 
 def main() -> None:
-    """Start Ray, or find it, and run the demonstration."""
+    """Start Ray or connect to it, and run the demonstration."""
     parser = argparse.ArgumentParser(prog="ray_pipeline", description=__doc__.partition("\n")[0])
     parser.add_argument("--address", help="of a cluster that runs; without it one is started on this machine")
     parser.add_argument("--stages", type=int, help="default: as many as there are nodes, and at least 2")

@@ -1,11 +1,11 @@
-"""A stage of the model as an async actor: what it does is the embedding server's, and where it runs is Ray's to say.
+"""A stage of the model as an async actor: the embedding server's code, on a node that Ray selects.
 
     driver                 rank 0              rank 1            ...   rank n-1
     embed.remote ───────>  Batcher ── plan ──> stage 1 ─> ...  ──────> stage n-1
         vectors <───────   stage 0 <────────────────────── vectors ───────'
 
-The actors meet by a name, with `aiocomms.integrations.ray.rendezvous`. When one dies, Ray starts it anew and calls its
-`run` again, while the others hear of the death and meet by the same name: the pipeline goes on with the new one.
+The actors meet by a name, with `aiocomms.integrations.ray.rendezvous`. When an actor dies, Ray restarts it and calls
+its `run` again. The other actors notice the death and meet by the same name, and the pipeline goes on with the new one.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from aiocomms.serving import Driver
 
 MEETING = 120.0
-"""Seconds in which all stages meet, the time included in which Ray starts one anew."""
+"""Seconds within which all stages must meet. They include the time in which Ray restarts a stage."""
 LOST = "The model lost one of its stages; Ray is starting it anew."
 
 
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")
 class Stage:
-    """One stage; the first one also takes texts."""
+    """One stage. The first stage also accepts texts."""
 
     def __init__(self) -> None:
         self._driving: asyncio.Future[tuple[Driver, Batcher]] = asyncio.Future()
         self._stopping = asyncio.Event()
 
     async def run(self, name: str, rank: int, size: int) -> int:
-        """Be a stage until `stop` of the first one.
+        """Run a stage until the first stage is stopped.
 
-        :param name: what the stages meet by
-        :returns: the rank, when it has ended in good order
+        :param name: the name by which the stages meet
+        :returns: the rank, after a clean end
         """
         meet = partial(aiocomms.integrations.ray.rendezvous, name, rank=rank, size=size, timeout=MEETING)
 
@@ -56,7 +56,7 @@ class Stage:
             return await meet()
 
         async with Service(await meet(), recover) as service:
-            torch.set_num_threads(1)  # as many as Ray has given it
+            torch.set_num_threads(1)  # Ray gives the actor one core
             links = Links(service.comm, Place(rank, 1, size))
             pipeline = Pipeline(links, await to_thread.run_sync(model.Stage, rank, size))
             if rank == 0:
@@ -75,7 +75,7 @@ class Stage:
             tasks.cancel_scope.cancel()
 
     async def embed(self, texts: list[str]) -> list[list[float]]:
-        """Return one vector of 384 numbers per text. Many calls at once travel together. It is for the first stage.
+        """Return one vector of 384 numbers per text, on the first stage. Concurrent calls share micro-batches.
 
         :raises PipelineDownError: the pipeline is stopping
         """
@@ -86,12 +86,12 @@ class Stage:
             except PipelineDownError:
                 if self._stopping.is_set():
                     raise
-            await driver.ready()  # once another process has the place of the stage that was lost
+            await driver.ready()  # wait until another process replaces the lost stage
 
     async def stop(self) -> None:
-        """End all stages, once what is under way has ended. It is for the first stage."""
+        """Stop all stages. Call this method on the first stage."""
         self._stopping.set()
 
     async def where(self) -> tuple[str, int]:
-        """The node and the process that this stage runs in."""
+        """Return the node and the process of this stage."""
         return ray.get_runtime_context().get_node_id(), os.getpid()

@@ -2,6 +2,6 @@
 
 import os
 
-# The weights come from a package on this machine: no library underneath may ask a model hub for anything.
+# The weights come from a local package, so no library may contact a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

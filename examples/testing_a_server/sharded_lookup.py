@@ -1,8 +1,8 @@
-"""Rows of a table that is spread over ranks, each of them on two: it goes on while a holder is late, and without one.
+"""The lookup of rows in a table of shards, each on two ranks. It works with a late or a lost holder.
 
-Rank 0 asks. Every other rank holds a shard, and a copy of its neighbour's. A shard's holder that has not answered after
-some patience is not waited for alone: its neighbour is asked, too, and who answers first has answered. What nobody has
-answered in time is missing from the answer, which says so. If the communicator is lost, whoever is left forms another.
+Rank 0 sends requests. Every other rank holds a shard, and a copy of its neighbour's shard. If a holder is late, rank 0
+also asks the shard's second holder, and uses the first answer. An answer names the shards that did not answer in time.
+If the communicator is lost, the ranks that are left form a new one.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from aiocomms import Communicator
 from aiocomms.errors import CommAbortedError, CommTimeoutError, PeerDiedError
 
 REQUEST = 0
-"""The tag of requests; that of a reply is the number of its request."""
+"""The tag of requests. The tag of a reply is the number of its request."""
 LOST = (CommAbortedError, CommTimeoutError, PeerDiedError)
-"""What an operation raises whose communicator is lost."""
+"""The errors of operations on a lost communicator."""
 
 
 class Answer(NamedTuple):
-    """The rows that were asked for."""
+    """The answer to a lookup."""
 
     rows: torch.Tensor
     missing: list[int]
-    """The shards of which there was no answer; their rows are zero."""
+    """The shards that did not answer. Their rows are zero."""
 
 
 def place(row: int, shards: int) -> tuple[int, int]:
-    """The shard that a row is in, and its place there."""
+    """Return the shard of a row, and the row's place in the shard."""
     return row % shards, row // shards
 
 
 def holders(shard: int, shards: int) -> tuple[int, int]:
-    """The two ranks that hold a shard, the one to be asked first before the other."""
+    """Return the two ranks that hold a shard, in the order of the requests."""
     return 1 + shard, 1 + (shard + 1) % shards
 
 
 async def hold(comm: Communicator, load: Callable[[int], torch.Tensor], reply_within: float | None = None) -> None:
-    """Hold the shards of a rank, and answer rank 0 until that closes.
+    """Hold the shards of a rank, and answer rank 0 until rank 0 closes.
 
-    :param load: the rows of a shard.
-    :param reply_within: seconds within which rank 0 is to have taken a reply, or else it was lost; None: any time.
+    :param load: returns the rows of a shard.
+    :param reply_within: seconds within which rank 0 must take a reply, or the communicator is lost; None for no limit.
     """
     shards = comm.size - 1
     parts = {shard: load(shard) for shard in range(shards) if comm.rank in holders(shard, shards)}
@@ -66,9 +66,9 @@ async def hold(comm: Communicator, load: Callable[[int], torch.Tensor], reply_wi
 
 
 async def _without_the_dead(comm: Communicator) -> Communicator:
-    """The communicator of all ranks that are left, in their old order.
+    """Return a communicator of all ranks that are left, in their old order.
 
-    :raises CommError: it was lost for another reason than a death or a lost message, or rank 0 has died, which asks.
+    :raises CommError: rank 0 has died, or the cause is neither a death nor a lost message.
     """
     reason = await comm.lost()
     dead = reason.peer if isinstance(reason, PeerDiedError) else None
@@ -78,7 +78,7 @@ async def _without_the_dead(comm: Communicator) -> Communicator:
 
 
 class _Reply:
-    """What the first of several holders has answered."""
+    """The first answer of several holders."""
 
     def __init__(self) -> None:
         self.here = anyio.Event()
@@ -91,21 +91,21 @@ class _Reply:
 
 
 class Lookup:
-    """Rank 0's side; made by :func:`open_lookup`."""
+    """Rank 0's side of the lookup, made by :func:`open_lookup`."""
 
     def __init__(self, comm: Communicator, asking: TaskGroup, width: int, patience: float, deadline: float) -> None:
         self.comm = comm
         self._asking, self._width, self._patience, self._deadline = asking, width, patience, deadline
         self._shards = comm.size - 1
-        self._members = list(range(comm.size))  # the first ranks of those that are left
+        self._members = list(range(comm.size))  # the original numbers of the ranks that are left
         self._numbers: Iterator[int] = itertools.count(REQUEST + 1)
         self._next = anyio.Event()
 
     async def rows(self, wanted: Sequence[int]) -> Answer:
-        """Get rows of the table.
+        """Return rows of the table.
 
-        :param wanted: their numbers.
-        :returns: ``[len(wanted), width]`` of them, as far as their holders have answered within the deadline.
+        :param wanted: the numbers of the rows.
+        :returns: the rows ``[len(wanted), width]``, with zeros for shards that did not answer within the deadline.
         """
         answer = Answer(torch.zeros(len(wanted), self._width), [])
         spots: dict[int, list[int]] = {}
@@ -132,9 +132,9 @@ class Lookup:
             answer.rows[spots] = reply.rows
 
     async def _ask(self, holder: int, shard: int, rows: list[int], reply: _Reply) -> None:
-        """Ask a holder, and wait for what it says however late: it has nothing else to send that to.
+        """Ask a holder, and wait for the answer without a deadline, because the holder's send needs a receive.
 
-        It is asked again by the next communicator if this one is lost meanwhile.
+        If the communicator is lost, ask the holder again on the next one.
         """
         while holder in self._members:
             comm, renewed, rank, number = self.comm, self._next, self._members.index(holder), next(self._numbers)
@@ -146,7 +146,7 @@ class Lookup:
                 await renewed.wait()
 
     async def follow(self) -> None:
-        """Form another communicator whenever this one is lost."""
+        """Form a new communicator after each loss."""
         while True:
             comm = self.comm
             reason = await comm.lost()
@@ -157,7 +157,7 @@ class Lookup:
             self._next = anyio.Event()
 
     async def dismiss(self) -> None:
-        """Let the holders go. If one dies meanwhile, the others hear of that, and find no rank 0 to go on with."""
+        """Tell the holders to end. If a holder dies now, the other holders end because rank 0 is gone."""
         with suppress(*LOST):
             for rank in range(1, self.comm.size):
                 await self.comm.send_object(None, rank, REQUEST)
@@ -167,11 +167,11 @@ class Lookup:
 async def open_lookup(
     comm: Communicator, width: int, *, patience: float = 0.1, deadline: float = math.inf
 ) -> AsyncIterator[Lookup]:
-    """Look rows up, on rank 0, while every other rank runs :func:`hold`.
+    """Open the lookup on rank 0, while every other rank runs :func:`hold`.
 
     :param width: the elements of a row.
-    :param patience: seconds after which a shard's other holder is asked, too.
-    :param deadline: seconds after which an answer goes without a shard.
+    :param patience: seconds after which rank 0 also asks a shard's second holder.
+    :param deadline: seconds after which an answer omits a shard.
     """
     asking = anyio.create_task_group()
     lookup = Lookup(comm, asking, width, patience, deadline)

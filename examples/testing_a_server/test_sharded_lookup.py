@@ -1,4 +1,4 @@
-"""The tests of sharded_lookup, as its authors run them: ``pytest`` in this folder."""
+"""The tests of sharded_lookup. Run ``pytest`` in this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARDS = RANKS - 1
 TABLE = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
 WANTED = [7, 0, 29, 11, 7, 12]
 
-pytestmark = [pytest.mark.anyio, pytest.mark.ranks(RANKS)]  # each on asyncio, and on trio
+pytestmark = [pytest.mark.anyio, pytest.mark.ranks(RANKS)]  # each test runs on asyncio and on trio
 
 
 def load(shard: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def load(shard: int) -> torch.Tensor:
 
 @asynccontextmanager
 async def serving(world, *, dies=(), reply_within=None, **options):
-    """The lookup of rank 0, with the others' tasks beside it."""
+    """Open the lookup of rank 0, and run the tasks of the other ranks."""
 
     async def holder(comm):
         try:
@@ -73,7 +73,7 @@ async def test_an_answer_says_what_is_missing(world):
 async def test_after_a_lost_reply_all_go_on(world):
     async with serving(world, patience=0.01, reply_within=0.1) as lookup:
         with inject(world, drop(ranks=[1], op="send_object", nth=1)) as injected:
-            assert torch.equal((await lookup.rows([0])).rows, TABLE[[0]])  # it is the neighbour's
+            assert torch.equal((await lookup.rows([0])).rows, TABLE[[0]])  # the neighbour has answered
             await world[0].lost()
             assert torch.equal((await lookup.rows(WANTED)).rows, TABLE[WANTED])
         assert injected == [("drop", 1, "send_object", 1)]

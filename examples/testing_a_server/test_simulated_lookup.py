@@ -1,4 +1,4 @@
-"""The lookup in simulated worlds: its ranks are processes that die, stand still, and lose their connections."""
+"""The tests of the lookup in simulated worlds, where processes die, stop, and lose their connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS, ROWS, WIDTH = 4, 30, 8
 SHARDS = RANKS - 1
 TABLE = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
 REQUESTS = 20
-LASTS = 0.05  # seconds that all requests take
+LASTS = 0.05  # seconds for all requests
 
 
 def load(shard: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def load(shard: int) -> torch.Tensor:
 
 
 async def serve(comm: Communicator) -> None:
-    """Ask for rows, on rank 0, and hold the shards on the others."""
+    """Ask for rows on rank 0, and hold the shards on the other ranks."""
     if comm.rank:
         await hold(comm, load, 0.1)
         return
@@ -55,7 +55,7 @@ async def test_rows_are_right_when_a_holder_dies(comm):
         asyncio.get_running_loop().call_later(random.uniform(0, LASTS), here().world.kill, random.randint(1, SHARDS))
         await serve(comm)
     else:
-        with suppress(CommError):  # rank 0 may dismiss it at that moment
+        with suppress(CommError):  # rank 0 may dismiss the holder at that moment
             await serve(comm)
 
 
@@ -79,4 +79,4 @@ async def test_no_row_is_wrong_when_the_network_fails(comm):
     try:
         await serve(comm)
     except* CommError:
-        pass  # one that the others have taken for dead cannot go on
+        pass  # a rank that other ranks consider dead cannot continue

@@ -1,1 +1,1 @@
-"""A text generator whose prefill and decode are in different processes, split by tensors and by stages."""
+"""A text generator with prefill and decode in different processes, split by tensors and by stages."""

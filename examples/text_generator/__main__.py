@@ -1,6 +1,6 @@
 """The program of every rank: `aiocomms run -n 7 --listen 127.0.0.1:8000 -m text_generator --tp 2 --pp 1`.
 
-Rank 0 is the front. The next `tp * pp` ranks are the prefill group, and as many each of the groups that decode.
+Rank 0 is the front. The next `tp * pp` ranks are the prefill group. Each decode group has as many ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .model import Part, read_shape
 from .server import create_app
 from .train import KEPT
 
-PAGES = 512  # of each decode group
+PAGES = 512  # the pages of each decode group
 
 
 def main() -> None:
     """Run this rank until the job ends."""
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until it serves there is nothing to tidy up
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # before it serves, it can exit at once
     if os.environ.get("RANK", "0") == "0":
         print(f"the front is process {os.getpid()}", flush=True)
         app = create_app(options)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def parse() -> worker.Options:
-    """The command line, and the launcher's word of how many ranks there are."""
+    """Return the options of the command line, checked against the launcher's number of ranks."""
     parser = argparse.ArgumentParser(prog="text_generator", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="where no launcher opens the socket (default: %(default)s)")
     parser.add_argument("--port", default=8000, type=int, help="the same; 0 picks a free one (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Decode: continuous batching over a paged cache, of which the prefill group computes the beginning."""
+"""Decode: continuous batching over a paged cache. The prefill group computes the first pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from .pages import Cache
 
 AT_ONCE = 16
-"""Most sequences of a step: a layer of it, which keeps the event loop, takes a few milliseconds at most."""
+"""The most sequences of a step. A layer of a step blocks the event loop for at most a few milliseconds."""
 
 
 class DecodeRank(Rank):
-    """Its part of a plan: a step of a batch, or reading what the prefill group has computed."""
+    """A rank of a decode group. Its plans are steps of a batch, and reads of pages from the prefill group."""
 
     def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures, here: Endpoint, name: str) -> None:
         super().__init__(group, shard, cache, measures)
@@ -32,7 +32,7 @@ class DecodeRank(Rank):
         self.kinds["read"] = self.read
 
     async def read(self, sender: str, key: int, pages: list[int]) -> bool:
-        """Read a sequence's pages; whether they were there, on all ranks."""
+        """Read a sequence's pages. Return whether all ranks have got theirs."""
         room = self.cache.room(len(pages))
         read = await self._receiver.read(sender, key, room)
         if read:
@@ -42,14 +42,14 @@ class DecodeRank(Rank):
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence that has, or waits for, pages."""
+    """A sequence that has pages or waits for them."""
 
     key: int
     pages: int
     filler: str = ""
-    """The prefill group that has its first pages."""
+    """The prefill group with the first pages."""
     left: float | None = None
-    """When its client has left."""
+    """The time at which the client left; None before."""
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     go: anyio.Event = field(default_factory=anyio.Event)
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -60,7 +60,7 @@ class Sequence:
 
 
 class Batch:
-    """Sequences that take their steps together; whoever comes joins between two steps, and whoever leaves leaves."""
+    """Sequences that take their steps together. They join and leave between two steps."""
 
     def __init__(self) -> None:
         self.live: list[Sequence] = []
@@ -69,23 +69,23 @@ class Batch:
         self._stepped = anyio.Event()
 
     def join(self, sequence: Sequence) -> None:
-        """Be in the next step."""
+        """Add a sequence to the next step."""
         self.live.append(sequence)
         self._news.set()
 
     def remove(self, sequence: Sequence) -> None:
-        """Be in no step that has not begun."""
+        """Remove a sequence from later steps."""
         if sequence in self.live:
             self.live.remove(sequence)
 
     async def leave(self, sequence: Sequence) -> None:
-        """Be in no step any more; the one under way still uses its pages."""
+        """Remove a sequence, and wait for the running step, which still uses the sequence's pages."""
         self.remove(sequence)
         while sequence in self._stepping:
             await self._stepped.wait()
 
     async def next(self) -> list[Sequence]:
-        """The sequences of the next step, when there are any."""
+        """Wait for sequences, and return those of the next step."""
         while not self.live:
             self._news = anyio.Event()
             await self._news.wait()
@@ -93,14 +93,14 @@ class Batch:
         return self._stepping
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._stepping = []
         self._stepped.set()
         self._stepped = anyio.Event()
 
 
 class DecodeLeader(Leader):
-    """Takes sequences from the front; each is a task. There are as many batches as stages, so that each has work."""
+    """The leader of a decode group. Each sequence is a task. Each stage needs its own batch to be busy."""
 
     def __init__(self, rank: DecodeRank, channel: Channel, pages: int) -> None:
         super().__init__(rank, channel)
@@ -117,30 +117,30 @@ class DecodeLeader(Leader):
             self.tasks.start_soon(self._step, batch)
 
     def on_take(self, key: int, pages: int) -> None:
-        """A sequence needs pages."""
+        """Handle a sequence that needs pages."""
         sequence = self._sequences[key] = Sequence(key, pages)
         self.tasks.start_soon(self._live, sequence)
 
     def on_go(self, key: int, filler: str, token: int, place: int, missing: int) -> None:
-        """Its prompt is through the model: so many tokens are missing, of which the first one goes on from here."""
+        """Continue a sequence after its prompt, from `token` at `place`, until `missing` tokens are done."""
         sequence = self._sequences[key]
         sequence.filler, sequence.token, sequence.place, sequence.missing = filler, token, place, missing
         sequence.go.set()
 
     def on_drop(self, key: int, left: float | None) -> None:
-        """Nobody waits for it any more.
+        """Drop a sequence whose tokens are no longer wanted.
 
-        :param left: when its client has left, by this host's monotonic clock
+        :param left: the time at which its client left, by this host's monotonic clock
         """
-        if key in self._sequences:  # else it has just ended
+        if key in self._sequences:  # a sequence that has just ended is not there
             sequence = self._sequences[key]
             sequence.left = left
             for batch in self._batches:
-                batch.remove(sequence)  # at once: its task hears of it only at the loop's next turn
+                batch.remove(sequence)  # the task is cancelled only in the loop's next turn
             sequence.scope.cancel()
 
     async def _live(self, sequence: Sequence) -> None:
-        """From the first page to the last token."""
+        """Run a sequence from its first page to its last token."""
         with sequence.scope:
             self._waited.inc(self._pages.free < sequence.pages)
             sequence.table = await self._pages.take(sequence.pages)
@@ -153,7 +153,7 @@ class DecodeLeader(Leader):
         self.channel.tell("freed", sequence.key, late, self._pages.free)
 
     async def _decode(self, sequence: Sequence) -> None:
-        with anyio.CancelScope(shield=True):  # nothing is read into pages that are another's
+        with anyio.CancelScope(shield=True):  # a read must end before its pages have a new owner
             pages = sequence.table[: pages_for(sequence.place)]
             there = await self.group.run(("read", sequence.filler, sequence.key, pages))
         if not there:
@@ -169,7 +169,7 @@ class DecodeLeader(Leader):
                 await batch.leave(sequence)
 
     async def _step(self, batch: Batch) -> None:
-        """Take step after step."""
+        """Run the steps of a batch, one after the other."""
         while True:
             rows = await batch.next()
             began = time.perf_counter()

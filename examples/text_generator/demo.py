@@ -1,7 +1,7 @@
-"""What `make demo-generate` runs: train the model if that is not done, start the server, and use it over HTTP.
+"""The program of `make demo-generate`: train the model if there is none, start the server, and use it over HTTP.
 
-Prompts are continued together, and every token is compared with the unsplit model; clients leave; a decoder is killed;
-in the end the server gets SIGTERM amid streams. Ends with exit code 0 only if all of that went as it should.
+It compares every token of concurrent streams with the unsplit model. Clients leave, a decoder is killed, and in the end
+the server gets SIGTERM during streams. The exit code is 0 only if all checks succeed.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ PROMPTS = (
     "A deadline ",
     "| `put(tensor, ",
 )
-TOKENS = 96  # behind each of them
-LONG = 400  # as many where something happens amid a stream
+TOKENS = 96  # the tokens that continue each prompt
+LONG = 400  # the tokens of streams with an event in the middle
 LEAVERS = 12
-LATE = 0.005  # seconds by which a loop may be late, at the 99th percentile; shown, for it depends on the machine
-LIMIT = 900.0  # seconds after which it hangs, however slow the machine
+LATE = 0.005  # the loop's lateness in seconds to compare the 99th percentile with; it depends on the machine
+LIMIT = 900.0  # seconds after which the demonstration fails
 
 
 async def demo(options: argparse.Namespace) -> None:
     """Run the demonstration.
 
-    :raises SystemExit: something was not as it should be
+    :raises SystemExit: a check failed
     """
     path = options.model or kept()
     model = Model.load(path)
@@ -71,13 +71,13 @@ async def demo(options: argparse.Namespace) -> None:
 
 
 class User:
-    """Asks, and compares what comes with the unsplit model."""
+    """A user that sends requests, and compares the answers with the unsplit model."""
 
     def __init__(self, http: httpx.AsyncClient, model: Model) -> None:
         self.http, self._model = http, model
 
     async def stream(self, prompt: str, count: int) -> AsyncIterator[int]:
-        """The tokens behind a prompt, as they come."""
+        """Yield the tokens that continue a prompt, as they arrive."""
         body = {"prompt": prompt, "max_tokens": count}
         async with self.http.stream("POST", "/generate", json=body) as response:
             response.raise_for_status()
@@ -89,23 +89,23 @@ class User:
         raise SystemExit(f"the stream behind {prompt!r} has broken off")
 
     async def health(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """What the server says of itself, once it says what is wanted."""
+        """Wait until the server's health check has a wanted state, and return it."""
         while (response := await self.http.get("/healthz")).status_code != 200 or not wanted(response.json()):
             pass
         return response.json()
 
     async def metrics(self) -> dict[str, Metric]:
-        """What the server's processes have measured."""
+        """Return the metrics of the server's processes."""
         page = (await self.http.get("/metrics")).raise_for_status().text
         return {family.name: family for family in text_string_to_metric_families(page)}
 
     async def all_at_once(
         self, count: int, amid: Callable[[], Awaitable[None]] | None = None
     ) -> tuple[list[bytes], list[list[float]]]:
-        """Have all prompts continued together, and each token compared.
+        """Continue all prompts at the same time, and compare each token.
 
-        :param amid: what to do when every stream has begun
-        :returns: the texts, and when each of their tokens came
+        :param amid: the function to call when every stream has begun
+        :returns: the texts, and the arrival time of each token
         """
         texts = [bytearray() for _ in PROMPTS]
         times: list[list[float]] = [[] for _ in PROMPTS]
@@ -135,13 +135,13 @@ class User:
 
 
 def total(families: dict[str, Metric], name: str) -> float:
-    """The sum of a counter over all processes."""
+    """Return the sum of a counter over all processes."""
     samples = families[f"text_generator_{name}"].samples
     return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 async def show_texts(user: User) -> None:
-    """Print what the model makes of the prompts, and how fast."""
+    """Print the model's continuations of the prompts, and the speed."""
     began = time.perf_counter()
     texts, times = await user.all_at_once(TOKENS)
     seconds = max(map(max, times)) - began
@@ -154,7 +154,7 @@ async def show_texts(user: User) -> None:
 
 
 async def leave(user: User) -> None:
-    """Have clients leave amid their streams, and see when their pages are free."""
+    """Make clients leave during their streams, and measure when their pages are free."""
     for _ in range(LEAVERS):
         tokens = user.stream("A client that leaves ", LONG)
         for _ in range(10):
@@ -174,7 +174,7 @@ async def leave(user: User) -> None:
 
 
 async def kill_decoder(user: User, job: Job) -> None:
-    """Kill a rank of a decode group amid streams, and see that they go on, and that the group is replaced."""
+    """Kill a rank of a decode group during streams. Check that the streams continue and the group is replaced."""
     victims = await job.read_until(r"decode-0\.1 is processes ([\d ]+)\n")
     killed = replaced = 0.0
 
@@ -195,7 +195,7 @@ async def kill_decoder(user: User, job: Job) -> None:
 
 
 async def show_metrics(user: User) -> None:
-    """Print something of what Prometheus would get."""
+    """Print some of the metrics for Prometheus."""
     families = await user.metrics()
     print("/metrics: the event loops of all processes, how many of 1,000 times they were late by more than 5 ms")
     late: dict[str, dict[str, float]] = {}
@@ -213,13 +213,13 @@ async def show_metrics(user: User) -> None:
 
 
 async def end(user: User, job: Job, ranks: int) -> None:
-    """Send SIGTERM amid streams: they end as they should, new ones are refused, and then the processes end."""
+    """Send SIGTERM during streams. Check that they complete, new ones are refused, and the processes end."""
     refused = ""
 
     async def terminate() -> None:
         nonlocal refused
         job.process.send_signal(signal.SIGTERM)
-        while (await user.http.get("/healthz")).status_code == 200:  # until it has heard of it
+        while (await user.http.get("/healthz")).status_code == 200:  # until the front handles SIGTERM
             pass
         response = await user.http.post("/generate", json={"prompt": "too late", "max_tokens": 1})
         if response.status_code != 503:
@@ -233,7 +233,7 @@ async def end(user: User, job: Job, ranks: int) -> None:
 
 
 async def main() -> None:
-    """Run the demonstration, but not for ever."""
+    """Run the demonstration with a time limit."""
     parser = argparse.ArgumentParser(prog="text_generator.demo", description=__doc__)
     parser.add_argument("--tp", default=2, type=int, help="default: %(default)s")
     parser.add_argument("--pp", default=1, type=int, help="default: %(default)s")

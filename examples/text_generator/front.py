@@ -1,4 +1,4 @@
-"""The front: it knows the groups, and takes each request through one of them after the other. It computes nothing.
+"""The front, which computes nothing: it passes each request to a decode group and a prefill group.
 
 client ──> front ── take ──> decoder       the pages of the whole sequence, when they are free
            front ── fill ──> prefill       the prompt's pages, which are handed over
@@ -23,54 +23,54 @@ from .metrics import Measures, merge
 from .model import Shape
 from .pages import PAGE, pages_for
 
-AT_ONCE = 256  # requests, those included that wait for pages
-PATIENCE = 30.0  # seconds that a request which is under way waits for a group to come back
-ATTEMPTS = 4  # what ends so many groups may be the request's own fault
-SHOWN = 16  # clients that have left, of which the health check says when their pages were free
-SCRAPE = 10.0  # seconds that a group has to say what it has measured; as long as Prometheus waits
+AT_ONCE = 256  # the most requests, with those that wait for pages
+PATIENCE = 30.0  # seconds that a running request waits for a replaced group
+ATTEMPTS = 4  # a request that has lost so many groups may be the cause
+SHOWN = 16  # the clients that have left and are listed in the health check
+SCRAPE = 10.0  # seconds within which a group must send its metrics, as long as Prometheus waits
 
 
 class UnavailableError(Exception):
-    """Raised when there is no answer, as a sentence for the client."""
+    """The error of a request without an answer, as a sentence for the client."""
 
 
 class TooLargeError(Exception):
-    """Raised when a request is larger than what fits, as a sentence for the client."""
+    """The error of a request that is too large, as a sentence for the client."""
 
 
 class LostError(Exception):
-    """A group is lost that a request was in."""
+    """The loss of a group during a request."""
 
 
 @dataclass(eq=False)
 class Group:
-    """A group, as the front sees it."""
+    """The front's record of a group."""
 
     role: str
     name: str
     channel: Channel
     ranks: list[Any]
-    """Where decoders' ranks are reached, which is for prefill groups only."""
+    """The addresses of a decode group's ranks, for prefill groups."""
     pages: int
     free: int
     calls: dict[int, Call] = field(default_factory=dict)
     knows: set[str] = field(default_factory=set)
-    """Decoders that a prefill group is connected with."""
+    """The decode groups to which a prefill group is connected."""
     measured: asyncio.Future[list[str]] | None = None
 
 
 class Call:
-    """One attempt to answer a request, by two groups."""
+    """One attempt of two groups to answer a request."""
 
     def __init__(self, key: int, prefill: Group, decoder: Group) -> None:
         self.key, self.prefill, self.decoder = key, prefill, decoder
         self.heard: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self.filling = False  # the prefill group may have pages that nobody will ask for
+        self.filling = False  # True while the prefill group may have pages of the call
 
     async def hear(self, wanted: str) -> Any:
-        """What the next message says.
+        """Return the content of the next message.
 
-        :raises LostError: it is no such message, but a group is lost
+        :raises LostError: a group is lost
         """
         kind, what = await self.heard.get()
         if kind != wanted:
@@ -80,14 +80,14 @@ class Call:
 
 @dataclass
 class Client:
-    """Who asks."""
+    """The client of a request."""
 
     left: float | None = None
-    """When it has left, by the monotonic clock."""
+    """The time at which the client left, by the monotonic clock; None before."""
 
 
 class Front:
-    """Knows the groups, and answers requests."""
+    """The front, which knows the groups and answers requests."""
 
     def __init__(self, here: Endpoint, shape: Shape) -> None:
         self._here, self._shape = here, shape
@@ -95,8 +95,8 @@ class Front:
         self.groups: dict[str, Group] = {}
         self.under_way = 0
         self.stopping: str | None = None
-        self._left = 0  # clients, whose pages are free by now
-        self._freed: deque[float] = deque(maxlen=SHOWN)  # seconds from the moment at which they left until then
+        self._left = 0  # the number of clients that have left and whose pages are free
+        self._freed: deque[float] = deque(maxlen=SHOWN)  # the seconds until their pages were free
         self._news = anyio.Event()
         self.measures = measures = Measures("front")
         self._first = measures.histogram("first_token_seconds", "Time from a request to its first token.")
@@ -107,13 +107,13 @@ class Front:
     # -------------------------------------------------------------------------------------------------- groups
 
     async def run(self) -> None:
-        """Have groups connect, until cancelled."""
+        """Accept connections of groups until the task is cancelled."""
         async with anyio.create_task_group() as tasks:
             while True:
                 tasks.start_soon(self._serve, await Channel.accept(self._here))
 
     async def _serve(self, channel: Channel) -> None:
-        """Hear from a group, until it is gone."""
+        """Handle the messages of a group until it is lost."""
         group: Group | None = None
         try:
             _, role, name, ranks, pages = await channel.hear()
@@ -131,7 +131,7 @@ class Front:
             await channel.aclose()
 
     def _forget(self, group: Group, why: str) -> None:
-        """It is lost, and with it all calls that it has a part in."""
+        """Forget a lost group, and fail its calls."""
         del self.groups[group.name]
         if group.measured is not None and not group.measured.done():
             group.measured.set_result([])
@@ -144,11 +144,11 @@ class Front:
         return [group for group in self.groups.values() if group.role == role]
 
     def pairs(self) -> list[tuple[Group, Group]]:
-        """Each decoder that can be used, with a prefill group that is connected with it."""
+        """Return each usable decode group with a prefill group that is connected to it."""
         return [(p, d) for d in self._of("decode") for p in self._of("prefill")[-1:] if d.name in p.knows]
 
     async def ready(self, decoders: int = 1) -> None:
-        """Wait until so many decoders can be used."""
+        """Wait until a number of decode groups are usable."""
         while len(self.pairs()) < decoders:
             await self._news.wait()
 
@@ -186,15 +186,15 @@ class Front:
             group.measured.set_result(texts)
 
     def _pass_on(self, group: Group, key: int, kind: str, what: Any) -> None:
-        if key in group.calls:  # else nobody waits for it any more
+        if key in group.calls:  # a call that has ended is not there
             group.calls[key].heard.put_nowait((kind, what))
 
     # ------------------------------------------------------------------------------------------------ requests
 
     def check(self, prompt: bytes, count: int) -> None:
-        """Refuse what cannot be done.
+        """Check the size of a request.
 
-        :raises TooLargeError: it is too large
+        :raises TooLargeError: the request is too large
         """
         tokens, most = len(prompt) + count, self._shape.context
         for group in self._of("decode"):
@@ -205,9 +205,9 @@ class Front:
             )
 
     async def generate(self, prompt: bytes, count: int, client: Client) -> AsyncGenerator[int]:
-        """The tokens behind a prompt, as they come. If a group is lost, others go on where it was.
+        """Yield the tokens that continue a prompt. If a group is lost, other groups continue at the same place.
 
-        :raises UnavailableError: there is no answer, or no more of it
+        :raises UnavailableError: the request has no answer, or the answer cannot continue
         """
         if self.stopping or not self.pairs() or self.under_way >= AT_ONCE:
             busy = f"The server has {AT_ONCE} requests already; try again later."
@@ -262,19 +262,19 @@ class Front:
     # ------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, why: str, patience: float) -> None:
-        """Take no more requests, and wait until those under way have ended, but not for ever."""
+        """Refuse new requests, and wait at most `patience` seconds until running requests have ended."""
         self.stopping = why
         with anyio.move_on_after(patience):
             while self.under_way:
                 await self._news.wait()
 
     def end(self) -> None:
-        """Have all groups end."""
+        """Tell all groups to end."""
         for group in self.groups.values():
             group.channel.tell("end")
 
     async def metrics(self) -> str:
-        """What all processes have measured, as Prometheus has it."""
+        """Return the metrics of all processes as text for Prometheus."""
         texts = [[self.measures.text()]]
         for group in self.groups.values():
             if group.measured is None or group.measured.done():
@@ -286,7 +286,7 @@ class Front:
         return merge(chain(*texts))
 
     def statistics(self) -> dict[str, Any]:
-        """For the health check."""
+        """Return the numbers for the health check."""
         decoders = {
             group.name: {"sequences": len(group.calls), "pages": group.pages - 1, "pages_free": group.free}
             for group in self._of("decode")
@@ -301,7 +301,7 @@ class Front:
 
 
 class _Calling:
-    """A call is among those of its groups within the block; at the end they are told that nobody waits for it."""
+    """The context of a call, which is registered at its groups. At the end the groups learn that the call is over."""
 
     def __init__(self, call: Call, client: Client) -> None:
         self._call, self._client = call, client

@@ -1,10 +1,10 @@
-"""All that the model's ranks say to each other, and nothing else: what is below this module, only this module knows.
+"""The communication of the model's ranks. Only this module uses the library for messages.
 
-A *group* is the ranks that the model is split over, `tp` shards of each of `pp` stages; it is a communicator. Rank 0
-leads it: it gives out plans, which all ranks carry out, each plan in a lane of its own. Groups are connected by
-endpoints: a rank of the prefill group with the rank of a decode group that has the same part of the model, and each
-leader with the front. All ranks, the front among them, are in one more communicator, in which they do no more than
-meet: at first, and whenever one of them was lost. What a group does goes on meanwhile.
+A *group* is a communicator of the ranks with all parts of a model: `tp` shards of each of `pp` stages. Its rank 0 leads
+the group. The leader makes plans, which all ranks carry out, each plan in its own lane. Endpoints connect groups. They
+connect each prefill rank to the rank of a decode group with the same part of the model. They also connect each leader
+to the front. All ranks, with the front, are also in one communicator for meetings. They meet at the start and after
+each loss. Groups continue their work during a meeting.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 Execute = Callable[[Any], Awaitable[Any]]
 LOST = CommError
-"""What every link raises when the other side, or a rank of the group, is lost."""
+"""The error of every link when the other side or a rank of the group is lost."""
 Description = bytes
 """The address at which a rank is reached."""
-FORM = 60.0  # seconds in which the ranks of a group find each other, however busy the machine
+FORM = 60.0  # seconds within which the ranks of a group must meet
 
 
 class Group:
-    """This rank's links with the others of its group; see `join`."""
+    """This rank's links to the other ranks of its group; see `join`."""
 
     def __init__(self, service: Service, stage: Communicator, part: Part) -> None:
         self.part, self.rank = part, service.comm.rank
@@ -48,7 +48,7 @@ class Group:
         self._numbers = itertools.count()
 
     def measure(self, registry: CollectorRegistry) -> None:
-        """Have a registry of Prometheus show what goes over these links."""
+        """Add the metrics of these links to a Prometheus registry."""
         for comm in (self._service.current, self._stage):
             prometheus.instrument(comm, registry)
 
@@ -56,60 +56,60 @@ class Group:
 
     @asynccontextmanager
     async def lead(self, execute: Execute) -> AsyncIterator[None]:
-        """On rank 0: give out plans within the block; at its end the other ranks leave."""
+        """Drive plans on rank 0 within the block. The other ranks end at the end of the block."""
         async with self._service.drive(partial(self._carry_out, execute)) as self._driver:
             yield
 
     async def follow(self, execute: Execute) -> None:
-        """On the others: carry out plans until the leader has no more."""
+        """Carry out the leader's plans, on the other ranks, until the leader ends."""
         await self._service.work(partial(self._carry_out, execute))
 
     async def run(self, plan: Any) -> Any:
-        """Have all ranks carry out a plan, at the same time as others; what it returns here."""
+        """Run a plan on all ranks, concurrently with other plans, and return this rank's result."""
         return await self._driver.run((next(self._numbers), plan))
 
     @property
     def broken(self) -> bool:
-        """Whether a rank is lost."""
+        """True if a rank is lost."""
         return self._service.current.aborted
 
     async def lost(self) -> None:
-        """Wait until a rank is lost, and raise why."""
+        """Wait until a rank is lost, and raise the error."""
         raise await self._service.current.lost()
 
     async def _carry_out(self, execute: Execute, numbered: tuple[int, Any]) -> Any:
         number, plan = numbered
-        with self._stage.lane(number):  # within that of the group, in which it is already
+        with self._stage.lane(number):  # the plan is already in its lane of the group
             return await execute(plan)
 
     # ------------------------------------------------------------------------------------------ within a plan
 
     async def sum(self, x: Tensor) -> Tensor:
-        """The sum over the shards of this stage."""
+        """Return the sum over the shards of this stage."""
         return await self._stage.all_reduce(x)
 
     async def receive(self, x: Tensor) -> Tensor:
-        """Hidden states from the stage before, into `x`."""
+        """Receive hidden states from the previous stage into `x`."""
         return await self.recv(x, self.rank - self.part.shards)
 
     async def pass_on(self, x: Tensor) -> None:
-        """Hidden states to the next stage."""
+        """Send hidden states to the next stage."""
         await self.send(x, self.rank + self.part.shards)
 
     async def recv(self, x: Tensor, rank: int) -> Tensor:
-        """A tensor of another rank of the group, into `x`."""
+        """Receive a tensor of another rank of the group into `x`."""
         return await self._comm.recv(x, rank)
 
     async def send(self, x: Tensor, rank: int) -> None:
-        """The other end."""
+        """Send a tensor to another rank of the group."""
         await self._comm.send(x, rank)
 
     async def everywhere(self, there: bool) -> bool:
-        """Whether something is so on all ranks."""
+        """Return whether a value is true on all ranks."""
         return bool(await self._comm.all_reduce(torch.tensor([int(there)]), ReduceOp.MIN))
 
     async def gather(self, what: Any) -> list[Any] | None:
-        """What each rank has, on the leader."""
+        """Return the objects of all ranks on the leader; None on other ranks."""
         return await self._comm.gather_object(what, 0)
 
 
@@ -122,14 +122,15 @@ class World:
 
     @property
     def turn(self) -> int:
-        """The number of this meeting, or of one before it that was broken off."""
+        """The number of this meeting. Meetings that failed also have numbers."""
         return int(self.comm.name.partition("@")[2] or 1)
 
     async def meet(self, told: Any) -> list[Any]:
-        """Wait for the next meeting, and say there what the others are to know.
+        """Wait for the next meeting, and exchange objects there.
 
-        :returns: what each rank has said
-        :raises CommError: nobody has taken the place of a rank that was lost
+        :param told: the object for the other ranks
+        :returns: the object of each rank
+        :raises CommError: no process has replaced a lost rank
         """
         while True:
             if self._met:
@@ -140,21 +141,21 @@ class World:
                 return await self.comm.all_gather_object(told)
 
     async def _lost(self) -> None:
-        """Wait until a rank is lost; one that was only stopped is noticed by those who wait for a message from it."""
+        """Wait until a rank is lost. Only a pending receive from a rank notices that the rank is stopped."""
         others = [0] if self.comm.rank else range(1, self.comm.size)
         never = (self.comm.recv(torch.empty(1), rank, timeout=None) for rank in others)
-        with suppress(CommError):  # the communicator is lost already
+        with suppress(CommError):  # the communicator may already be lost
             await asyncio.gather(*never, return_exceptions=True)
 
 
 @asynccontextmanager
 async def open_world() -> AsyncIterator[World]:
-    """Find the other ranks, as the launcher says: all at first, later those that are left."""
+    """Meet the other ranks of the job."""
     world = World(await aiocomms.new_comm(timeout=FORM))
     try:
         yield world
     except BaseException as error:
-        world.comm.abort(error)  # a rank that leaves in good order is not missed
+        world.comm.abort(error)  # after a clean close, the other ranks would not notice
         raise
     finally:
         await world.comm.aclose()
@@ -162,7 +163,7 @@ async def open_world() -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) -> AsyncIterator[Group]:
-    """Form a group with its other ranks, after a meeting."""
+    """Form a group of some ranks after a meeting."""
     async with Service(await world.comm.create_group(ranks, name, timeout=FORM)) as service:
         comm = service.current
         stage, shard = divmod(comm.rank, tp)
@@ -174,22 +175,22 @@ async def join(world: World, ranks: Sequence[int], name: str, tp: int, pp: int) 
 
 
 class Receiver:
-    """A decode rank's end: it reads pages that prefill ranks hand over."""
+    """A decode rank's end of the links, which reads pages that prefill ranks hand over."""
 
     def __init__(self, here: Endpoint) -> None:
         self._here = here
         self._handed: dict[int, HandedLease] = {}
-        """What was handed over and not read yet, by the sequence."""
+        """The pages that were handed over and are not read yet, by sequence."""
         self._senders: set[str] = set()
         self._news = anyio.Event()
 
     @property
     def description(self) -> Description:
-        """Return what a sender needs."""
+        """The address for senders."""
         return self._here.address
 
     async def listen(self) -> None:
-        """Hear from whoever connects, until cancelled."""
+        """Accept connections and pages until the task is cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect)
             while True:
@@ -213,7 +214,7 @@ class Receiver:
             self._tell()
 
     async def read(self, sender: str, key: int, pages: Tensor) -> bool:
-        """Read the pages of a sequence, and give them back; whether they were there: the sender may be gone."""
+        """Read the pages of a sequence, and give them back. Return False if the sender is gone."""
         while key not in self._handed and sender in self._senders:
             await self._news.wait()
         with suppress(LOST, KeyError):
@@ -228,9 +229,9 @@ class Receiver:
 
 
 class Sender:
-    """A prefill rank's end: it leases its pages to sequences, and hands them over to decoders.
+    """A prefill rank's end of the links, which leases pages to sequences, and hands pages over to decoders.
 
-    :param name: of its group, by which decoders know it
+    :param name: the name of the rank's group
     """
 
     def __init__(self, here: Endpoint, name: str, memory: Tensor) -> None:
@@ -239,7 +240,7 @@ class Sender:
         self._leases: dict[int, tuple[Lease, AsyncExitStack]] = {}
 
     async def connect(self, decoder: str, at: Description) -> None:
-        """Be able to hand pages over to a decoder."""
+        """Connect to a decoder."""
         peer = await self._here.connect(at)
         await peer.send_object(self._name)
         await peer.recv_object()
@@ -247,7 +248,7 @@ class Sender:
         peer.register_abort_hook(lambda _: self._decoders.pop(decoder, None))
 
     async def pages(self, key: int, count: int) -> list[int]:
-        """Take so many pages for a sequence, unless it has them; which they are."""
+        """Lease pages for a sequence, unless it has pages already, and return their numbers."""
         if key not in self._leases:
             kept = AsyncExitStack()
             self._leases[key] = await kept.enter_async_context(self._pool.lease(count)), kept
@@ -271,35 +272,38 @@ class Sender:
 
 
 class Channel:
-    """Messages between the front and the leader of a group: tuples of what objects may hold."""
+    """The messages between the front and the leader of a group. A message is a tuple."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
 
     @classmethod
     async def open(cls, here: Endpoint, address: bytes) -> Channel:
-        """Connect with the front."""
+        """Connect to the front."""
         return cls(await here.connect(address))
 
     @classmethod
     async def accept(cls, here: Endpoint) -> Channel:
-        """Wait for a leader to connect, at the front."""
+        """Wait, on the front, until a leader connects."""
         return cls(await here.accept())
 
     def tell(self, *message: Any) -> None:
-        """Send. That the other side is gone is heard of by `hear`."""
+        """Send a message. `hear` reports a loss of the other side."""
         with suppress(LOST):
             self._peer.send_object(message).add_done_callback(lambda work: work.exception())
 
     async def hear(self) -> tuple[Any, ...]:
-        """The next message; raises `LOST` when the other side is gone."""
+        """Return the next message.
+
+        :raises LOST: the other side is gone
+        """
         return await self._peer.recv_object(timeout=None)
 
     async def aclose(self) -> None:
-        """Part from the other side."""
+        """Close the connection."""
         await self._peer.aclose()
 
 
 def open_endpoint() -> Any:
-    """Where this process is reached: an `Endpoint`, by `async with`."""
+    """Return an `Endpoint` of this process, for `async with`."""
     return aiocomms.open_endpoint(timeout=FORM)

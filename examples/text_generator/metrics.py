@@ -1,4 +1,4 @@
-"""What every process measures, and how all of it is shown as one page."""
+"""The metrics of every process, and their merge into one page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHORT = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
 class Measures:
-    """Of one process.
+    """The metrics of one process.
 
-    :param process: its name among all of the server
+    :param process: the name of the process
     """
 
     def __init__(self, process: str) -> None:
@@ -26,20 +26,20 @@ class Measures:
         self.process = process
 
     def histogram(self, name: str, about: str, buckets: Iterable[float] = SHORT) -> Histogram:
-        """A histogram of seconds."""
+        """Return a new histogram of seconds."""
         made = Histogram(f"text_generator_{name}", about, ["process"], registry=self.registry, buckets=tuple(buckets))
         return made.labels(self.process)
 
     def counter(self, name: str, about: str) -> Counter:
-        """A counter."""
+        """Return a new counter."""
         return Counter(f"text_generator_{name}", about, ["process"], registry=self.registry).labels(self.process)
 
     def text(self) -> str:
-        """All of it, as Prometheus has it."""
+        """Return all metrics as text for Prometheus."""
         return generate_latest(self.registry).decode()
 
     async def beat(self) -> None:
-        """Measure by how much the event loop is late, again and again, until cancelled."""
+        """Measure the event loop's lateness repeatedly, until the task is cancelled."""
         late = self.histogram("loop_lateness_seconds", "By how much the event loop was late, each 5 ms.")
         while True:
             due = time.perf_counter() + BEAT
@@ -48,13 +48,13 @@ class Measures:
 
 
 class Merged(Collector):
-    """The pages of several processes as one: a metric's name and help stand there once."""
+    """The pages of several processes, merged so that each metric's name and help occur once."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics."""
+        """Yield all metrics."""
         families: dict[str, Metric] = {}
         for text in self._texts:
             for family in text_string_to_metric_families(text):
@@ -65,7 +65,7 @@ class Merged(Collector):
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Several pages as one."""
+    """Return several pages merged into one."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Merged(texts))
     return generate_latest(registry).decode()

@@ -1,8 +1,8 @@
-"""A small byte-level transformer: whole, and as the shards that ranks have of it.
+"""A small byte-level transformer: the whole model, and its shards on the ranks.
 
-A token is a byte. Layers are pre-norm, without biases; positions are rotated into queries and keys (J. Su et al.,
-"RoFormer", https://arxiv.org/abs/2104.09864). It is trained in float32 and used in float64: what a sum's order changes
-is then far below what tells two likely tokens apart, so that a split model chooses what the unsplit one does.
+A token is a byte. Layers are pre-norm, without biases. Positions are rotated into queries and keys (J. Su et al.,
+"RoFormer", https://arxiv.org/abs/2104.09864). The model is trained in float32 and used in float64. Then the order of a
+sum changes less than the difference of two likely tokens. So a split model chooses the same tokens as the unsplit one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch.nn import functional
 VOCABULARY = 256
 DTYPE = torch.float64
 NEAR = 1e-9
-"""Two logits that are no further apart count as a near tie; sums in another order change them by some 1e-14."""
+"""The largest difference of two logits in a near tie. Sums in another order change logits by some 1e-14."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model. Two layers for each of two stages, and heads for up to eight shards."""
+    """The shape of a model. The default has two layers for each of two stages, and heads for up to eight shards."""
 
     width: int = 224
     heads: int = 8
     layers: int = 4
     context: int = 512
-    """Tokens that a sequence may have, prompt and answer together."""
+    """The most tokens of a sequence, prompt and answer together."""
 
     @property
     def head(self) -> int:
-        """Features of a head."""
+        """The number of features of a head."""
         return self.width // self.heads
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """The shape of each weight, by its name."""
+        """Return the shape of each weight, by name."""
         wide, w = 4 * self.width, self.width
         of_layer = {"q": (w, w), "k": (w, w), "v": (w, w), "out": (w, w), "up": (wide, w), "down": (w, wide)}
         named = {f"{i}.{name}": shape for i in range(self.layers) for name, shape in of_layer.items()}
@@ -47,7 +47,7 @@ class Shape:
 
 
 def rotations(shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor]:
-    """Cosines and sines by which places are rotated into heads, each `[context, head / 2]`."""
+    """Return the cosines and sines that rotate places into heads, each `[context, head / 2]`."""
     rates = 10_000.0 ** -(torch.arange(0, shape.head, 2, dtype=torch.float64) / shape.head)
     angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -66,9 +66,9 @@ def norm(x: Tensor) -> Tensor:
 
 
 class Model:
-    """The model in one piece, as it is trained, and what all shards are compared with.
+    """The unsplit model, which is trained, and with which shards are compared.
 
-    :param weights: by name, as `Shape.weights` has them
+    :param weights: the weights by name, with the shapes of `Shape.weights`
     """
 
     def __init__(self, shape: Shape, weights: dict[str, Tensor]) -> None:
@@ -77,19 +77,19 @@ class Model:
 
     @classmethod
     def load(cls, path: Path) -> Model:
-        """Read it from a file, into float64."""
+        """Read a model from a file, as float64."""
         with safe_open(path, "pt") as file:
             return cls(read_shape(path), {name: file.get_tensor(name).to(DTYPE) for name in file.keys()})  # noqa: SIM118
 
     def save(self, path: Path) -> None:
-        """Write it to a file, all of it or nothing."""
+        """Write the model to a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         weights = {name: weight.detach().contiguous() for name, weight in self.weights.items()}
         save_file(weights, path.with_suffix(".new"), {"shape": json.dumps(asdict(self.shape))})
         path.with_suffix(".new").replace(path)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Take tokens `[texts, tokens]` to what may follow each, `[texts, tokens, VOCABULARY]`."""
+        """Return the logits after each of the tokens `[texts, tokens]`: `[texts, tokens, VOCABULARY]`."""
         w, heads = self.weights, (self.shape.heads, self.shape.head)
         x = functional.embedding(tokens, w["embedding"])
         cos, sin = self._cos[: tokens.shape[1]], self._sin[: tokens.shape[1]]
@@ -105,13 +105,13 @@ class Model:
 
     @torch.inference_mode()
     def chooses(self, prompt: bytes, tokens: bytes) -> bool:
-        """Whether these are what `generate` returns: each the likeliest behind all before it. Takes one pass."""
+        """Return whether `generate` returns these tokens. The check takes one pass."""
         logits = self.logits(torch.tensor([list(prompt + tokens[:-1])]))[0, len(prompt) - 1 :]
         return logits.argmax(-1).tolist() == list(tokens)
 
     @torch.inference_mode()
     def generate(self, prompt: bytes, count: int) -> bytes:
-        """The likeliest tokens behind a prompt: after each, all of the text is computed again, without a cache."""
+        """Return the likeliest tokens after a prompt. There is no cache, so each token needs a pass over the text."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logits(torch.tensor([tokens]))[0, -1].argmax()))
@@ -119,14 +119,14 @@ class Model:
 
 
 def read_shape(path: Path) -> Shape:
-    """The shape of the model in a file."""
+    """Return the shape of the model in a file."""
     with safe_open(path, "pt") as file:
         return Shape(**json.loads(file.metadata()["shape"]))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the model a rank has: layers by its stage, heads and middle features by its shard."""
+    """A rank's part of the model: the layers of its stage, with the heads and middle features of its shard."""
 
     stage: int
     stages: int
@@ -134,9 +134,9 @@ class Part:
     shards: int
 
     def check(self, shape: Shape) -> None:
-        """Refuse what cannot be.
+        """Check that the model has this part.
 
-        :raises ValueError: the model cannot be split so
+        :raises ValueError: the model cannot be split in this way
         """
         if shape.heads % self.shards:
             raise ValueError(f"--tp is {self.shards}, and the model's {shape.heads} heads cannot be split evenly by it")
@@ -145,26 +145,26 @@ class Part:
 
     @property
     def first(self) -> bool:
-        """Whether tokens come in here."""
+        """True if the stage takes tokens."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether tokens are chosen here."""
+        """True if the stage chooses tokens."""
         return self.stage == self.stages - 1
 
     def layers(self, shape: Shape) -> range:
-        """Its layers."""
+        """Return the layers of the stage."""
         return range(shape.layers * self.stage // self.stages, shape.layers * (self.stage + 1) // self.stages)
 
     def share(self, features: int) -> slice:
-        """Its part of features."""
+        """Return the shard's part of the features."""
         part = features // self.shards
         return slice(self.shard * part, (self.shard + 1) * part)
 
 
 class Layer:
-    """A shard of a layer; what its two halves return is to be summed up over the shards, and added to their input."""
+    """A shard of a layer. The caller sums the results of each half over the shards, and adds the half's input."""
 
     def __init__(self, weights: dict[str, Tensor], shape: Shape) -> None:
         self._qkv = torch.cat([weights[part] for part in "qkv"])
@@ -172,23 +172,23 @@ class Layer:
         self._head = shape.head
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of hidden states `[sequences, tokens, width]`, each `[.., tokens, heads, head]`."""
+        """Return queries, keys and values, each `[.., tokens, heads, head]`, of `x` `[sequences, tokens, width]`."""
         q, k, v = (part.unflatten(-1, (-1, self._head)) for part in functional.linear(norm(x), self._qkv).chunk(3, -1))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """Attention; `visible` is `[sequences, 1, tokens of q, tokens of k]`."""
+        """Return the attention half's result; `visible` is `[sequences, 1, tokens of q, tokens of k]`."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return functional.linear(mixed.transpose(1, 2).flatten(2), self._out)
 
     def feed(self, x: Tensor) -> Tensor:
-        """The other half."""
+        """Return the feed-forward half's result."""
         return functional.linear(functional.gelu(functional.linear(norm(x), self._up)), self._down)
 
 
 class Shard:
-    """A rank's part of the model, which is all that it reads of the file."""
+    """A rank's part of the model. The rank reads only this part of the file."""
 
     def __init__(self, path: Path, part: Part) -> None:
         self.shape, self.part = read_shape(path), part
@@ -209,6 +209,6 @@ class Shard:
         self.cos, self.sin = rotations(self.shape)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens behind hidden states `[sequences, width]`, int64, and how far the next ones are off."""
+        """Return the likeliest tokens after hidden states `[sequences, width]`, int64, and their margins."""
         best = functional.linear(norm(x), self.embedding).topk(2, -1)
         return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]

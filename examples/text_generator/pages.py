@@ -1,4 +1,4 @@
-"""The paged cache of keys and values: pages that sequences have, and a step of the model over them."""
+"""The paged cache of keys and values: the pages of sequences, and a step of the model over them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from .model import Layer, Part, Shape, Shard
 
 PAGE = 16
-"""Tokens of a page."""
+"""The number of tokens of a page."""
 
 
 def pages_for(tokens: int) -> int:
-    """How many pages so many tokens take."""
+    """Return the number of pages for a number of tokens."""
     return -(-tokens // PAGE)
 
 
 class Links(Protocol):
-    """What a step needs of the other ranks of its group."""
+    """The interface of a step to the other ranks of its group."""
 
     async def sum(self, x: Tensor) -> Tensor:
-        """The sum over the shards of this stage."""
+        """Return the sum over the shards of this stage."""
 
     async def receive(self, x: Tensor) -> Tensor:
-        """Hidden states from the stage before, into `x`."""
+        """Receive hidden states from the previous stage into `x`."""
 
     async def pass_on(self, x: Tensor) -> None:
-        """Hidden states to the next stage."""
+        """Send hidden states to the next stage."""
 
 
 @dataclass
 class Step:
-    """Tokens of sequences that go through the model at once: as many of each.
+    """Tokens of sequences that go through the model together, the same number of each sequence.
 
-    :param tokens: int64 `[sequences, tokens]`
-    :param begins: the place of the first of each, int64 `[sequences]`; the cache has all before
-    :param tables: which pages are theirs, int64 `[sequences, pages]`; what a shorter one lacks is 0
+    :param tokens: the tokens, int64 `[sequences, tokens]`
+    :param begins: the place of each sequence's first token, int64 `[sequences]`; the cache has all earlier ones
+    :param tables: the pages of the sequences, int64 `[sequences, pages]`, padded with 0
     """
 
     tokens: Tensor
@@ -52,17 +52,17 @@ class Step:
     tables: Tensor
 
     def pack(self) -> list[Tensor]:
-        """As a plan has it."""
+        """Return the step as the tensors of a plan."""
         return [self.tokens, self.begins, self.tables]
 
 
 class Cache:
     """The memory of a rank's pages: the keys and values of its layers and heads.
 
-    `layers` is float64 `[layers, keys or values, pages, PAGE, heads, head]`. A step is faster where a layer's pages lie
-    side by side in memory, but only a page whose layers do so can be handed over.
+    `layers` is float64 `[layers, keys or values, pages, PAGE, heads, head]`. A step is faster if a layer's pages are
+    contiguous in memory. A page can be handed over only if its layers are contiguous.
 
-    :param whole: whether pages are handed over: then `memory` has them, as `room` does
+    :param whole: whether pages are handed over; then `memory` has them in the layout of `room`
     """
 
     def __init__(self, shape: Shape, part: Part, pages: int, *, whole: bool = False) -> None:
@@ -74,18 +74,18 @@ class Cache:
             self.layers = self.room(pages).movedim(0, 2).contiguous()
 
     def room(self, pages: int) -> Tensor:
-        """Memory for whole pages: float64 `[pages, layers, keys or values, PAGE, heads, head]`."""
+        """Return memory for whole pages: float64 `[pages, layers, keys or values, PAGE, heads, head]`."""
         return torch.zeros(pages, *self._page, dtype=DTYPE)
 
     def place(self, pages: list[int], whole: Tensor) -> None:
-        """Copy whole pages to where these are."""
+        """Copy whole pages into the given pages of the cache."""
         self.layers[:, :, pages] = whole.movedim(0, 2)
 
 
 async def run_step(shard: Shard, cache: Cache, links: Links, step: Step) -> tuple[Tensor, Tensor] | None:
-    """Take a step on this rank; between halves of layers it waits for the others, and lets other tasks run.
+    """Run a step on this rank. After each half of a layer, wait for other ranks, and let other tasks run.
 
-    :returns: where the last stage chooses: the tokens behind each sequence's last one, and by how much they won
+    :returns: on the last stage the tokens after each sequence, and their margins; None on other stages
     """
     count = step.tokens.shape[1]
     places = step.begins[:, None] + torch.arange(count)
@@ -97,7 +97,7 @@ async def run_step(shard: Shard, cache: Cache, links: Links, step: Step) -> tupl
     visible = (torch.arange(step.tables.shape[1] * PAGE) <= places[:, :, None])[:, None]
     for layer, memory in zip(shard.layers, cache.layers, strict=True):
         x = x + await links.sum(_attend(layer, memory, x, cos, sin, where, step.tables, visible))
-        await asyncio.sleep(0)  # a sum that is there at once lets nobody else run
+        await asyncio.sleep(0)  # a sum that is complete at once lets no other task run
         x = x + await links.sum(layer.feed(x))
         await asyncio.sleep(0)
     if not shard.part.last:
@@ -110,7 +110,7 @@ def _attend(
     layer: Layer, memory: Tensor, x: Tensor, cos: Tensor, sin: Tensor, where: tuple[Tensor, ...], tables: Tensor,
     visible: Tensor,
 ) -> Tensor:  # fmt: skip
-    """A layer's attention: new keys and values go to their places in the pages, then all are gathered."""
+    """Return a layer's attention. Write new keys and values into the pages, and gather all keys and values."""
     q, *new = layer.heads(x, cos, sin)
     gathered = []
     for part, values in zip(memory, new, strict=True):
@@ -121,7 +121,7 @@ def _attend(
 
 
 class Pages:
-    """Who has which pages; on the rank that leads a group, for all its ranks. Page 0 is nobody's: it fills tables."""
+    """The allocation of pages for all ranks of a group, on its leader. Page 0 has no owner, because it pads tables."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(1, count))
@@ -129,16 +129,16 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """How many are free."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def waiting(self) -> int:
-        """How many sequences wait for pages."""
+        """The number of sequences that wait for pages."""
         return len(self._waiting)
 
     async def take(self, count: int) -> list[int]:
-        """So many pages, when they are free: first come, first served."""
+        """Wait for a number of pages, and return them. Requests are served in order."""
         place = count, asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self._serve()
@@ -153,7 +153,7 @@ class Pages:
             raise
 
     def give_back(self, pages: list[int]) -> None:
-        """They are free from now on."""
+        """Free pages."""
         self._free += pages
         self._serve()
 
@@ -165,6 +165,6 @@ class Pages:
 
 
 def table(rows: list[list[int]]) -> Tensor:
-    """Tables of several sequences as one tensor, int64 `[sequences, pages of the longest]`."""
+    """Return the tables of several sequences as one tensor, int64 `[sequences, pages of the longest]`."""
     longest = max(map(len, rows))
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows])

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from .pages import Cache
 
 CHUNK = 2 * PAGE
-"""Tokens of a prompt that go through the model at once: some milliseconds, after which a client may have left."""
+"""The tokens of one chunk of a prompt. A chunk takes some milliseconds, and its client may leave after each one."""
 AT_ONCE = 4
-"""Prompts that are computed at the same time, so that a short one need not wait for a long one."""
+"""The number of prompts that are computed at the same time, so that a short one need not wait for a long one."""
 HELD = 2 * AT_ONCE
-"""Prompts that have pages at the same time, those included that the decoder has yet to read."""
+"""The number of prompts that have pages at the same time, with prompts that the decoder must still read."""
 
 
 def pages_at_once(shape: Shape) -> int:
-    """How many pages the group needs itself."""
+    """Return the number of pages that the prefill group needs."""
     return HELD * pages_for(shape.context)
 
 
 class PrefillRank(Rank):
-    """Its part of a plan: a chunk, and what becomes of the pages of a prompt."""
+    """A rank of the prefill group. Its plans are chunks of prompts, and the transfer or release of pages."""
 
     description = None
 
@@ -42,20 +42,20 @@ class PrefillRank(Rank):
         self.kinds |= {"hand": self._sender.hand, "free": self._sender.free}
 
     async def listen(self) -> None:
-        """Nobody connects with it."""
+        """Return at once, because no other rank connects to a prefill rank."""
 
     async def connect(self, decoder: str, ranks: list[Description]) -> None:
-        """Get to know a decoder: this rank connects with the one that has the same part of the model."""
+        """Connect to the rank of a decode group that has the same part of the model."""
         await self._sender.connect(decoder, ranks[self.group.rank])
 
     async def fill(self, key: int, count: int, tokens: torch.Tensor, begin: int) -> Any:
-        """Take a chunk of a prompt through the model, over pages of this rank's own choice: so many for all of it."""
+        """Take a chunk of a prompt through the model. This rank selects the `count` pages of the whole prompt."""
         pages = (await self._sender.pages(key, count))[: pages_for(begin + tokens.shape[1])]
         return await self.step(Step(tokens, torch.tensor([begin]), table([pages])).pack())
 
 
 class PrefillLeader(Leader):
-    """Takes prompts from the front; each is a task, whose chunks are plans."""
+    """The leader of the prefill group. Each prompt of the front is a task, and each chunk is a plan."""
 
     def __init__(self, rank: PrefillRank, channel: Channel, pages: int) -> None:
         super().__init__(rank, channel)
@@ -63,23 +63,23 @@ class PrefillLeader(Leader):
         self._under_way: dict[int, anyio.CancelScope] = {}
 
     def on_connect(self, decoder: str, ranks: list[Description]) -> None:
-        """There is another decoder."""
+        """Connect to a new decode group."""
         self.tasks.start_soon(self._connect, decoder, ranks)
 
     async def _connect(self, decoder: str, ranks: list[Description]) -> None:
         try:
             await self.group.run(("connect", decoder, ranks))
         except LOST:
-            return  # it is gone already; if it is this group, its loss ends it
+            return  # the decode group is gone, or this group is lost and ends
         self.channel.tell("connected", decoder)
 
     def on_fill(self, key: int, decoder: str, text: bytes) -> None:
-        """A prompt is to be taken through the model, and its pages to be handed over to a decoder."""
+        """Take a prompt through the model, and hand its pages over to a decode group."""
         self._under_way[key] = anyio.CancelScope()
         self.tasks.start_soon(self._fill, key, decoder, text)
 
     def on_stop(self, key: int) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a prompt."""
         if key in self._under_way:
             self._under_way[key].cancel()
 
@@ -95,14 +95,14 @@ class PrefillLeader(Leader):
                     handed = True
             except LOST:
                 if self.group.broken:
-                    return  # this process ends, which tells the front
-                self.channel.tell("filled", key, None)  # it has to be done again, with another decoder
+                    return  # the end of this process tells the front
+                self.channel.tell("filled", key, None)  # the front must try again with another decode group
             if not handed:
                 await self.group.run(("free", key))
         del self._under_way[key]
 
     async def _chunks(self, key: int, text: bytes) -> int | None:
-        """Chunk by chunk; the token behind it, unless nobody waits for it any more."""
+        """Compute a prompt in chunks. Return the token after it, or None if the prompt is cancelled."""
         token = None
         for begin in range(0, len(text), CHUNK):
             if self._under_way[key].cancel_called:

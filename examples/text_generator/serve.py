@@ -1,4 +1,4 @@
-"""The front's process, from its first message to its last."""
+"""The process of the front."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from .links import World
     from .worker import Options
 
-LINGER = 1.0  # seconds after SIGTERM in which health checks get a 503, at least, so that a balancer hears of it
-DRAIN = 30.0  # seconds that streams have to end after SIGTERM
+LINGER = 1.0  # the least seconds of 503 in health checks after SIGTERM, for a load balancer
+DRAIN = 30.0  # seconds after SIGTERM within which streams must end
 
 
 @asynccontextmanager
 async def fronting(options: Options) -> AsyncIterator[Front]:
-    """Be the front within the block; at its beginning all decoders can be used, at its end all groups end."""
+    """Run the front within the block. All decoders are ready at its start, and all groups end at its end."""
     gc.freeze()
     torch.set_num_threads(1)
     async with open_world() as world, open_endpoint() as here, anyio.create_task_group() as tasks:
@@ -41,18 +41,18 @@ async def fronting(options: Options) -> AsyncIterator[Front]:
 
 
 async def keep(world: World, address: bytes) -> None:
-    """Take part in meetings, at which all hear where groups find this process; end it if there will be no other."""
+    """Take part in meetings, which tell all ranks this process's address. End this process if meetings fail."""
     try:
         while True:
             await world.meet(address)
     except Exception:
-        if callable(signal.getsignal(signal.SIGTERM)):  # uvicorn has set it
+        if callable(signal.getsignal(signal.SIGTERM)):  # uvicorn has installed a handler
             signal.raise_signal(signal.SIGTERM)
         raise
 
 
 async def drain(front: Front) -> None:
-    """When it is time to stop, answer what is under way, and refuse what comes."""
+    """Finish running requests before the stop, and refuse new requests."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.sleep, LINGER)
         tasks.start_soon(front.drain, "The server is stopping.", DRAIN)

@@ -73,9 +73,9 @@ def create_app(options: Options) -> Starlette:
 
 
 class Events(Response):
-    """One event for each token, as it comes; a 503 if none does.
+    """The answer to a request: one event for each token, or a 503 if there is no token.
 
-    :param tokens: closed when the client leaves
+    :param tokens: the generator of tokens, which is closed when the client leaves
     """
 
     def __init__(self, tokens: AsyncGenerator[int], client: Client) -> None:
@@ -83,7 +83,7 @@ class Events(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the answer."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, receive, tasks.cancel_scope)
             async with aclosing(self._tokens):
@@ -94,14 +94,14 @@ class Events(Response):
             tasks.cancel_scope.cancel()
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
-        """Stop the work for a client that has gone."""
+        """Stop the work when the client leaves."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._client.left = time.monotonic()
         scope.cancel()
 
     async def _stream(self, send: Send, first: int) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may have several tokens
 
         async def event(data: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
@@ -117,9 +117,9 @@ class Events(Response):
 
 
 def parse(body: bytes) -> tuple[bytes, int]:
-    """Return the prompt in a request's body, and how many tokens are to follow it.
+    """Return the prompt in a request's body, and the number of tokens that must follow.
 
-    :raises HTTPException: with status 400 and a sentence that says what is wrong
+    :raises HTTPException: the body is wrong; it has status 400 and a sentence with the reason
     """
     try:
         content = json.loads(body)

@@ -1,4 +1,4 @@
-"""Trains the model on the project's own documentation, and keeps it."""
+"""The training of the model on the project's own documentation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RATE, WARMUP = 5e-3, 20
 
 
 def documentation() -> bytes:
-    """What the project says about itself."""
+    """Return the text of the project's documentation."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return b"\n\n".join(page.read_bytes() for page in pages)
 
 
 def initial(shape: Shape, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random weights; those that write into the residual stream are zero."""
+    """Return random weights, with zeros for weights that write into the residual stream."""
     weights = {}
     for name, (rows, columns) in shape.weights().items():
         scale = 0.02 if name == "embedding" else 0.0 if name.endswith(("out", "down")) else columns**-0.5
@@ -36,7 +36,7 @@ def initial(shape: Shape, generator: torch.Generator) -> dict[str, torch.Tensor]
 
 
 def steppers(model: Model, steps: int) -> list[tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]]:
-    """Muon for matrices (K. Jordan et al., https://kellerjordan.github.io/posts/muon), AdamW for the embedding."""
+    """Return Muon for matrices (K. Jordan et al., https://kellerjordan.github.io/posts/muon) and AdamW for the rest."""
     matrices = [weight for name, weight in model.weights.items() if name != "embedding"]
     optimizers = [
         torch.optim.Muon(matrices, lr=RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
@@ -50,10 +50,10 @@ def steppers(model: Model, steps: int) -> list[tuple[torch.optim.Optimizer, torc
 
 
 def train(text: bytes, shape: Shape, steps: int = STEPS, texts: int = TEXTS, window: int = WINDOW) -> Model:
-    """Train from a fixed seed, and say how it goes.
+    """Train from a fixed seed, and print the progress.
 
-    :param texts: windows of the text in a batch
-    :param window: their bytes
+    :param texts: the number of windows of the text in a batch
+    :param window: the bytes of a window
     """
     generator = torch.Generator().manual_seed(1)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -79,7 +79,7 @@ def train(text: bytes, shape: Shape, steps: int = STEPS, texts: int = TEXTS, win
 
 
 def kept() -> Path:
-    """The file with the model, trained if there is none yet."""
+    """Return the file with the model. Train the model if there is no file."""
     if not KEPT.exists():
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         text, shape = documentation(), Shape()

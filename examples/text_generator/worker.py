@@ -1,4 +1,4 @@
-"""A rank of a group: its part of a plan, and its process from the first message to the last."""
+"""A rank of a group: its part of a plan, and its process."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .metrics import Measures
 from .model import DTYPE, NEAR, Shard
 from .pages import Cache, Step, run_step
 
-PATIENCE = 30.0  # seconds from the loss of a group to a meeting of all ranks; else this one ends
+PATIENCE = 30.0  # seconds after the loss of a group within which all ranks must meet, or this rank ends
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""The tokens behind sequences, and by how much each has won."""
+"""The tokens after sequences, and their margins."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     model: Path
     tp: int
     pp: int
     pages: int
-    """Of each decode group, one more than it can give out."""
+    """The pages of each decode group. One of them has no owner."""
     decoders: int
     host: str = ""
     port: int = 0
 
     def group_of(self, rank: int) -> tuple[str, list[int]]:
-        """The name of a rank's group, and the ranks of that."""
+        """Return the name of a rank's group, and the ranks of the group."""
         size = self.tp * self.pp
         index = (rank - 1) // size
         return f"decode-{index - 1}" if index else "prefill", list(range(1 + index * size, 1 + (index + 1) * size))
 
 
 class Rank:
-    """What a rank of any group does in a plan, which is a kind and what that takes."""
+    """A rank of any group. A plan is a kind and its arguments."""
 
     def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures) -> None:
         self.group, self.shard, self.cache, self.measures = group, shard, cache, measures
@@ -57,12 +57,12 @@ class Rank:
         return await self.kinds[kind](*what)
 
     async def step(self, packed: list[torch.Tensor]) -> Any:
-        """Take tokens through the model; the leader gets what follows, and by how much it won."""
+        """Take tokens through the model. The leader gets the next tokens and their margins."""
         step = Step(*packed)
         return await self._chosen(len(step.tokens), await run_step(self.shard, self.cache, self.group, step))
 
     async def _chosen(self, sequences: int, choice: Choice | None) -> Choice | None:
-        """Have the leader know what the last stage has chosen; None elsewhere."""
+        """Send the last stage's choice to the leader. Return it there, and None elsewhere."""
         group, last = self.group, self.group.part.shards * (self.group.part.stages - 1)
         if last == 0:
             return choice if group.rank == 0 else None
@@ -75,19 +75,19 @@ class Rank:
         return tokens.long(), margins
 
     async def metrics(self) -> list[str] | None:
-        """What all ranks have measured, on the leader."""
+        """Return the metrics of all ranks on the leader; None elsewhere."""
         return await self.group.gather(self.measures.text())
 
 
 class Leader:
-    """Rank 0 of a group, which hears from the front: what the two kinds of groups have in common."""
+    """Rank 0 of a group, which gets messages from the front. Both kinds of groups share this code."""
 
     def __init__(self, rank: Rank, channel: Channel) -> None:
         self.rank, self.group, self.channel = rank, rank.group, channel
         self._near = rank.measures.counter("near_ties", "Tokens that have won by less than 1e-9.")
 
     async def run(self) -> None:
-        """Do what the front says, until it has no more."""
+        """Handle the front's messages until the front ends the group."""
         async with anyio.create_task_group() as self.tasks:
             self.tasks.start_soon(self.group.lost)
             self.begin()
@@ -97,16 +97,16 @@ class Leader:
             self.tasks.cancel_scope.cancel()
 
     def begin(self) -> None:
-        """Start what is always under way."""
+        """Start the tasks that run all the time."""
 
     async def choose(self, plan: tuple[Any, ...]) -> list[int]:
-        """Have a step taken: the token behind each of its sequences."""
+        """Run a step on the group, and return the token after each sequence."""
         tokens, margins = await self.group.run(plan)
         self._near.inc(int((margins < NEAR).sum()))
         return tokens.tolist()
 
     def on_metrics(self) -> None:
-        """The front is asked for what has been measured."""
+        """Send the group's metrics to the front."""
         self.tasks.start_soon(self._metrics)
 
     async def _metrics(self) -> None:
@@ -114,9 +114,9 @@ class Leader:
 
 
 async def run(options: Options) -> None:
-    """Be a rank of a group, until the front has no more work.
+    """Run a rank of a group until the front ends.
 
-    :raises LOST: ranks are lost, and others do not come in their place
+    :raises LOST: ranks are lost and are not replaced
     """
     gc.freeze()
     torch.set_num_threads(1)
@@ -127,12 +127,12 @@ async def run(options: Options) -> None:
 
 
 async def be_whole(world: World, options: Options, told: list[Any]) -> list[Any] | None:
-    """Form this rank's group, and work, until a meeting at which it turns out that the group is not whole any more.
+    """Form this rank's group, and work until a meeting shows that the group is incomplete.
 
-    All its ranks see that at the same meeting, and form it anew: what they have of sequences is worth nothing.
+    All its ranks notice that at the same meeting, and form the group again. Their sequences are lost.
 
-    :param told: what each rank has said at this meeting: the front where it is reached, the others their group's name
-    :returns: what each has said at that one; None: the front has no more work
+    :param told: the objects of this meeting: the front's address, and the group's name of each other rank
+    :returns: the objects of the later meeting; None if the front has ended
     """
     group, ranks = options.group_of(world.comm.rank)
     front, name = told[0], f"{group}.{world.turn}"
@@ -148,7 +148,7 @@ async def be_whole(world: World, options: Options, told: list[Any]) -> list[Any]
                 except* LOST as errors:
                     lost = errors
                 if lost is not None:
-                    await anyio.sleep(PATIENCE)  # a rank has died: there is a meeting soon
+                    await anyio.sleep(PATIENCE)  # a rank has died, so a meeting follows soon
                     raise lost
                 tasks.cancel_scope.cancel()
 
@@ -160,20 +160,20 @@ async def be_whole(world: World, options: Options, told: list[Any]) -> list[Any]
                     anew = told
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup:
-        if anew is None:  # the error of what was broken off is none
+        if anew is None:  # errors of a cancelled group do not matter
             raise
     return anew
 
 
 async def work(group: Group, name: str, options: Options, here: Endpoint, front: bytes) -> None:
-    """Do what the front says.
+    """Run this rank of a group until the front ends it.
 
-    :param front: its address
+    :param front: the address of the front
     """
     from .decode import DecodeLeader, DecodeRank
     from .prefill import PrefillLeader, PrefillRank, pages_at_once
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it to all; the front ends the others
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher signals all ranks, but the front ends groups
     role = name.partition("-")[0].partition(".")[0]
     ranks, leaders = {"prefill": PrefillRank, "decode": DecodeRank}, {"prefill": PrefillLeader, "decode": DecodeLeader}
     measures = Measures(f"{name} rank {group.rank}")

@@ -17,8 +17,8 @@ from aiocomms.lowlevel import ControlCodec, Inbox, Reason, closed_by, gone, misf
 from aiocomms.ops import checks, writing
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
-# Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
-# in its frame is a UCX message of its own, found by its number. After CLOSE or ABORT a rank says nothing more.
+# All frames have one size, because UCXX reports a message that is shorter than its buffer as truncated. Data that does
+# not fit into its frame is a separate UCX message with a number. CLOSE and ABORT are a rank's last frames.
 Frame = namedtuple("Frame", "kind channel dtype tag nbytes number data", defaults=(0, 0, 0, 0, 0, b""))  # noqa: PYI024
 HELLO, MESSAGE, CLOSE, ABORT = range(4)
 HEADER, SIZE, ROOM = struct.Struct("<BBBxqqq"), 256, 228  # bytes
@@ -28,7 +28,7 @@ LIBRARY = next((name for name in ("ucxx", "ucp") if util.find_spec(name)), None)
 
 
 class Engine:
-    """A loop in a thread, for UCXX: it knows asyncio alone, serves one loop, and must not wait for a busy one."""
+    """An asyncio loop in a thread, because UCXX serves only one asyncio loop, which must not be busy."""
 
     one: Any = None
     lock, numbers = threading.Lock(), itertools.count(1)
@@ -36,7 +36,7 @@ class Engine:
     @classmethod
     def get(cls) -> Any:
         with cls.lock:
-            cls.one = cls.one or cls()  # to the end of the process: UCXX does not give back all that it opens
+            cls.one = cls.one or cls()  # until the process ends, because UCXX does not release all that it opens
         return cls.one
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Engine:
 
     async def start(self) -> None:
         self.ucx: Any = import_module(str(LIBRARY))
-        util.find_spec("cuda") and import_module("cuda.core")  # or UCXX's thread does, and opens files as it pleases
-        options = {"enable_python_future": True} if LIBRARY == "ucxx" else {}  # without, each await would spin
-        self.ucx.init({"RNDV_THRESH": str(SIZE + 1)}, **options)  # what is larger waits at its sender until asked for
+        util.find_spec("cuda") and import_module("cuda.core")  # UCXX's thread would do this later, and open files
+        options = {"enable_python_future": True} if LIBRARY == "ucxx" else {}  # without it, each await would spin
+        self.ucx.init({"RNDV_THRESH": str(SIZE + 1)}, **options)  # larger data waits at its sender
 
     def submit(self, coroutine: Any) -> Any:  # on any thread
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        self.tasks.add(future)  # kept, and never cancelled: UCX may be using its buffers
+        self.tasks.add(future)  # a task is kept and never cancelled, because UCX may use its buffers
         future.add_done_callback(self.tasks.discard)
         return future
 
@@ -62,12 +62,12 @@ class UcxxTransport(Transport):
 
     def __init__(self, rank: int, engine: Engine) -> None:
         self.rank, self.engine, self.inbox, self.silence = rank, engine, Inbox(), asyncio.Event()
-        self.number, self.numbers = next(Engine.numbers) << 40, itertools.count()  # this transport's, and of data
-        self.peers: dict[int, Any] = {}  # by rank: its endpoint, and its number, which is in the tags of all for it
+        self.number, self.numbers = next(Engine.numbers) << 40, itertools.count()  # the transport's, and of data
+        self.peers: dict[int, Any] = {}  # each rank's endpoint, and its number, which is in the tags of messages to it
         self.farewell: Any = None  # the last frames
         self.gone = set[int]()  # ranks that have closed
-        self.letters = list[Any]()  # arrived and not asked for: (key, frame)
-        self.pending = list[Any]()  # not arrived, or not yet asked for by the receiver: (peer, key, op, work)
+        self.letters = list[Any]()  # frames without a receive: (key, frame)
+        self.pending = list[Any]()  # ops without a message or a receiver: (peer, key, op, work)
 
     @classmethod
     def probe(cls, device: device) -> str | None:
@@ -112,7 +112,7 @@ class UcxxTransport(Transport):
 
     def abort(self, error: CommError) -> None:
         reason = Reason.of(error, self.rank)
-        text = reason.message.encode()[:150].decode(errors="ignore")  # all of it has to have room in a frame
+        text = reason.message.encode()[:150].decode(errors="ignore")  # the reason must fit into a frame
         data = REASONS.encode(structs.replace(reason, message=text))
         self.engine.submit(self.fall_silent(Frame(ABORT, nbytes=len(data), data=data)))
 
@@ -126,7 +126,7 @@ class UcxxTransport(Transport):
         elif frame.kind == CLOSE:
             self.gone.add(rank)
             while it := take(self.pending, 0, rank):
-                self.post(*it[2:])  # it fails now
+                self.post(*it[2:])  # the op fails now
         elif frame.kind == MESSAGE and (it := take(self.pending, 1, (rank, frame.channel, frame.tag))):
             self.hand_over(frame, *it[2:])
         elif frame.kind == MESSAGE:
@@ -138,7 +138,7 @@ class UcxxTransport(Transport):
         data, into = frame.data[: frame.nbytes], octets(op.tensor)
         error = misfit(op.src, DTYPES[frame.dtype], frame.nbytes, op.tensor)
         if not isinstance(error, MismatchError):
-            into[: len(data)] = data[: len(into)]  # which may be its own memory
+            into[: len(data)] = data[: len(into)]  # the two may be the same memory
         return work.complete() if error is None else work.fail(error)
 
     async def connect(self, ucx: Any, addresses: list[bytes]) -> None:
@@ -147,7 +147,7 @@ class UcxxTransport(Transport):
             endpoint = await ucx.create_endpoint_from_worker_address(address)
             self.peers[rank] = endpoint, int.from_bytes(addresses[rank][:8])
             self.engine.submit(self.read(rank, endpoint, Frame(HELLO)))
-            await self.transmit(rank, Frame(HELLO))  # it is there, and its death will be noticed
+            await self.transmit(rank, Frame(HELLO))  # from now on, the rank's death is noticed
 
     async def read(self, rank: int, endpoint: Any, frame: Frame) -> None:
         try:
@@ -155,7 +155,7 @@ class UcxxTransport(Transport):
                 await endpoint.recv(buffer := bytearray(SIZE), self.number | rank << 24, force_tag=True)
                 frame = Frame._make((*HEADER.unpack_from(buffer), bytes(buffer[HEADER.size :])))
                 self.inbox.put(self.hear, rank, frame)
-        except Exception as error:  # whatever UCX calls it
+        except Exception as error:  # UCX has many error types
             self.inbox.put(lambda why=str(error): self.on_failure(gone(rank, why)))
         await self.silence.wait()
         endpoint.abort()
@@ -165,13 +165,13 @@ class UcxxTransport(Transport):
         tag, packed = number | self.rank << 24, HEADER.pack(*frame[:-1]) + frame.data.ljust(ROOM, b"\0")
         followed = (endpoint.send(it, tag | frame.number, force_tag=True) for it in data)
         errors = await asyncio.gather(endpoint.send(packed, tag, force_tag=True), *followed, return_exceptions=True)
-        return not any(errors) and getattr(endpoint, "alive", True)  # UCXX says nothing when an endpoint breaks
+        return not any(errors) and getattr(endpoint, "alive", True)  # UCXX reports no error for a broken endpoint
 
     async def send(self, op: ops.Send, inline: bytes, work: Any = None) -> None:
         data, number = ([octets(op.tensor)], next(self.numbers) % 0xFFFFFF + 1) if work else ([], 0)
         frame = Frame(MESSAGE, op.channel, DTYPES.index(op.tensor.dtype), op.tag, op.tensor.nbytes, number, inline)
         if await self.transmit(op.dst, frame, *data) and work:
-            self.inbox.put(lambda: self.try_cancel(work) and work.complete())  # unless the peer has closed
+            self.inbox.put(lambda: self.try_cancel(work) and work.complete())  # a closed peer has failed it
 
     async def fetch(self, frame: Frame, op: ops.Recv, work: Completion) -> None:
         fits = (frame.nbytes, DTYPES[frame.dtype]) == (op.tensor.nbytes, op.tensor.dtype)

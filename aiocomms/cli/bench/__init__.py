@@ -1,5 +1,5 @@
-"""The command ``aiocomms bench``: the time of operations between ranks, as nccl-tests and OSU's benchmarks take it.
+"""The command ``aiocomms bench``: the time of operations between ranks, as nccl-tests and OSU's benchmarks measure it.
 
-``arguments`` says what is to be measured, ``start`` starts ranks where no launcher has, ``rank`` is what each of them
-does, ``report`` and ``plot`` show what came out.
+``arguments`` makes the plan of measurements. ``start`` starts the ranks if no launcher has. ``rank`` is the part of
+each rank. ``report`` and ``plot`` show the results.
 """

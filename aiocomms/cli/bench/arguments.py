@@ -12,10 +12,10 @@ from typing import NamedTuple
 from aiocomms.cli.bench.operations import ITEM, OPERATIONS
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-"""The suffixes of a size, as with nccl-tests."""
+"""The suffixes of a size, as in nccl-tests."""
 _LARGEST = 1 << 36
 _MOST = 100_000
-"""Iterations: their times, of all ranks, are gathered on each rank."""
+"""The largest number of iterations, because each rank gathers the times of all ranks."""
 
 
 class BenchPlan(NamedTuple):
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(options: argparse.Namespace) -> BenchPlan:
-    """Check the options.
+    """Check the options, and return the plan.
 
-    :raises ValueError: one makes no sense.
+    :raises ValueError: an option makes no sense.
     """
     _check_numbers(options)
     for op in options.op:
@@ -82,9 +82,9 @@ def plan_of(options: argparse.Namespace) -> BenchPlan:
 
 
 def check_ranks(plan: BenchPlan, ranks: int) -> None:
-    """Check that there are as many ranks as the operations want.
+    """Check that the number of ranks suits all operations.
 
-    :raises ValueError: there are not.
+    :raises ValueError: an operation needs another number of ranks.
     """
     for op in plan.ops:
         if OPERATIONS[op].pair and ranks != 2:
@@ -119,7 +119,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _size(text: str) -> int:
-    """Bytes, as nccl-tests takes them."""
+    """Return the bytes of a size in the notation of nccl-tests."""
     match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"is {text!r}, wanted bytes such as 8, 4K, 1M or 1G")

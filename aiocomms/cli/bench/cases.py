@@ -1,4 +1,4 @@
-"""The tensors of one operation of one size: their contents, and the contents expected afterwards."""
+"""The tensors of one operation and size: their contents, and the contents expected afterwards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ROOT = 0
 
 
 class BenchCase:
-    """A rank's tensors of float32: ``input`` is read, ``output`` written; one and the same where the op is in place.
+    """A rank's float32 tensors: the op reads ``input`` and writes ``output``. For an op in place both are one tensor.
 
-    The size is that of the larger of both, as in nccl-tests; with an equal part for each rank of an op that has parts,
-    and never less than an element.
+    The size is the size of the larger tensor, as in nccl-tests. If an op has one part for each rank, all parts are
+    equal and have at least one element.
     """
 
     op: str
@@ -40,37 +40,37 @@ class BenchCase:
 
     @property
     def nbytes(self) -> int:
-        """The size that is measured."""
+        """The measured size in bytes."""
         return self.count * ITEM
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The input, a part for each rank."""
+        """The input, with one part for each rank."""
         return list(self.input.chunk(self.size))
 
     @property
     def outputs(self) -> list[Tensor]:
-        """The output, a part from each rank."""
+        """The output, with one part from each rank."""
         return list(self.output.chunk(self.size))
 
     def fill(self) -> None:
-        """Whole numbers that tell ranks and places apart; what is to be written holds something else before."""
+        """Fill the input with whole numbers that differ by rank and place, and the output with other numbers."""
         self.output.fill_(-1.0)
         if self.moves != "broadcast" or self.rank == ROOT:
             self.input.copy_(_numbers(len(self.input), self.rank))
 
     def clear(self) -> None:
-        """Zeros, so that sums stay finite however often they are repeated."""
+        """Fill both tensors with zeros, so that repeated sums stay finite."""
         self.input.zero_()
         self.output.zero_()
 
     def wrong(self) -> int:
-        """Return how many elements of the output are not what the op on the numbers of :meth:`fill` gives."""
+        """Return the number of wrong elements in the output of an op on the numbers of :meth:`fill`."""
         expected = self._expected()
         return 0 if expected is None else int((self.output != expected).sum())
 
     def _expected(self) -> Tensor | None:
-        """Return what this rank must have afterwards; None: nothing, or whatever it may be."""
+        """Return the output that this rank must have afterwards; None if any output is right."""
         n, rank, moves = len(self.input), self.rank, self.moves
         if moves == "all_reduce" or (moves == "reduce" and rank == ROOT):
             return self._sum()
@@ -94,5 +94,5 @@ class BenchCase:
 
 
 def _numbers(count: int, rank: int) -> Tensor:
-    """Small enough that float32 holds their sum over some thousand ranks exactly, in whichever order."""
+    """Return numbers that are so small that float32 holds their sum over some thousand ranks exactly."""
     return torch.arange(count, dtype=torch.float32) % 1021 + 17 * rank

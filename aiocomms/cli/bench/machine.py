@@ -1,7 +1,7 @@
-"""The processors: which rank is bound to which, who else wants them, and how fast they are at the moment.
+"""The processors: their assignment to ranks, competing processes, and their speed at the moment.
 
-A virtual machine shares its processor with others. Another one slows a core down, or the two cores' caches are far
-apart. Both come and go for minutes, and cost small operations half as much again.
+A virtual machine shares its processor with others, which may slow a core down. The caches of two cores may also be far
+apart. Both effects last for minutes, and make small operations half as slow again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from aiocomms.communicator.communicator import Communicator
 
 BATCHES, TRIPS, STEPS = 10, 20, 300
 _LINE = 128
-"""Bytes between the two sides' words: two cache lines, for some processors fetch them in pairs."""
+"""The bytes between the two sides' words: two cache lines, because some processors fetch lines in pairs."""
 _LOOKS = 10_000_000
 _NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
-"""A program that wants a processor all the time, and is killed when its parent ends (``PR_SET_PDEATHSIG``)."""
+"""A program that always wants a processor, and that is killed when its parent ends (``PR_SET_PDEATHSIG``)."""
 
 _processors = sorted(os.sched_getaffinity(0))
 
 
 def processors() -> int:
-    """Return how many processors this process could use when it began."""
+    """Return the number of processors that this process could use when it began."""
     return len(_processors)
 
 
 def bind(rank: int, size: int) -> None:
-    """Bind all threads of this process to the rank's processor, where there are as many processors as ranks.
+    """Bind all threads of this process to the rank's processor, if there are as many processors as ranks.
 
-    With more ranks than processors nothing is bound. MPICH's ranks would wait for the end of each other's time slices.
+    With more ranks than processors, bound ranks of MPICH would wait for the end of each other's time slices.
     """
     if size <= len(_processors):
         for task in Path("/proc/self/task").iterdir():
@@ -46,9 +46,9 @@ def bind(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[list[int]]:
-    """Have processes beside the ranks that want a processor all the time, in sessions of their own.
+    """Run processes beside the ranks that always want a processor, each in a separate session, within the context.
 
-    :returns: the processes' numbers.
+    :returns: the pids of the processes.
     """
     command = [sys.executable, "-S", "-c", _NEIGHBOUR]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]  # noqa: S603
@@ -61,20 +61,20 @@ def neighbours(count: int) -> Iterator[list[int]]:
 
 
 class HostState(NamedTuple):
-    """The speed of the processors of the first two ranks, in ns: the shortest of some measurements within 1 ms."""
+    """The speed of the processors of the first two ranks, in ns: the shortest of several measurements within 1 ms."""
 
     loop: float
-    """A step of an empty loop, on the slower processor."""
+    """The time of a step of an empty loop, on the slower processor."""
     trip: float
-    """A cache line there and back, with what Python takes for it; 0 where two ranks share no memory."""
+    """The time of a cache line's round trip, with Python's overhead; 0 if the two ranks share no memory."""
 
     def worst(self, other: HostState) -> HostState:
-        """Return the worse of both."""
+        """Return the slower value of both for each field."""
         return HostState(max(self.loop, other.loop), max(self.trip, other.trip))
 
 
 class HostProbe:
-    """A probe of the state between turns, made on all ranks at once, whose operations are done."""
+    """A probe of the host's state between turns. All ranks make it together, without operations under way."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -82,7 +82,7 @@ class HostProbe:
         self._trips = 0
 
     async def open(self) -> None:
-        """Have the first two ranks share memory, if they are two processes of one host."""
+        """Map shared memory on the first two ranks, if they are two processes of one host."""
         comm = self._comm
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.truncate(2 * _LINE)
@@ -93,7 +93,7 @@ class HostProbe:
         self._words = mapped if shared[:2] == [True, True] else None
 
     async def look(self) -> HostState:
-        """Return the state now, the same on all ranks. The first two ranks' loops stand still for some ms."""
+        """Return the state now, the same on all ranks. This blocks the loops of the first two ranks for some ms."""
         comm = self._comm
         await comm.barrier()
         mine = HostState(0.0, 0.0)
@@ -117,7 +117,7 @@ class HostProbe:
         return best
 
     def _batch(self, mine: memoryview, theirs: memoryview) -> float:
-        """Return the nanoseconds of a round trip, the mean of some."""
+        """Return the mean nanoseconds of several round trips."""
         began, leads = time.perf_counter_ns(), self._comm.rank == 0
         for _ in range(TRIPS):
             self._trips += 1
@@ -135,13 +135,13 @@ def _map(path: str) -> mmap.mmap | None:
     try:
         with Path(path).open("r+b") as file:
             return mmap.mmap(file.fileno(), 2 * _LINE)
-    except OSError:  # The file is of another host, or of another user.
+    except OSError:  # The file belongs to another host or to another user.
         return None
 
 
 @contextlib.contextmanager
 def _on_own_processor(rank: int) -> Iterator[None]:
-    """Have this thread on the first or the last of the processors that it may use."""
+    """Bind this thread to the first or the last of the processors that it may use, within the context."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[-rank]})
     try:
@@ -151,7 +151,7 @@ def _on_own_processor(rank: int) -> Iterator[None]:
 
 
 def _loop() -> float:
-    """Return the nanoseconds of a step of an empty loop, the shortest of some."""
+    """Return the shortest of several times of a step of an empty loop, in nanoseconds."""
     times = []
     for _ in range(BATCHES):
         began = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""The measurements: the time of one contender, the lateness of the loop beside it, and its share of the processor."""
+"""The measurements of one contender: its time, the lateness of the loop beside it, and its use of the processor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aiocomms.cli.bench.ours import Call
 _PERIOD = 0.001
 """The period of the heartbeat, in seconds."""
 BEATING = 0.1
-"""Seconds for which the loop is watched."""
+"""The seconds for which the loop is observed."""
 _YIELD = 0
 
 
 async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int], float]:
-    """Call it ``count`` times, one behind the other.
+    """Make a call ``count`` times, one after the other.
 
-    :returns: the nanoseconds of each, and the seconds of the processor that this process has spent on all of them; of a
-        rank that has no part: none, and 0.
+    :returns: the nanoseconds of each call, and the processor seconds of this process for all of them. A rank without a
+        part returns an empty list and 0.
     """
     took: list[int] = []
     if call is None:
@@ -42,11 +42,11 @@ async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int]
 
 
 async def lateness(call: Call | None, blocking: bool, count: int) -> float:
-    """Call it ``count`` times beside a task that sleeps for 1 ms over and over.
+    """Make a call ``count`` times beside a task that repeatedly sleeps for 1 ms.
 
-    The loop comes round once between two calls, so that what is late is late because of a call.
+    The loop makes one turn between two calls, so that only a call can make a sleep late.
 
-    :returns: the seconds by which 99 of 100 of the sleeps were too long at most.
+    :returns: the 99th percentile of the seconds by which the sleeps were too long.
     """
     async with _heartbeat() as late:
         for _ in range(count if call is not None else 0):
@@ -60,7 +60,7 @@ async def lateness(call: Call | None, blocking: bool, count: int) -> float:
 
 
 async def idle_lateness() -> float:
-    """Return the same of a loop that has nothing else to do, which timers of the system make late."""
+    """Return the same for an idle loop, which is late because of the system's timers."""
     async with _heartbeat() as late:
         await asyncio.sleep(BEATING)
     return percentile(late, 99)
@@ -90,7 +90,7 @@ async def _heartbeat() -> AsyncIterator[list[float]]:
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """Return a percentile by the nearest rank: one of the values."""
+    """Return a percentile of the values by the nearest-rank method, so the result is one of them."""
     return sorted(values)[max(0, -(-len(values) * which // 100) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""The operations that can be measured, and how their bus bandwidth follows from their time."""
+"""The operations that can be measured, and the factors of their bus bandwidth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ITEM = 4
-"""Bytes of an element: all tensors are of float32."""
+"""The bytes of an element: all tensors are of float32."""
 BURST = 4
-"""Messages that are under way at once in a ``send_burst``."""
+"""The number of messages that are under way at once in a ``send_burst``."""
 PING_PONG = 0.5
-"""The share of one way in an iteration there and back."""
+"""The share of one way in an iteration of a round trip."""
 
 
 def _one(_: int) -> float:
@@ -26,20 +26,20 @@ def _there_and_back(size: int) -> float:
 
 
 class Operation(NamedTuple):
-    """The properties of an operation that are known before there is a tensor.
+    """The properties of an operation that do not depend on tensors.
 
-    ``factor`` is that of nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the algorithm
-    bandwidth times it is the bus bandwidth, what each rank's link must have carried.
+    ``factor`` is as in nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md: the bus
+    bandwidth, which each rank's link must have carried, is the algorithm bandwidth times the factor.
     """
 
     moves: str
-    """The data that goes from rank to rank. Operations that move the same differ in how the caller holds it."""
+    """The data movement. Operations with the same movement differ only in the tensors that hold the data."""
     factor: Callable[[int], float] = _one
-    """The factor, by the number of ranks."""
+    """A function that returns the factor for a number of ranks."""
     pair: bool = False
-    """True if it is between two ranks, and there may be no others."""
+    """True if the operation needs exactly two ranks."""
     share: float = 1.0
-    """The share of the operation in one iteration: a ping-pong is two, a burst several."""
+    """The share of one operation in an iteration: a ping-pong is two operations, a burst several."""
 
 
 OPERATIONS = {

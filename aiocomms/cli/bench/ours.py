@@ -13,30 +13,30 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.communicator.rma import Window
 
 Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
-"""One iteration, to be awaited unless its contender blocks."""
+"""One iteration, which the caller awaits unless the contender blocks."""
 
 
 class Contender(Protocol):
-    """An object that can be measured: a communicator, or a peer."""
+    """An object that can be measured: a communicator, or a library to compare with."""
 
     blocking: bool
-    """True if its calls block, so that there is nothing to await."""
+    """True if the contender's calls block, so that there is nothing to await."""
 
     async def enter(self) -> None:
-        """Begin a turn once all ranks are there, which it waits for by its own means and without blocking the loop."""
+        """Begin a turn once all ranks have called this, without blocking the loop, by the contender's own barrier."""
 
     async def leave(self) -> None:
-        """End a turn once all ranks do, and leave the processor to the others until the next one."""
+        """End a turn once all ranks have called this, and use no processor until the next turn."""
 
     def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:
-        """Prepare a case; its iteration, or None: this rank has no part in it.
+        """Prepare a case. The context's value is its iteration, or None if this rank has no part in it.
 
-        :raises NotImplementedError: it has no such operation.
+        :raises NotImplementedError: the contender has no such operation.
         """
 
 
 class Ours:
-    """A communicator."""
+    """The contender that measures a communicator of aiocomms."""
 
     blocking = False
 
@@ -108,7 +108,7 @@ def _one_sided(window: Window, case: BenchCase) -> Call | None:
 
     async def put() -> None:
         await window.put(case.input, other)
-        await window.flush(other)  # OSU's osu_put_latency does so, too.
+        await window.flush(other)  # OSU's osu_put_latency also flushes.
 
     async def ping_pong() -> None:
         if case.rank == 0:

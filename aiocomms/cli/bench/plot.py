@@ -1,4 +1,4 @@
-"""A picture of a report: time and bus bandwidth over the size."""
+"""The plot of a report: time and bus bandwidth over the size."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def _panel(axes: Any, rows: Sequence[Row], field: str, title: str) -> None:
 
 
 def _bytes(value: float, _: object) -> str:
-    """Return a size as ``--minbytes`` takes it."""
+    """Return a size in the notation of ``--minbytes``."""
     unit = next((unit for unit in ("G", "M", "K") if value >= UNITS[unit]), "")
     return f"{value / UNITS[unit]:.4g}{unit}"

@@ -1,4 +1,4 @@
-"""The part of each rank in ``aiocomms bench``: it measures all contenders, and rank 0 reports."""
+"""The part of each rank in ``aiocomms bench``. Each rank measures all contenders, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from aiocomms.errors import ArgumentError, UnsupportedOperation
 from aiocomms.testing import local_world, run_ranks
 
 _TIMEOUT = 60.0
-"""The deadline of each operation, and for ranks to meet, in seconds."""
+"""The deadline of each operation and of the rendezvous, in seconds."""
 _CPU = torch.device("cpu")
 
 
 def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
-    """Measure, as the rank that a launcher has made this process; without one, as all ranks in one process.
+    """Measure as one rank of a launcher, or without a launcher as all ranks in one process.
 
-    :returns: the exit status: 1 if a result was wrong, or a transport could not be measured; of other ranks than 0
-        always 0.
+    :returns: the exit status: 1 if a result was wrong, or a transport could not be measured. Ranks other than 0 always
+        return 0.
     """
     torch.set_num_threads(1)
     if plan.bind and launch is not None:
@@ -99,14 +99,14 @@ class _Rank:
     async def _open(
         self, name: str, comm: Communicator, contenders: dict[str, Contender], stack: AsyncExitStack
     ) -> str | None:
-        """Open a peer, or return the reason of a rank that cannot."""
+        """Open a peer. Return None, or the reason of a rank that cannot open it."""
         peer = peers.make(name)
         reason = first(await comm.all_gather_object(peer.missing()))
         if reason is not None:
             return reason
         try:
             await peer.open(comm, self._host)
-        except Exception as error:  # Another library may raise anything.
+        except Exception as error:  # Another library may raise any error.
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
             stack.push_async_callback(peer.aclose)
@@ -117,4 +117,4 @@ class _Rank:
 
 
 class _NotHereError(Exception):
-    """A transport is not available here, and its message says why."""
+    """The error for a transport that is not available here. Its message gives the reason."""

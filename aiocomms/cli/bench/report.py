@@ -1,4 +1,4 @@
-"""The report of ``aiocomms bench``: a table that grows while it is measured, or one JSON document."""
+"""The report of ``aiocomms bench``: a table that grows during the measurements, or one JSON document."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from aiocomms.cli.bench.arguments import BenchPlan
 from aiocomms.cli.bench.machine import HostState, processors
 
 SCHEMA = 1
-"""The version of the JSON document, which counts up when a field is renamed or goes."""
+"""The version of the JSON document, which increases when a field is renamed or removed."""
 
 
 class Row(msgspec.Struct, frozen=True):
     """The result of one contender, operation and size.
 
-    ``transport`` is the one whose turn it was, ``by`` who was measured: that one, or a peer beside it; ``carrier`` is
-    the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked, and
-    ``ratio`` of a peer beside a transport that has no such op. ``states`` are the host's, one for each round.
+    ``transport`` is the transport whose turn it was. ``by`` is the measured contender: that transport, or a peer beside
+    it. ``carrier`` is the transport that carried the operation, such as the choice of ``"auto"``; None for a peer.
+    ``wrong`` is None if nothing was checked. ``ratio`` is the median time relative to the transport's, and None for a
+    peer if the transport lacks the operation. ``states`` are the host's states, one for each round.
     """
 
     op: str
@@ -50,7 +51,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A measurement that is missing; ``op`` is None where nothing could be measured of a contender."""
+    """A missing measurement. ``op`` is None if nothing of a contender could be measured."""
 
     by: str
     op: str | None
@@ -58,7 +59,7 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """The document. Times are in µs, bandwidths in 10⁹ bytes per second."""
+    """The JSON document. Times are in µs, bandwidths in 10⁹ bytes per second."""
 
     schema: int
     version: str
@@ -73,16 +74,16 @@ class Report(msgspec.Struct):
 
     @property
     def wrong(self) -> int:
-        """The number of wrong elements in all."""
+        """The total number of wrong elements."""
         return sum(row.wrong or 0 for row in self.rows)
 
     def good(self, transports: Sequence[str]) -> bool:
-        """Return whether nothing was wrong, and nothing of these transports is missing."""
+        """Return whether no element was wrong, and no measurement of these transports is missing."""
         return not self.wrong and not any(missing.by in transports for missing in self.missing)
 
 
 class Reporter:
-    """The reporter on rank 0, which prints."""
+    """The reporter of rank 0, which prints the report."""
 
     def __init__(self, plan: BenchPlan, ranks: int) -> None:
         self.plan = plan
@@ -98,12 +99,12 @@ class Reporter:
         self._said = ("", "")
 
     def idle(self, transport: str, late: float) -> None:
-        """Say how late the loop is beside a communicator that does nothing, which the system's timers make it."""
+        """Report the lateness of the loop beside an idle communicator, which the system's timers cause."""
         self.report.idle_late_p99_us[transport] = round(late * 1e6, 3)
         self._say(f"# {transport}: beside no operation the loop is {late * 1e6:.0f} µs late at p99")
 
     def row(self, row: Row) -> None:
-        """Add a row."""
+        """Report a row."""
         self.report.rows.append(row)
         if self._said != (row.op, row.transport):
             self._said = (row.op, row.transport)
@@ -112,12 +113,12 @@ class Reporter:
         self._say(_line(row))
 
     def missing(self, by: str, op: str | None, reason: str) -> None:
-        """Say what cannot be measured, and why."""
+        """Report a missing measurement and its reason."""
         self.report.missing.append(Missing(by, op, reason))
         self._say(f"# {by}{f', {op}' if op else ''}: not measured: {reason}")
 
     def end(self) -> None:
-        """Print the document, or the sum of what was wrong."""
+        """Print the JSON document, or the last lines of the table."""
         if self.plan.json:
             print(msgspec.json.format(msgspec.json.encode(self.report), indent=2).decode())
         elif self.report.rows:
@@ -129,13 +130,13 @@ class Reporter:
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[None]:
-        """Show a bar meanwhile, on a terminal, where rich is installed."""
+        """Show a progress bar within the context, on a terminal, if rich is installed."""
         with _bar(steps) as self._bar:
             yield
         self._bar = None
 
     def step(self, what: str) -> None:
-        """Another step of it is done."""
+        """Advance the progress bar by one step."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=what)
 

@@ -17,14 +17,14 @@ from aiocomms.cli.bench.arguments import BenchPlan, check_ranks, plan_of
 
 _RANKS = 2
 _GRACE = 5.0
-"""Seconds in which the other ranks end once one has failed."""
+"""The seconds that the other ranks have to end after one has failed."""
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Measure.
+    """Run the benchmark.
 
-    :param options: what ``arguments`` say.
-    :param arguments: the command's, which the processes that are started are given.
+    :param options: the parsed arguments.
+    :param arguments: the command's arguments, which the started processes get too.
     :returns: the exit status.
     :raises ValueError: an option makes no sense.
     """
@@ -51,7 +51,7 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 
 
 async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
-    """Start the ranks, by the launcher of a peer that needs its own; wait for all of them, or until one has failed."""
+    """Start the ranks, by a peer's launcher if the peer needs it; wait for all of them, or until one has failed."""
     command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     launcher = peers.launcher(plan.peers, ranks)
@@ -64,7 +64,7 @@ async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
                 if await ended != 0:
                     patience.reschedule(asyncio.get_running_loop().time() + _GRACE)
     except TimeoutError:
-        pass  # The processes that are left wait for one that is gone.
+        pass  # The remaining processes wait for one that is gone.
     finally:
         for number, process in enumerate(processes):
             if process.returncode is None:
@@ -76,7 +76,7 @@ async def _start(plan: BenchPlan, ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun would say."""
+    """Return the environment variables that torchrun would set."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

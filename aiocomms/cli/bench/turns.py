@@ -1,4 +1,4 @@
-"""The contenders take turns: ours, and the peers that it is compared with."""
+"""The turns of the contenders: a communicator of aiocomms, and the peers that it is compared with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5
 _FEWEST, _MOST = 10, 100_000
-"""The fewest and the most iterations beside a heartbeat."""
+"""The least and the largest number of iterations beside a heartbeat."""
 
 
 class Entry:
-    """A contender with a case, and what was measured of it on this rank."""
+    """A contender with a case and its measurements on this rank."""
 
     name: str
     contender: Contender
@@ -38,7 +38,7 @@ class Entry:
         self.wrong = 0
 
     async def check(self, count: int) -> None:
-        """Do it ``count`` times, and look at the results each time."""
+        """Run the operation ``count`` times, and check the results each time."""
         for _ in range(count):
             self.case.fill()
             await self.turn(1)
@@ -46,9 +46,9 @@ class Entry:
         self.case.clear()
 
     async def turn(self, count: int) -> tuple[list[int], float]:
-        """Do it ``count`` times, once all ranks are there, and until they are.
+        """Run the operation ``count`` times, between two barriers of all ranks.
 
-        They meet by the contender's own means: where its calls block, no rank's loop is needed by another one then.
+        The barriers are the contender's own. If its calls block, no rank then needs the loop of another rank.
         """
         await self.contender.enter()
         measured = await turn(self._call, self.contender.blocking, count)
@@ -56,13 +56,13 @@ class Entry:
         return measured
 
     async def time(self, count: int) -> None:
-        """Take a turn that counts."""
+        """Take a turn, and record its times."""
         took, used = await self.turn(count)
         self.took += took
         self.used += used
 
     async def lateness(self, count: int) -> float:
-        """Take a turn beside a heartbeat; return how late it was."""
+        """Take a turn beside a heartbeat, and return the heartbeat's lateness in seconds."""
         await self.contender.enter()
         late = await lateness(self._call, self.contender.blocking, count)
         await self.contender.leave()
@@ -70,7 +70,7 @@ class Entry:
 
 
 class BenchTurns:
-    """One communicator and the peers beside it, through all operations and sizes."""
+    """The measurements of one communicator and its peers, for all operations and sizes."""
 
     def __init__(
         self, plan: BenchPlan, transport: str, comm: Communicator, contenders: Mapping[str, Contender],
@@ -82,7 +82,7 @@ class BenchTurns:
         self._without: set[tuple[str, str]] = set()
 
     async def run(self) -> None:
-        """Measure all, and report it on rank 0."""
+        """Measure all contenders, and report on rank 0."""
         cases = [(op, size) for op in self._plan.ops for size in (self._plan.sizes if op != "barrier" else (0,))]
         await self._probe.open()
         async with AsyncExitStack() as stack:
@@ -114,7 +114,7 @@ class BenchTurns:
                     self._reporter.row(row)
 
     async def _bind(self, stack: AsyncExitStack, name: str, op: str, nbytes: int) -> Entry | None:
-        """Prepare a contender, and let it show that it can do it; None: it cannot."""
+        """Prepare a contender for a case, and check one run; return None if the contender cannot run the case."""
         contender = self._contenders[name]
         entry = reason = None
         try:
@@ -124,7 +124,7 @@ class BenchTurns:
         except Exception as error:
             if isinstance(contender, Ours) and not isinstance(error, UnsupportedOperation):
                 raise
-            reason = str(error).partition("\n")[0] or type(error).__name__  # Other libraries may raise anything.
+            reason = str(error).partition("\n")[0] or type(error).__name__  # Other libraries may raise any error.
         reason = first(await self._comm.all_gather_object(reason))
         if reason is None:
             return entry
@@ -134,7 +134,7 @@ class BenchTurns:
         return None
 
     async def _count(self, entry: Entry) -> int:
-        """Warm up, and return how many iterations make a turn that counts."""
+        """Warm up, and return the number of iterations of a recorded turn."""
         count = -(-self._plan.iterations // _ROUNDS)
         took, _ = await entry.turn(self._plan.warmup)
         if self._plan.seconds == math.inf:
@@ -146,7 +146,7 @@ class BenchTurns:
         operation, case, size = OPERATIONS[entry.case.op], entry.case, self._comm.size
         shares = [(took, used) for took, used in await self._comm.all_gather_object((entry.took, entry.used)) if took]
         timed = shares[:1] if operation.share == PING_PONG else shares
-        # An op has taken as long as on the rank where it took longest.
+        # The time of an op is the longest time of all ranks.
         took = [max(each) * operation.share / 1e3 for each in zip(*(times for times, _ in timed), strict=True)]
         p50 = median(took)
         seconds = BEATING if self._plan.seconds == math.inf else max(BEATING, self._plan.seconds)
@@ -168,7 +168,7 @@ class BenchTurns:
         )  # fmt: skip
 
     def _carrier(self, entry: Entry) -> str | None:
-        """Return the transport that has carried it; None: it was a peer's."""
+        """Return the transport that carried the operation; None for a peer."""
         if not isinstance(entry.contender, Ours):
             return None
         family = {"send": "p2p", "put": "rma", "put_signal": "rma", "get": "rma"}.get(entry.case.moves, "collectives")
@@ -176,5 +176,5 @@ class BenchTurns:
 
 
 def first(reasons: Sequence[str | None]) -> str | None:
-    """Return the first that there is."""
+    """Return the first reason that is not None, or None."""
     return next((reason for reason in reasons if reason is not None), None)

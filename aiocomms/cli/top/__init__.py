@@ -1,4 +1,4 @@
-"""The command ``aiocomms top``: what communicators of this user's processes are doing now, and who waits for whom."""
+"""The command ``aiocomms top``, which shows pending operations and waits of communicators in this user's processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from aiocomms.cli.top.looking import Top, TopFrame
 
 
 def run(target: int | None, *, once: bool, interval: float, name: str = "*") -> int:
-    """Show frames, on a terminal until Ctrl-C or the process's end, elsewhere one.
+    """Show frames on a terminal until Ctrl-C or the end of the process; elsewhere show one frame.
 
-    :param target: the number of a process; None: all of this user's.
-    :param once: one frame also on a terminal.
-    :param interval: seconds between two looks; one frame is made of two, whose difference tells the rates.
-    :param name: a pattern of the shell's for the operations and streams to show.
-    :raises ValueError: there is nothing to look at, or rich is not installed.
+    :param target: the pid of a process; None for all processes of this user.
+    :param once: whether to show only one frame on a terminal.
+    :param interval: the seconds between two looks. A single frame takes two looks, whose difference gives the rates.
+    :param name: a shell pattern for the names of operations, lanes, streams, windows and plans to show.
+    :raises ValueError: there is no process to look at, or rich is not installed.
     """
     if find_spec("rich") is None:
         raise ValueError("it needs rich: pip install 'aiocomms[top]'")

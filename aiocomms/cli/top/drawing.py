@@ -1,4 +1,4 @@
-"""The drawing of ``aiocomms top``, by rich: tables on a terminal, and the same as plain text elsewhere."""
+"""The drawing of ``aiocomms top`` by rich: tables on a terminal, or the same tables as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from aiocomms.diagnosis.live import Sight
 from aiocomms.diagnosis.recorder import Item
 
 _PLAIN = 1000
-"""The columns of an output that is no terminal: no line is cut off or folded."""
+"""The width in columns if the output is no terminal, so that no line is cut off or folded."""
 _OLD = 1.0, 10.0
-"""Seconds from which an op that is pending is shown as late, and as very late."""
+"""The ages in seconds from which a pending op is shown as late, and as very late."""
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _SHOWN = 16
-"""Pending ops, and streams, that are shown of a rank; plans, of a communicator."""
+"""The largest number of pending ops and of streams shown for a rank, and of plans for a communicator."""
 _OF_STREAMS = (
     "rank", "stream", "to rank", "sent", "received", "queued", "bytes", "blocked in send", "in receive"
 )  # fmt: skip
@@ -42,7 +42,7 @@ def show(frame: TopFrame) -> None:
 
 
 def watch(frames: Iterable[TopFrame]) -> None:
-    """Show one frame in the place of the other on the terminal, until they end or Ctrl-C; the last one stays."""
+    """Show frames one after the other in one place of the terminal, until Ctrl-C or the last frame, which stays."""
     with Live(auto_refresh=False, vertical_overflow="crop") as screen:
         try:
             for frame in frames:
@@ -52,7 +52,7 @@ def watch(frames: Iterable[TopFrame]) -> None:
 
 
 def drawn(frame: TopFrame) -> RenderableType:
-    """Return a frame for a console of rich."""
+    """Return a frame as an object that rich can draw."""
     parts: list[RenderableType] = []
     for group in frame.groups:
         parts += [_title(group), _table(group, frame), *_plans(group), *_streams(group, frame)]
@@ -73,7 +73,7 @@ def _line(text: str) -> Text:
 def _empty(headings: Iterable[str], words: Sequence[str]) -> Table:
     """Return a table without rows.
 
-    :param words: the columns of words, whose lines may be folded.
+    :param words: the headings of columns with text, whose lines may be folded.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading in headings:
@@ -91,7 +91,7 @@ def _table(group: TopGroup, frame: TopFrame) -> Table:
 
 
 def _plans(group: TopGroup) -> Iterator[Table]:
-    """Yield the table of a service's plans, if any are under way: since when, and where each rank is that has it."""
+    """Yield the table of a service's plans under way, if there are any: their age and the state of each rank."""
     table = _empty(("plan", "age", "where it is"), ("where it is",))
     plans = list(group.plans())
     for number, age, where in plans[:_SHOWN]:
@@ -103,7 +103,7 @@ def _plans(group: TopGroup) -> Iterator[Table]:
 
 
 def _streams(group: TopGroup, frame: TopFrame) -> Iterator[Table]:
-    """Yield the table of the streams, if there are any: what they hold, and the shares of time blocked in them."""
+    """Yield the table of the streams, if there are any: their counts, and the shares of time blocked in them."""
     table = _empty(_OF_STREAMS, ("stream",))
     for rank, sight in sorted(group.ranks.items()):
         streams = sight.statistics.streams

@@ -1,7 +1,7 @@
-"""The look at this user's processes that have communicators: it finds them, and asks what they are doing.
+"""The query of this user's processes with communicators: this module finds them, and reads their state.
 
-Each is asked by its :mod:`aiocomms.diagnosis.live` view. What it says is decoded into a closed type, and an error names
-what is wrong.
+Each process answers by its :mod:`aiocomms.diagnosis.live` view. The answer is decoded into a closed type, and an error
+names a fault in it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _sight = msgspec.json.Decoder(Sight)
 
 
 class RankPlace(NamedTuple):
-    """One rank of a communicator, for as long as its process has it."""
+    """The identity of one rank of a communicator in a process."""
 
     pid: int
     comm: str
@@ -38,14 +38,14 @@ class RankPlace(NamedTuple):
 
 
 class TopGroup(NamedTuple):
-    """The ranks of one communicator that were seen."""
+    """The ranks of one communicator that have answered."""
 
     comm: str
     size: int
     ranks: dict[int, Sight]
 
     def plans(self) -> Iterator[tuple[int, float, str]]:
-        """Yield its service's plans: the number, the seconds since the call, and where each rank is that has it."""
+        """Yield the plans of the service: number, seconds since the call, and the operations of each rank with it."""
         held = {number for sight in self.ranks.values() for number in sight.statistics.plans}
         for number in sorted(held):
             ages, places = list[float](), dict[str, list[int]]()
@@ -56,7 +56,7 @@ class TopGroup(NamedTuple):
             yield number, max(ages), "; ".join(f"{numbered(ranks)} in {place}" for place, ranks in places.items())
 
     def waits(self) -> list[str]:
-        """Return which ranks wait for which, in words, and those that cannot be seen from here."""
+        """Return in words which ranks wait for which, and how many ranks cannot be seen from here."""
         records = {rank: TraceRecord(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
         unseen = self.size - len(self.ranks)
         missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
@@ -65,27 +65,28 @@ class TopGroup(NamedTuple):
 
 
 class TopFrame(NamedTuple):
-    """All that was seen at one time."""
+    """The answers of all processes at one time."""
 
     groups: list[TopGroup]
     notes: list[str]
-    """The processes that could not be seen, and why."""
+    """The processes that could not be read, with the reason."""
     rates: dict[RankPlace, float]
-    """Ops that were called in a second, since the frame before."""
+    """The number of ops called per second since the previous frame."""
     blocked: dict[tuple[RankPlace, int], tuple[float, float]]
-    """The shares of time in which a task was suspended in ``send`` and ``receive`` of a stream, by its number.
+    """The shares of time in which a task was suspended in ``send`` and ``receive`` of a stream, by the stream's number.
 
-    They are of the time since the frame before, or since the stream was opened if that was later."""
+    The time begins with the previous frame, or with the opening of the stream if that was later."""
 
 
 class Top:
-    """A view that looks again and again."""
+    """The repeated query of processes."""
 
     def __init__(self, pid: int | None, name: str = "*") -> None:
-        """Look at one process, or at all of this user's.
+        """Begin to query one process, or all processes of this user.
 
-        :param name: a pattern of the shell's for the names of operations, lanes, streams, windows and plans.
-        :raises ValueError: it is not this user's, or there is none, or it has no communicator.
+        :param pid: the process; None for all processes of this user.
+        :param name: a shell pattern for the names of operations, lanes, streams, windows and plans.
+        :raises ValueError: the process does not exist, belongs to another user, or has no open communicator.
         """
         self._pid, self._name = pid, name
         self._before: dict[RankPlace, tuple[float, int]] = {}
@@ -94,7 +95,7 @@ class Top:
             _check(pid)
 
     def look(self) -> TopFrame:
-        """Ask all, once."""
+        """Query all processes once."""
         found = _listeners()
         asked = {pid: found[pid] for pid in (found if self._pid is None else [self._pid]) if pid in found}
         notes, sights = list[str](), list[tuple[int, Sight]]()
@@ -124,7 +125,7 @@ class Top:
         return sight
 
     def ended(self) -> bool:
-        """Return whether the process that it looks at is gone."""
+        """Return whether the one queried process is gone."""
         return self._pid is not None and not _alive(self._pid)
 
 
@@ -162,13 +163,13 @@ def _nothing(pid: int | None) -> str:
     return f"process {pid} has no communicator open that can be looked at"
 
 
-# ------------------------------------------------------------------------------------------------------------- asking
+# ------------------------------------------------------------------------------------------------------------- querying
 
 
 def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]:
-    """Ask processes, all at once, and wait for all their answers together as long as for one.
+    """Query processes, all at once, with one deadline for all answers.
 
-    :returns: by their numbers what they say, or why they say nothing. Those that have ended meanwhile are left out.
+    :returns: the pids with the answers, or with the reason of a missing answer. Processes that have ended are left out.
     """
     connections: list[tuple[int, socket.socket]] = []
     try:
@@ -185,7 +186,7 @@ def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]
 
 
 def _connect(address: str) -> socket.socket | None:
-    """Connect; None: the process is gone, or another user's."""
+    """Connect to a process; return None if the process is gone, or belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(PATIENCE)
@@ -199,7 +200,7 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
-    """Return what a process says; a text: why it says nothing; None: it ends."""
+    """Return a process's answer, a text with the reason of a missing answer, or None if the process ends."""
     said = bytearray()
     try:
         while not said.endswith(b"\n\n") and said != b"\n":
@@ -215,7 +216,7 @@ def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
         return f"does {NO_ANSWER}"
     except OSError:
         return None
-    except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
+    except ValueError as error:  # Errors of msgspec and of UTF-8 are also ValueErrors.
         return f"says what makes no sense here: {printable(str(error))}"
 
 
@@ -237,7 +238,7 @@ def _names(stream: StreamStatistics) -> tuple[str, str]:
 
 
 def place_of(sight: Sight) -> RankPlace:
-    """Return whose it is."""
+    """Return the identity of the rank that has answered."""
     return RankPlace(sight.header.pid, sight.header.comm, sight.meeting, sight.header.rank)
 
 
@@ -246,7 +247,7 @@ def _matches_plan(number: int, glob: str) -> bool:
 
 
 def _place_in(plan: int, pending: Sequence[Item]) -> str:
-    """Return what a rank does of a plan, in words."""
+    """Return the pending operations of a plan on a rank, in words."""
     ops = [msgspec.structs.replace(item, of="", lane="") for item in pending if item.of == f"plan {plan}"]
     return ", ".join(map(str, ops[:SHOWN])) or "no operation of its lane"
 
@@ -259,7 +260,7 @@ def _shares(now: StreamStatistics, before: StreamStatistics | None) -> tuple[flo
 
 
 def _groups(sights: Sequence[tuple[int, Sight]]) -> list[TopGroup]:
-    """Put the ranks of each communicator together. Worlds of one that have a name in common are each by itself."""
+    """Group the answers by communicator. Worlds of one rank with a common name are separate groups."""
     groups: list[tuple[tuple[str, int, str], TopGroup]] = []
     for _, sight in sorted(sights, key=lambda one: (one[1].header.comm, one[1].header.rank, one[0])):
         header = sight.header

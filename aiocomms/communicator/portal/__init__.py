@@ -1,9 +1,9 @@
-"""A communicator on other threads than its loop's: the same operations, each with a work that a thread waits for.
+"""Portals: a communicator's operations for other threads than its loop's, each with a work for which a thread waits.
 
-A thread makes the record of an op, checks it, and puts it into a queue (``door``); the loop starts what is there, in
-that order and many in one turn, each in the context of the thread that has called it. When an op ends, the loop's
-thread rings a bell of each thread that waits for it (``works``).
+A thread makes the record of an op, checks it, and puts it into a queue (``door``). The loop starts the queued ops in
+order, many in one turn, each in the context of the thread that called it. When an op ends, the loop's thread rings a
+bell of each thread that waits for it (``works``).
 
-No bell rings where the loop has ended or stands still. So each waiting thread looks for itself every
-:data:`~aiocomms.communicator.portal.pending.LOOK` seconds, and ends what has no other end.
+No bell rings if the loop has ended or is blocked. So each waiting thread checks every
+:data:`~aiocomms.communicator.portal.pending.LOOK` seconds, and ends a work that the loop cannot end.
 """

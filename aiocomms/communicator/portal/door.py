@@ -26,7 +26,7 @@ class DoorOwner(Protocol):
 
     @property
     def marks(self) -> CallerMarks | None:
-        """The places in threads' streams from which something was called; None: there are no streams."""
+        """The record of the positions in threads' CUDA streams at their calls; None: there are no streams."""
 
     @property
     def rank(self) -> int | None:
@@ -34,21 +34,21 @@ class DoorOwner(Protocol):
 
     @property
     def refusing(self) -> bool:
-        """True once it is lost or closed: a thread that waits looks at once."""
+        """True once the owner is lost or closed; a waiting thread then checks at once."""
 
     @property
     def closed(self) -> bool:
-        """True once it was closed."""
+        """True once the owner was closed."""
 
     def refusal(self) -> CommError | None:
-        """Return the error of whatever comes once it is lost or closed."""
+        """Return the error of calls once the owner is lost or closed; None: calls may start."""
 
     def lose(self, error: CommError) -> None:
-        """Its door is broken."""
+        """End the communicator or the connections, because the door has failed."""
 
 
 class _LoopBell:
-    """The waker of a simulation, whose loop waits for no descriptor: the loop makes a call."""
+    """The waker in a simulation, where the loop waits for no descriptor and makes a call instead."""
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -73,7 +73,7 @@ class _LoopBell:
 
 
 class Door:
-    """Calls from other threads, which the loop's driver serves as it does a transport; open until :meth:`close`."""
+    """A queue of calls from other threads. The loop's driver serves it as a transport, until :meth:`close`."""
 
     capabilities: Capabilities = Capabilities(frozenset())
 
@@ -90,9 +90,9 @@ class Door:
             core.driver.call_threadsafe(self._attach)
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
-        """Have something called on the loop's thread, after all that was put before; any thread.
+        """Queue a call for the loop's thread, behind all earlier calls. Any thread may use this.
 
-        Once the door is closed it is called here.
+        Once the door is closed, the calling thread makes the call itself.
         """
         self._calls.append((call, args))
         if not self.closed:
@@ -102,16 +102,16 @@ class Door:
 
     @property
     def idle(self) -> bool:
-        """True if all calls that were put have been made.
+        """True if all queued calls have been made.
 
-        The queue is looked at first, for a call leaves it while it is served.
+        The queue is read first, because a call leaves the queue before it runs.
         """
         return not self._calls and not self._serving
 
     def elsewhere(self, what: str) -> None:
-        """Refuse what blocks, on the loop's own thread.
+        """Refuse a blocking call on the loop's own thread.
 
-        :raises RuntimeError: this is that thread.
+        :raises RuntimeError: the caller is on the loop's own thread.
         """
         if get_ident() == self.core.thread:
             raise RuntimeError(
@@ -120,7 +120,7 @@ class Door:
             )
 
     def nobody(self) -> CommError | None:
-        """Return why the loop makes no more calls; None: it may. Tell it to look, in case it was not told."""
+        """Wake the loop in case a wake-up was lost; return the error if the loop makes no more calls, else None."""
         if os.getpid() != self._process:
             return self.refusal()
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()
@@ -143,7 +143,7 @@ class Door:
         return self._waker.fileno()
 
     def progress(self) -> bool | None:
-        """Make the calls that wait: those that are there now, for the loop has others to serve, too."""
+        """Make the calls that are queued now. Later calls wait for the next turn, because the loop serves others."""
         if not self.closed:
             self._waker.clear()
         calls, before = self._calls, self._serving
@@ -166,11 +166,11 @@ class Door:
         self.core.lose(error)
 
     def disown(self) -> None:
-        """Disown it in a forked child, where a thread that does not exist may hold the waker's lock for ever."""
+        """Disown the door in a forked child, where a missing thread may hold the waker's lock and never release it."""
         self.closed = True
 
     def close(self) -> None:
-        """Refuse what waits and what comes: what it leads to is closed."""
+        """Refuse queued and later calls, because the owner is closed."""
         self.closed = True
         self.core.driver.detach(self)
         self.progress()

@@ -1,4 +1,4 @@
-"""The operations of a communicator, and of a lane, as they are on other threads than its loop's."""
+"""The operations of a communicator or a lane in blocking form, for other threads than its loop's."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from aiocomms.ops.arrays import checked
 
 
 class Operations(Issuer):
-    """The operations that a communicator and its lanes have in common, each with a work that a thread waits for."""
+    """The operations that communicators and lanes have in common, each with a work for which a thread waits."""
 
     _core: Core
     _door: Door
     _target: Any
-    """The communicator or lane whose operations they are."""
+    """The communicator or lane on which the operations run."""
     _where: str
-    """The name of that object in errors."""
+    """The target's name in errors."""
 
     send: Final = started(PointToPoint.send)
     recv: Final = started(PointToPoint.recv)
@@ -95,8 +95,8 @@ class Operations(Issuer):
 class BlockingLane(Operations):
     """A :class:`~aiocomms.Lane` for all threads but the loop's; see :meth:`Portal.lane`.
 
-    ``with comm.lane(key):`` makes it the current lane of this thread: what is called on the communicator or its portal
-    there goes by the lane.
+    ``with comm.lane(key):`` makes it the current lane of this thread: there, calls on the communicator or its portal
+    run in the lane.
     """
 
     rank: int
@@ -115,12 +115,12 @@ class BlockingLane(Operations):
 
     @property
     def timeout(self) -> float | None:
-        """The deadline of operations that are given none, in seconds; see :attr:`Lane.timeout`."""
+        """The default deadline of operations, in seconds; see :attr:`Lane.timeout`."""
         seconds: float | None = self._target.timeout
         return seconds
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the deadline of operations on this view of the lane that are given none; see :meth:`Lane.set_timeout`."""
+        """Set the default deadline of operations on this view of the lane; see :meth:`Lane.set_timeout`."""
         self._target.set_timeout(timeout)
 
     @property
@@ -130,15 +130,15 @@ class BlockingLane(Operations):
         return closed
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give the lane up, on every rank; any thread. See :meth:`Lane.abort`."""
+        """Abort the lane on every rank; see :meth:`Lane.abort`. Any thread may call this."""
         self._target.abort(reason)
 
     def close(self) -> None:
-        """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
+        """Withdraw unmatched receives of the lane, and wait until its other operations have ended.
 
-        It need not be called. Idempotent. See :meth:`Lane.aclose`.
+        The call is optional. Idempotent. See :meth:`Lane.aclose`.
 
-        :raises RuntimeError: this is the loop's own thread.
+        :raises RuntimeError: the caller is on the loop's own thread.
         """
         run(self._door, "close", self._target.aclose)
 

@@ -1,4 +1,4 @@
-"""The base class of all that a thread waits for through a portal, and the bell that wakes the thread."""
+"""The base class of everything for which a thread waits through a portal, and the bell that wakes the thread."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 
 LOOK = 1.0
-"""Seconds after which a waiting thread looks again whether a bell can still ring."""
+"""The seconds after which a waiting thread checks whether a bell can still ring."""
 
 _still: list[bool] = []
-"""A list that is not empty once the interpreter ends."""
+"""A list that is not empty once the interpreter is ending."""
 
 
 def stand_still() -> None:
-    """Silence the threads that wait as the interpreter ends: they are daemons, and hear no more."""
+    """Keep waiting threads blocked while the interpreter ends: they are daemon threads."""
     _still.append(True)
 
 
 class EndBell(Protocol):
-    """A bell, which tells a thread or a callback that something has ended."""
+    """A bell that tells a thread or a callback of an end."""
 
     def release(self) -> object:
-        """Tell; once."""
+        """Ring the bell; called once."""
 
 
 class _Callback:
@@ -44,24 +44,24 @@ class _Callback:
 
 
 class Pending(Handle):
-    """Something that threads wait for, and that ends on the loop's thread."""
+    """The base of an object for which threads wait, and which ends on the loop's thread."""
 
     __slots__ = ("_bells", "_door", "_over")
 
     def __init__(self, door: Door) -> None:
         self._door = door
         self._over = False
-        self._bells: list[EndBell] = []  # one for each waiting thread, and for each callback
+        self._bells: list[EndBell] = []  # Each waiting thread and each callback has a bell.
 
     def _block(self, patience: float | None) -> bool:
-        """Block this thread until it has ended, and return whether it has.
+        """Block this thread until the object has ended, and return whether it has.
 
-        :param patience: seconds; None: as long as it takes.
+        :param patience: the seconds to wait; None: no limit.
         """
         ends = None if patience is None else clock.now() + patience
         bell = clock.held_lock()
         try:
-            self._bells.append(bell)  # a signal handler may raise as soon as it is there
+            self._bells.append(bell)  # A signal handler may raise as soon as the bell is there.
             if self._door.core.refusing:
                 self._look()
             while not self._over:
@@ -78,25 +78,26 @@ class Pending(Handle):
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once when it has ended: on the thread that ends it, the loop's, or here and now.
+        """Have ``call()`` called once on the object's end: on the thread that ends it, or at once if it has ended.
 
-        Any thread. It must neither block nor raise. The caller counts as waiting, as a thread does that blocks.
+        Any thread may use this. ``call`` must neither block nor raise. The caller counts as a waiter, like a blocked
+        thread.
         """
         self._call_when_over(_Callback(call, waits=True))
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called as :meth:`add_done_callback` does, without counting as a wait."""
+        """Have ``call()`` called as :meth:`add_done_callback` does, but do not count the caller as a waiter."""
         self._call_when_over(_Callback(call, waits=False))
 
     def _call_when_over(self, bell: _Callback) -> None:
         self._bells.append(bell)
         if self._over:
-            with contextlib.suppress(ValueError):  # The thread that ends it makes the call at this moment.
+            with contextlib.suppress(ValueError):  # The thread that ends the object makes the call at this moment.
                 self._bells.remove(bell)
                 bell.release()
 
     def _leave_alone(self) -> None:
-        """Withdraw what can be withdrawn, unless another thread waits for it: this one has stopped waiting."""
+        """Stop waiting: withdraw the op if that is possible and no other thread waits for it."""
         settled = clock.held_lock()
         self._door.put(self._left_alone, settled)
         settled.acquire(timeout=LOOK)  # A message that the other rank sends from now on is for the next receive.
@@ -107,7 +108,7 @@ class Pending(Handle):
         settled.release()
 
     def _withdraw(self) -> None:
-        """Withdraw it, on the loop's thread, if that is possible."""
+        """Withdraw the op on the loop's thread, if that is possible."""
         raise NotImplementedError
 
     def _drop(self, bell: EndBell) -> None:
@@ -115,22 +116,22 @@ class Pending(Handle):
             self._bells.remove(bell)
 
     def _ring(self) -> None:
-        """Let every waiting thread go on: it has ended."""
+        """Wake every waiting thread, because the object has ended."""
         self._over = True
         while self._bells:
             try:
                 self._bells.pop().release()
-            except IndexError:  # A thread has taken its own bell away.
+            except IndexError:  # A thread has removed its own bell.
                 break
 
     def _look(self) -> None:
-        """End it here if no other thread will."""
+        """End the object on this thread if no other thread will."""
         error = self._door.nobody() or self._overdue()
         if error is not None:
             self._fail(error)
 
     def _overdue(self) -> CommError | None:
-        """Return the error with which it ends while the loop stands still; None: it goes on."""
+        """Return the error that ends the object while the loop is blocked; None: the object goes on."""
         return None
 
     def _fail(self, error: BaseException) -> None:

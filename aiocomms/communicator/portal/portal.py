@@ -1,4 +1,4 @@
-"""The class ``Portal``: the methods of a communicator, as they are on other threads than its loop's."""
+"""The class ``Portal``: a communicator's methods in blocking form, for other threads than its loop's."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _T = TypeVar("_T")
 
 
 class Portal(Operations, Hooked):
-    """A communicator's operations for all threads but its loop's, where they block; see :meth:`Communicator.portal`.
+    """A communicator's operations in blocking form, for all threads but its loop's; see :meth:`Communicator.portal`.
 
-    Each method has the arguments and the result of the communicator's of the same name. What returns a
-    :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here; what is awaited there blocks here until it is
-    done. Calls of one thread start in their order, and those of several threads one after the other. Each sees the
-    context variables of its thread.
+    Each method has the arguments and the result of the communicator's method of the same name. A method that returns a
+    :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here. A coroutine method there blocks here until it is
+    done. Calls of one thread start in their order. Calls of several threads start one after the other. Each call sees
+    the context variables of its thread.
 
-    If Ctrl-C ends what blocks, it is cancelled, and its end is awaited; a second Ctrl-C waits for nothing.
+    Ctrl-C cancels a blocking call, and waits for its end. A second Ctrl-C does not wait.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Portal(Operations, Hooked):
 
     @property
     def timeout(self) -> float | None:
-        """The deadline of ops that are given none, in seconds; None: they have none."""
+        """The default deadline of ops, in seconds; None: no deadline."""
         timeout: float | None = self._comm.timeout
         return timeout
 
@@ -75,13 +75,13 @@ class Portal(Operations, Hooked):
 
     @property
     def aborted(self) -> bool:
-        """True once the communicator is poisoned: aborted, a peer died, a deadline passed, or ranks disagreed."""
+        """True once the communicator is lost: a rank aborted it, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.lost
 
     # --------------------------------------------------------------------------------------------- operations
 
     def lane(self, key: Key) -> BlockingLane:
-        """Look at the communicator through a lane, whose operations match those of the same key on the other ranks.
+        """Return a lane of the communicator, whose operations match operations of the same key on the other ranks.
 
         See :meth:`Communicator.lane`.
 
@@ -90,7 +90,7 @@ class Portal(Operations, Hooked):
         return BlockingLane(self._door, self._comm.lane(key))
 
     def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
-        """Open a tensor to the other ranks; see :meth:`Communicator.new_window`."""
+        """Open a tensor to one-sided access by the other ranks; see :meth:`Communicator.new_window`."""
         window = self._run("new_window", lambda: self._comm.new_window(tensor, timeout=timeout))
         return BlockingWindow(self, window)
 
@@ -112,7 +112,7 @@ class Portal(Operations, Hooked):
     ) -> BlockingStream[Any]:  # fmt: skip
         """Open a stream to another rank; see :meth:`Communicator.open_stream`.
 
-        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :param timeout: the seconds to wait for the other rank; None: no limit.
         :raises TimeoutError: the other rank did not open its end in time.
         """
 
@@ -127,16 +127,16 @@ class Portal(Operations, Hooked):
     # --------------------------------------------------------------------------------------------------- life
 
     def abort(self, reason: str | BaseException) -> None:
-        """Give up, on every rank; any thread. See :meth:`Communicator.abort`."""
+        """Abort the communicator on every rank; see :meth:`Communicator.abort`. Any thread may call this."""
         self._comm.abort(reason)
 
     def lost(self, *, timeout: Timeout = None) -> CommError:
-        """Wait until the communicator is lost, for whatever reason; see :meth:`Communicator.lost`.
+        """Wait until the communicator is lost, for any reason; see :meth:`Communicator.lost`.
 
-        :param timeout: the caller's patience in seconds; None: as long as it takes.
-        :returns: why.
-        :raises TimeoutError: it was not lost in time.
-        :raises CommClosedError: it was closed on this rank, and had not been lost by then.
+        :param timeout: the seconds to wait; None: no limit.
+        :returns: the reason.
+        :raises TimeoutError: the communicator was not lost in time.
+        :raises CommClosedError: this rank closed the communicator before it was lost.
         """
         try:
             error: CommError = self._run("lost", self._comm.lost, timeout)
@@ -149,17 +149,17 @@ class Portal(Operations, Hooked):
         return error
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Write the flight recorder to a file; any thread. See :meth:`Communicator.dump`."""
+        """Write the flight recorder to a file; see :meth:`Communicator.dump`. Any thread may call this."""
         path: Path = self._comm.dump(folder)
         return path
 
     def statistics(self) -> Statistics:
-        """Say what the communicator is doing and has done; any thread. See :meth:`Communicator.statistics`."""
+        """Return the communicator's present and past activity; see :meth:`Communicator.statistics`."""
         found: Statistics = self._comm.statistics()
         return found
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the deadline of ops that name none, of the communicator, too; any thread."""
+        """Set the default deadline of ops, also of the communicator itself. Any thread may call this."""
         self._comm.set_timeout(timeout)
 
     def split(
@@ -181,14 +181,14 @@ class Portal(Operations, Hooked):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a communicator of the ranks that are left, with a portal; see :meth:`Communicator.reconfigure`."""
+        """Form a communicator of the remaining ranks, with a portal; see :meth:`Communicator.reconfigure`."""
         return self._of(self._run("reconfigure", lambda: self._comm.reconfigure(ranks, size=size, timeout=timeout)))
 
     def close(self) -> None:
         """Close the communicator itself, with all its portals. Idempotent. See :meth:`Communicator.aclose`.
 
-        :raises RuntimeError: this is the loop's own thread.
-        :raises CommError: a transport broke while it closed; everything else is released.
+        :raises RuntimeError: the caller is on the loop's own thread.
+        :raises CommError: a transport failed while it closed; everything else is released.
         """
         if not self._door.closed:
             close(self._door, "close", self._comm.aclose)
@@ -199,5 +199,5 @@ class Portal(Operations, Hooked):
         return run(self._door, what, call, timeout)
 
     def _of(self, comm: Any) -> Self:
-        """Return that of another communicator."""
+        """Return the portal of another communicator."""
         return type(self)(comm)

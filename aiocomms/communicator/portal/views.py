@@ -1,4 +1,4 @@
-"""The views of streams, windows and the like, as they are on other threads than their communicator's loop."""
+"""The blocking views of batches, windows and streams, for other threads than their communicator's loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockingWindow(Handle):
 
     @property
     def tensor(self) -> Any:
-        """This rank's part: the tensor or array that it was opened with."""
+        """This rank's part of the window: the tensor or array that was passed to ``new_window``."""
         return self._window.tensor
 
     @property
@@ -90,7 +90,7 @@ class BlockingWindow(Handle):
 
 
 class BlockingStream(Handle, Generic[_T]):
-    """An :class:`~aiocomms.ItemStream` whose methods block. Iterating over it receives until the other end's last."""
+    """An :class:`~aiocomms.ItemStream` whose methods block. Iteration receives items until the other end's last one."""
 
     peer: int
     name: str
@@ -102,17 +102,17 @@ class BlockingStream(Handle, Generic[_T]):
     def send(self, item: _T, *, timeout: Timeout = None) -> None:
         """Send an item; see :meth:`ItemStream.send`.
 
-        :param item: of the stream's type.
-        :param timeout: seconds after which it is given up; None: as long as it takes.
-        :raises TimeoutError: the other end had no room, or did not take it in time.
+        :param item: an item of the stream's type.
+        :param timeout: the seconds to wait; None: no limit.
+        :raises TimeoutError: the other end had no room, or did not take the item in time.
         """
         run(self._door, "send", lambda: self._stream.send(item), timeout)
 
     def receive(self, *, timeout: Timeout = None) -> _T:
         """Receive the next item; see :meth:`ItemStream.receive`.
 
-        :param timeout: seconds after which it is given up; None: as long as it takes.
-        :raises TimeoutError: nothing came in time; the next call gets what comes later.
+        :param timeout: the seconds to wait; None: no limit.
+        :raises TimeoutError: no item arrived in time; the next call returns an item that arrives later.
         :raises anyio.EndOfStream: the other end has sent its last item, and all of them have been received.
         """
         return run(self._door, "receive", self._stream.receive, timeout)
@@ -126,7 +126,7 @@ class BlockingStream(Handle, Generic[_T]):
         return self._stream.statistics()
 
     def close(self) -> None:
-        """Close both directions, and drop what was not received. Idempotent."""
+        """Close both directions, and drop the items that were not received. Idempotent."""
         close(self._door, "close", self._stream.aclose)
 
     def __iter__(self) -> Iterator[_T]:

@@ -1,4 +1,4 @@
-"""The works of a portal, for which a thread waits: an op, or a coroutine function, that the loop runs for it."""
+"""The works of a portal, for which a thread waits: an op or a coroutine function that the loop runs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class PortalCall(Pending, Generic[_T]):
     __slots__ = ("_call", "_cancelled", "_context", "_error", "_mark", "_scope", "_values", "refused")
 
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
-        """Note what is called.
+        """Note the call.
 
-        :param marks: those of the communicator, of which what is called comes after this thread's stream.
+        :param marks: the communicator's marks; with them the call comes after the earlier work on this thread's CUDA
+            stream.
         """
         super().__init__(door)
         self._call = call
@@ -50,13 +51,13 @@ class PortalCall(Pending, Generic[_T]):
         self._values: list[_T] = []  # The value that the coroutine function has returned.
         self._error: BaseException | None = None
         self.refused = False
-        """True if its error says only that the call came too late: the door was closed, or the loop has ended."""
+        """True if the error says only that the call came too late: the door was closed, or the loop has ended."""
 
     def run(self, patience: float | None) -> _T:
-        """Have it run, and block this thread until it has ended; cancel it when time is up, or where Ctrl-C ends this.
+        """Run the function on the loop, and block this thread until it has ended. A timeout or Ctrl-C cancels it.
 
-        :param patience: seconds; None: as long as it takes.
-        :raises TimeoutError: it was cancelled.
+        :param patience: the seconds to wait; None: no limit.
+        :raises TimeoutError: the function was cancelled.
         """
         self._door.put(self._begin)
         try:
@@ -106,7 +107,7 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run a coroutine function on the loop that closes something; if it comes too late, nothing is left to close.
+    """Run a coroutine function on the loop that closes something. If the loop refuses it, nothing is left to close.
 
     :param what: the method that was called, for the error on the loop's own thread.
     """
@@ -120,10 +121,10 @@ def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
 
 
 def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
-    """Run a coroutine function on the loop, and return what it returns.
+    """Run a coroutine function on the loop, and return its result.
 
     :param what: the method that was called, for the error on the loop's own thread.
-    :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
+    :raises TimeoutError: the function took longer than ``timeout``, and was cancelled.
     """
     door.elsewhere(what)
     patience = None if timeout is None else arguments.seconds("timeout", timeout)
@@ -131,9 +132,10 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
 
 
 class BlockingWork(Pending, Generic[T_co]):
-    """One operation that a thread has called: wait for it, on any thread but the loop's, or leave it alone.
+    """One operation that a thread has called; every thread but the loop's may wait for it.
 
-    It completes all the same. If it fails by itself and no thread waits for it, the event loop is told.
+    The operation completes even if no thread waits. If it fails alone and no thread waits for it, the event loop
+    reports the error.
     """
 
     __slots__ = (
@@ -144,22 +146,22 @@ class BlockingWork(Pending, Generic[T_co]):
     def __init__(
         self, comm: Any, where: str, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout
     ) -> None:
-        """Note what was called.
+        """Note the call.
 
-        :param comm: the communicator or lane that it was called on.
-        :param where: the same in words.
+        :param comm: the communicator or lane on which the op was called.
+        :param where: the name of ``comm`` in errors.
         """
         super().__init__(door)
         self._comm, self._where = comm, where
         self._core: Core = comm._core
         self.op: Op = op
-        """The record of what was asked."""
+        """The record of the operation."""
         self._given: Op | None = None
-        """The same of the arrays that it was called with in the place of tensors."""
+        """The record with the caller's arrays in place of tensors; None: the caller passed tensors."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else arguments.deadline("timeout", timeout)
         self._until = clock.now() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
-        # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
+        # The op comes after the earlier work on this thread's stream, which is not current on the loop's thread.
         self._mark: CallerMark | None = self._core.mark(op)
         torch_has_it = self._mark is None and comm.device.type == "cuda"
         self._stream: Any = torch.cuda.current_stream(comm.device) if torch_has_it else None
@@ -177,16 +179,16 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._over
 
     def wait(self, timeout: Timeout = None) -> T_co:
-        """Block this thread until the op is done, and return its result; any thread but the loop's, any number.
+        """Block this thread until the op is done, and return its result. Any number of threads but the loop's may wait.
 
-        If the exception of a signal handler, such as ``KeyboardInterrupt``, ends the wait, a receive that nothing has
-        matched is withdrawn, as where the last awaiter of a work is cancelled.
+        The exception of a signal handler, such as ``KeyboardInterrupt``, may end the wait. An unmatched receive is then
+        withdrawn, as after the cancellation of a work's last awaiter.
 
-        :param timeout: the caller's patience in seconds, which 0 has none of; None: as long as it takes.
-        :returns: what awaiting the communicator's own work returns.
-        :raises TimeoutError: the op took longer; it goes on.
-        :raises CommError: the op failed; or it could not be started, or the event loop has ended.
-        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        :param timeout: the seconds to wait; 0: do not wait; None: no limit.
+        :returns: the result that awaiting the communicator's own work returns.
+        :raises TimeoutError: the op was not done in time; it goes on.
+        :raises CommError: the op failed or could not be started, or the event loop has ended.
+        :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
         """
         if not self._over:
             self._door.elsewhere(f"wait for {self.op.name}")
@@ -208,13 +210,13 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._work.result() if self._given is None else self._given.result()  # type: ignore[no-any-return]
 
     def wait_stream(self, stream: Any = None) -> None:
-        """Make a CUDA stream wait for the op; this thread waits until the op was launched, and not for the GPU.
+        """Make a CUDA stream wait for the op. This thread waits until the op is launched, not for the GPU.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one of this thread.
-        :raises ArgumentError: it is no stream, or of another device than the communicator.
+        :raises ArgumentError: ``stream`` is no stream, or is of another device than the communicator.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
-        :raises CommError: the op has failed by now, or could not be started.
-        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        :raises CommError: the op has failed already, or could not be started.
+        :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
         """
         marks, error = self._core.marks, self._outcome()
         captured = isinstance(error, CapturedWorkError)
@@ -235,8 +237,8 @@ class BlockingWork(Pending, Generic[T_co]):
     def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.
 
-        :returns: True: the op did not happen, and the buffer is untouched. False: it ran to its end.
-        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        :returns: True: the op did not happen, and the buffer is unchanged. False: the op ran to its end.
+        :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
         """
         if not self._over:
             self._door.elsewhere(f"wait for {self.op.name}")
@@ -247,14 +249,14 @@ class BlockingWork(Pending, Generic[T_co]):
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
-        """Post it here, if shortcuts do so, and nothing that was called before waits for the loop."""
+        """Post the op here if shortcuts can and no earlier call waits for the loop; return whether it was posted."""
         shortcuts, door = self._comm._shortcuts, self._door
         if shortcuts is None or not door.idle:
             return False
         try:
             work = shortcuts.post(self._comm, self.op, self)
         except BaseException as error:
-            # A signal handler raised this, while it was being noted that the op is under way.
+            # A signal handler raised this while the pending op was being registered.
             if self._posted_as is not None:
                 self._taken()
                 door.put(self._kept)
@@ -266,16 +268,16 @@ class BlockingWork(Pending, Generic[T_co]):
         if work is None:
             return False
         self._taken()
-        if self._work is None:  # A work that has ended is not kept, so that no other thread hears of its end.
+        if self._work is None:  # A work that has ended is not registered, and no other thread reports its end.
             self._work = work
             if work.fault is None and not self._core.post_hooks:
                 self._over = True
-            else:  # another thread has just registered a hook; or the loop has found that the op cannot be done
+            else:  # Another thread has just registered a hook, or the loop has found that the op fails.
                 door.put(self._ended_at_once)
         return True
 
     def _kept(self) -> None:
-        """See :meth:`aiocomms.transport.native.Shortcuts.post`. To do it twice does no harm."""
+        """Register the pending op; see :meth:`aiocomms.transport.native.Shortcuts.post`. A second call does no harm."""
         assert self._posted_as is not None
         on, work, look_after, index = self._posted_as
         self._work, core = work, self._core
@@ -283,7 +285,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._until = clock.now() + self._seconds
         work.wake(_Listener(self))
         core.keep_elsewhere(work, self._seconds)
-        # This call does not go by the door, for the next call need not wait for it.
+        # This call bypasses the door, because the next call need not wait for it.
         core.driver.call_threadsafe(core.look_after, look_after, index)
         self._posted_as = None
 
@@ -292,7 +294,7 @@ class BlockingWork(Pending, Generic[T_co]):
     def _ended_at_once(self) -> None:
         core = self._core
         assert self._work is not None
-        if threading.get_ident() != core.thread:  # the door is closed: the loop has called the last hook
+        if threading.get_ident() != core.thread:  # The door is closed, and the loop has called the last hook.
             return self._ring()
         core.ended_at_once(self._work)
         self._ended()
@@ -315,7 +317,7 @@ class BlockingWork(Pending, Generic[T_co]):
             self._ended()
         else:
             self._until = clock.now() + self._seconds
-            work.forget()  # The program asks this object for errors, and never that work.
+            work.forget()  # The program reads errors from this object, never from that work.
             work._waiting().waiting.append(_Listener(self))
 
     def _behind_its_caller(self) -> AbstractContextManager[object]:
@@ -324,7 +326,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _ended(self) -> None:
-        """Let the waiting threads go on, after the hooks: the op has ended."""
+        """Wake the waiting threads after the hooks, because the op has ended."""
         work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
@@ -342,7 +344,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # ---------------------------------------------------------------------------------------------- on any thread
 
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
-        """Return what was asked to the first who takes it: to start it, or to make sure that it never starts."""
+        """Return the call's arguments to the first caller, which starts the op or prevents its start; else None."""
         try:
             return self._asked.pop()
         except IndexError:
@@ -362,7 +364,7 @@ class BlockingWork(Pending, Generic[T_co]):
             late=[core.rank],
         )  # fmt: skip
         if self._taken() is not None and not self.op.withdrawable:
-            core.lose(error.about(op=self.op.name, rank=core.rank))  # the other ranks wait for it
+            core.lose(error.about(op=self.op.name, rank=core.rank))  # The other ranks wait for the op.
         return error
 
     def _fail(self, error: BaseException) -> None:
@@ -376,7 +378,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
 
 class _Listener:
-    """The waiter that a work wakes in place of a task."""
+    """The waiter that a work wakes instead of a task."""
 
     __slots__ = ("_of",)
 

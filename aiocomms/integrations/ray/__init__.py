@@ -1,11 +1,11 @@
-"""aiocomms between the actors of Ray: communicators without a store to start by hand, and a transport of tensors.
+"""aiocomms between actors of Ray: communicators without a store of your own, and a tensor transport.
 
 >>> comm = await aiocomms.integrations.ray.rendezvous("pipeline", rank=rank, size=3)  # in a method of an async actor
->>> @ray.method(tensor_transport="aiocomms")  # what it returns goes from actor to actor
+>>> @ray.method(tensor_transport="aiocomms")  # the returned tensors move from actor to actor
 
-To import it registers the tensor transport, for the actors that this process makes from then on. It needs Ray 2.60, as
-``pip install "aiocomms[ray]"`` brings it; the tensor transport also needs a transport that has endpoints, such as that
-of ``pip install "aiocomms[ucx]"``.
+The import registers the tensor transport for the actors that this process creates later. It needs Ray 2.60, which
+``pip install "aiocomms[ray]"`` installs. The tensor transport also needs a transport with endpoints, such as that of
+``pip install "aiocomms[ucx]"``.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ from aiocomms.integrations.ray.transport import NAME, RayTransport
 
 __all__ = ["RayTransport", "get", "rendezvous"]
 
-if NAME not in transport_manager_info:  # Ray itself may have registered it, in an actor
+if NAME not in transport_manager_info:  # In an actor Ray itself may have registered it.
     register_tensor_transport(NAME, ["cpu"], RayTransport, torch.Tensor)

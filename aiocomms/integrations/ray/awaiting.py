@@ -1,4 +1,4 @@
-"""Refs of tensors that a transport moves, as a coroutine waits for them."""
+"""The wait of a coroutine for refs of tensors that a transport moves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from aiocomms.lowlevel import run_in_thread
 
 
 async def get(ref: Any) -> Any:
-    """Wait for an object of Ray, and return it: what ``await ref`` does for those whose tensors no transport moves.
+    """Wait for an object of Ray, and return it. Use it for objects whose tensors a tensor transport moves.
 
-    For those whose tensors one does ``await ref`` never ends (Ray issue 56398), and ``ray.get(ref)`` keeps the event
-    loop of an async actor. A wait that is cancelled leaves the transfer to end by itself.
+    For such objects ``await ref`` never ends (Ray issue 56398), and ``ray.get(ref)`` blocks the event loop of an async
+    actor. A cancelled wait leaves the transfer to end by itself.
 
     :param ref: an ``ObjectRef``, or a list of these.
-    :returns: as ``ray.get``.
+    :returns: the same as ``ray.get``.
     :raises ray.exceptions.RayError: as ``ray.get`` does; ``RayDirectTransportError``: the transfer failed.
     """
     return await run_in_thread(lambda: ray.get(ref))

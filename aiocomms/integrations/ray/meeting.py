@@ -1,10 +1,12 @@
-"""The meeting by which ranks of Ray find each other, as each rank sees it. All of it blocks.
+"""The meeting in which ranks on Ray find each other, from the view of one rank. All calls block.
 
-Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS), under the name
-and a number of its own. The others look for such records. When all have said in the store that they are there, rank 0
-takes its record away, and only then lets them go on. So a rank that looks for the next meeting of that name never finds
-the last one's. The record of a rank 0 that was killed stays until the next rank 0 comes. Meanwhile another process may
-listen there. So the number is in the store, too, and a rank that does not find it there goes on looking.
+Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS). The key is the
+name and a random number. The other ranks search for such records, and announce themselves in the store of rank 0. When
+all ranks have arrived, rank 0 deletes its record, and only then releases them. So a rank that joins the next meeting of
+that name never finds the record of the previous one.
+
+The record of a killed rank 0 stays until the next rank 0 arrives, and another process may listen at its address
+meanwhile. Therefore the store contains the number, too. A rank that does not find it there continues to search.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from aiocomms.lowlevel.jobstore import JobStore
 NAMESPACE: Final = "aiocomms"
 """The namespace of the keys in the GCS."""
 _OPEN: Final = "open"
-"""The key by which rank 0 lets the others in, once it knows to be the only one."""
+"""The key that rank 0 sets to admit the other ranks, once it is the only rank 0."""
 _VERDICT: Final = "verdict"
-"""The key by which rank 0 lets the others go on: the ranks that did not come, or none."""
+"""The key with which rank 0 releases the other ranks. Its value is the list of the missing ranks."""
 _PROBE: Final = 2.0
-"""Seconds for one attempt to reach a store, so that one that does not answer hides no other."""
+"""Seconds for one attempt to reach a store, so that a silent store does not prevent attempts at others."""
 _SHORTEST: Final = 0.1
-"""Seconds for the last attempt, however late it is."""
+"""The minimum seconds for an attempt, also after the deadline."""
 _WITHDRAWAL: Final = 5.0
-"""Seconds for which a rank that gives up waits for what is under way: a probe, or an answer of Ray's store."""
+"""Seconds for which a rank that gives up waits for its current step: a probe, or an answer of Ray's store."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
-"""Seconds between two looks for what is not there yet."""
+"""Seconds between two looks: the first pause and the longest."""
 
 
 class RayRecord(msgspec.Struct, array_like=True):
-    """The record of rank 0: where it serves the store, and the size that it was told."""
+    """The record of rank 0: the address of its store, and the size that its caller has given."""
 
     host: str
     port: int
@@ -84,7 +86,7 @@ class RayMeeting:
             self._over.set()
 
     def give_up(self) -> None:
-        """Give :meth:`run` up, and wait, but not for long, until nothing of it is left."""
+        """Make :meth:`run` end, and wait for its end for some seconds."""
         self._given_up.set()
         self._over.wait(_WITHDRAWAL)
 
@@ -113,10 +115,10 @@ class RayMeeting:
         return store
 
     def _claim(self, key: bytes) -> None:
-        """Be the only rank 0. Of two that come at once one sees the other here, for both have put their records.
+        """Ensure that this is the only rank 0. Both of two rivals have put their records, so one sees the other here.
 
-        :param key: that of this one's record.
-        :raises ArgumentError: another is, or has the smaller key.
+        :param key: the key of this process's record.
+        :raises ArgumentError: another process is rank 0 already, or has the smaller key.
         """
         for _ in self._looks():
             waiting = False
@@ -124,7 +126,7 @@ class RayMeeting:
                 store = None if other == key else self._rival(other, record)
                 if store is None:
                     continue
-                waiting = True  # The wait lasts until the other rank 0 has seen this one, or has gone.
+                waiting = True  # The wait lasts until the other rank 0 has seen this one, or has ended.
                 with contextlib.suppress(RuntimeError):
                     if other < key or store.check([_OPEN]):
                         raise ArgumentError(
@@ -134,11 +136,11 @@ class RayMeeting:
                 return
 
     def _rival(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store of another rank 0, if it can be found. Remove what leads nowhere; nothing else does."""
+        """Return the store of another rank 0, if it can be reached. Delete a record without a rank 0 behind it."""
         try:
             with store_errors():
                 store = self._reached(key, record)
-        except CommError:  # The rival may be there, and only this process be kept from it.
+        except CommError:  # The rival may exist and only be unreachable from this process.
             return None
         if store is None:
             self._delete(key)
@@ -157,13 +159,13 @@ class RayMeeting:
             try:
                 self._heed(store)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                with contextlib.suppress(RuntimeError):  # The store itself may be lost.
                     store.delete_key(_arrival(self._rank))
                 raise
         return store
 
     def _heed(self, store: JobStore) -> None:
-        """Wait until rank 0 says to go on."""
+        """Wait until rank 0 releases this rank."""
         for _ in self._looks():
             if store.check([_VERDICT]):
                 absent = _VERDICTS.decode(store.get(_VERDICT), 0)
@@ -173,7 +175,7 @@ class RayMeeting:
         raise self._late(self._absent(store) or [0])
 
     def _find(self) -> JobStore:
-        """Rank 0's store, once it is served."""
+        """Wait until rank 0 serves its store, and return the store."""
         why = ""
         for _ in self._looks():
             refused: CommError | None = None
@@ -184,10 +186,10 @@ class RayMeeting:
                         if store is not None and store.check([_OPEN]):
                             break
                     why = f"where its record says, {record.host}:{record.port}, nobody serves that meeting"
-                except (ArgumentError, AuthError) as error:  # This stays so, unless there is another record.
+                except (ArgumentError, AuthError) as error:  # This error is final, unless there is another record.
                     refused = error
                 except (StoreLostError, ProtocolError) as error:
-                    # The address may be another process's by now, or is not to be reached.
+                    # Another process may listen at the address now, or the address is unreachable.
                     why = error.message
             else:
                 if refused is not None:
@@ -201,18 +203,19 @@ class RayMeeting:
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _records(self) -> Iterator[tuple[bytes, RayRecord]]:
-        """Yield the records of the name, with their keys: more than one where a rank 0 was killed."""
+        """Yield the records of the name with their keys. There are several if a rank 0 was killed."""
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-            if value is not None:  # The key may just have been taken away.
+            if value is not None:  # The key may just have been deleted.
                 yield key, _RECORDS.decode(value, 0)
 
     def _reached(self, key: bytes, record: RayRecord) -> JobStore | None:
-        """Return the store that a record leads to. None: no rank serves it there any more.
+        """Return the store at a record's address. None: no rank serves it there any more.
 
-        :raises ArgumentError: it is on loopback, of another node.
-        :raises StoreLostError: nothing can be said.
-        :raises ProtocolError: who answers is no store of this version; AuthError, of this job.
+        :raises ArgumentError: the address is the loopback of another node.
+        :raises StoreLostError: the address cannot be reached, so the state of the store is unknown.
+        :raises ProtocolError: another service, or a store of another version, answers.
+        :raises AuthError: the store of another job answers.
         """
         check_reachable("rank 0", record.host, record.node)
         left = max(_SHORTEST, self._left())
@@ -222,7 +225,7 @@ class RayMeeting:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 return None
             raise
-        if not store.check([key.hex()]):  # another meeting has got the port
+        if not store.check([key.hex()]):  # Another meeting uses the port now.
             return None
         store.set_timeout(timedelta(seconds=left))
         return store
@@ -231,9 +234,9 @@ class RayMeeting:
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
 
     def _looks(self) -> Iterator[None]:
-        """Time to look, again and again, until time is up.
+        """Yield for each look, with pauses, until the deadline.
 
-        :raises CommClosedError: no task waits any more.
+        :raises CommClosedError: the caller was cancelled.
         """
         pause = _FIRST_PAUSE
         while True:

@@ -1,4 +1,4 @@
-"""The addresses at which processes of Ray are reached by others of their job."""
+"""The addresses at which other processes of a job reach a process of Ray."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ UNPROTECTED = (
     "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
     "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
 )
-"""The reason why a process listens on loopback, and the cure."""
+"""The reason why a process listens on loopback, and the remedy."""
 
 
 def own_host() -> str:
-    """Return the address of this process's node at which other nodes reach it; loopback, where the job has no token.
+    """Return the address at which other nodes reach this process's node; loopback if the job has no token.
 
-    :raises ArgumentError: the token is not as it must be.
+    :raises ArgumentError: the token is invalid.
     """
     if read_token(os.environ) is None:
         try:
@@ -31,11 +31,11 @@ def own_host() -> str:
 
 
 def check_reachable(who: str, host: str, their_node: str) -> None:
-    """Check that who listens on loopback is on this process's node.
+    """Check that a process that listens on loopback is on this process's node.
 
-    :param who: the beginning of the error's message.
-    :param host: where it listens.
-    :raises ArgumentError: it is not.
+    :param who: the name of that process, which begins the error's message.
+    :param host: the address at which it listens.
+    :raises ArgumentError: it listens on the loopback of another node.
     """
     if host == LOOPBACK and their_node != node():
         raise ArgumentError(f"{who} is on node {their_node}, and this process on {node()}, {UNPROTECTED}")

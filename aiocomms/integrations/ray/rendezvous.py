@@ -1,4 +1,4 @@
-"""Actors that meet by a name: rank 0 serves a store, and its address lies in Ray's own store until all have come."""
+"""The rendezvous of actors by name: rank 0 serves a store, and Ray's own store has its address meanwhile."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from aiocomms.lowlevel import run_in_thread
 class rendezvous(new_comm):  # noqa: N801 - The class is called like a function, as new_comm is.
     """Form a communicator with the other actors that call this with the same name; collective.
 
-    Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, as
-    :func:`aiocomms.new_comm`. The actors are of one namespace of Ray; drivers and tasks can take part, too. Rank 0's
-    process serves the store that they meet in, for as long as the communicator lives. A name may be used again at once:
-    also with some of the actors, or with other ones. What lies in Ray's own store meanwhile is gone when this returns;
-    where it is cancelled, too, for it waits for that.
+    Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, like
+    :func:`aiocomms.new_comm`. The actors are in one namespace of Ray; drivers and tasks can take part, too. Rank 0's
+    process serves the store in which they meet, as long as the communicator lives. The same name may be used again at
+    once, with the same or other actors. At the return no entry remains in Ray's own store, also after a cancellation.
 
     On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without it
     actors meet on one host only.
 
-    :param name: the name; also the communicator's.
+    :param name: the name of the rendezvous and of the communicator.
     :param rank: this actor's rank.
-    :param size: how many there are.
-    :param transport: as for :func:`aiocomms.new_comm`, and so are those that follow.
+    :param size: the number of actors.
+    :param transport: as for :func:`aiocomms.new_comm`, and so are the following parameters.
     :param device: the device of all tensors.
-    :param timeout: the deadline in seconds for meeting, then for forming the communicator, and afterwards that of ops
-        that are given none. None: these have no deadline, and the others have 600 s each.
+    :param timeout: the deadline in seconds for the rendezvous, then for the forming of the communicator, and later for
+        ops without one. None: 600 s each for the first two, and no deadline for ops.
     :param hints: advice to the transports.
-    :raises ArgumentError: an argument is wrong; two actors have the same rank; or they are on several nodes, and the
-        job has no token.
+    :raises ArgumentError: an argument is wrong; two actors have the same rank; or the actors are on several nodes and
+        the job has no token.
     :raises MismatchError: the actors differ in the size.
-    :raises CommTimeoutError: some rank did not come in time; says which.
-    :raises StoreLostError: rank 0 was lost before all had come.
-    :raises AuthError: some rank has not the same token.
+    :raises CommTimeoutError: ranks did not arrive in time; the error names them.
+    :raises StoreLostError: rank 0 was lost before all ranks had arrived.
+    :raises AuthError: a rank has another token.
     :raises CommError: Ray is not initialized in this process.
     """
 
@@ -77,7 +76,7 @@ class rendezvous(new_comm):  # noqa: N801 - The class is called like a function,
             store = await run_in_thread(meeting.run)
         except CommError as error:
             raise error.about(comm=self._name, op="rendezvous", rank=self._rank) from error.__cause__
-        except anyio.get_cancelled_exc_class():  # The cancellation leaves the thread behind.
+        except anyio.get_cancelled_exc_class():  # The thread outlives the cancellation.
             with anyio.CancelScope(shield=True):
                 await run_in_thread(meeting.give_up, anyhow=True)
             raise

@@ -1,8 +1,8 @@
 """A tensor transport of Ray Direct Transport (RDT) over endpoints.
 
-The source registers each tensor as a region that may be read; what Ray hands on are the source's address and the
-regions' descriptors. The receiver connects, opens the regions, and reads them into tensors of its own, while the
-source's program takes no part. Ray calls all of this from threads of its own.
+The source registers each tensor as a readable region. Ray passes the source's address and the regions' descriptors to
+the receiver, which connects, opens the regions, and reads them into its own tensors. The source's program takes no part
+in the reads. Ray calls all methods on its own threads.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from aiocomms.lowlevel.threads import start_awaited
 
 NAME: Final = "AIOCOMMS"
 _RELEASE: Final = 10.0
-"""Seconds in which receivers release a region that is revoked."""
+"""Seconds in which receivers must release a revoked region."""
 
 _log = logging.getLogger("aiocomms")
 
 
-if TYPE_CHECKING:  # Ray has no types here, and is not everywhere
+if TYPE_CHECKING:  # Ray has no types for these classes, and may not be installed.
 
     @dataclass
     class _Metadata:
@@ -60,20 +60,20 @@ else:
 
 @dataclass
 class EndpointMetadata(_Metadata):
-    """The places at which the tensors of one object can be read."""
+    """The addresses at which the tensors of one object can be read."""
 
     source: str = ""
-    """The actor, for errors."""
+    """The name of the source's actor, for errors."""
     host: str = ""
     node: str = ""
-    """The address at which it listens, and the node of that address."""
+    """The address of the source's node; ``host`` is the address at which the source listens."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
-    """The descriptor of each tensor; empty for one without elements."""
+    """The descriptor of each tensor; empty for a tensor without elements."""
 
 
 class _Fetch(_FetchRequest):
-    """One object that is being read, on a thread of its own; any thread may wait for it, or give it up."""
+    """The read of one object, on a thread of its own. Any thread may wait for it or abort it."""
 
     def __init__(self, obj_id: str, tensors: list[Tensor], meta: EndpointMetadata) -> None:
         super().__init__(obj_id, tensors)
@@ -82,7 +82,7 @@ class _Fetch(_FetchRequest):
         self.outcome: Future[list[Tensor]] = Future()
 
     def run(self, endpoint: Endpoint) -> None:
-        """Read it."""
+        """Read the object."""
         try:
             self._read(endpoint)
         except Exception as error:
@@ -103,7 +103,7 @@ class _Fetch(_FetchRequest):
             work.wait()
 
     def abort(self) -> None:
-        """Give it up, and with it all that is read from that source just now."""
+        """Abort this fetch, and with it all pending fetches from the same source."""
         self._end(CommAbortedError("the transfer was aborted"))
         if self._peer is not None:
             self._peer.abort("Ray has aborted a transfer")
@@ -114,7 +114,7 @@ class _Fetch(_FetchRequest):
                 self.outcome.set_result(self.tensors)
             else:
                 self.outcome.set_exception(self._described(error))
-        except InvalidStateError:  # The fetch has ended otherwise.
+        except InvalidStateError:  # The fetch already has an outcome.
             pass
 
     def _described(self, error: Exception) -> Exception:
@@ -126,47 +126,47 @@ class _Fetch(_FetchRequest):
 
 
 class RayTransport(_Manager):
-    """One process's part of the transport, which Ray makes at its first use. See Ray's ``TensorTransportManager``."""
+    """One process's part of the transport, which Ray creates at its first use. See Ray's ``TensorTransportManager``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._endpoint: Endpoint | None = None
         self._objects: dict[str, tuple[EndpointMetadata, list[BlockingRegion]]] = {}
-        """The objects that others read from this process."""
+        """The objects that other processes read from this one."""
         self._fetches: list[_Fetch] = []
-        """The fetches that are under way."""
+        """The pending fetches."""
 
     def tensor_transport_backend(self) -> str:
-        """Its name."""
+        """Return the transport's name."""
         return NAME
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Return the receiver reads."""
+        """Return True: the receiver reads without the source's program."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Return True, so that Ray kills no actor where a transfer fails."""
+        """Return True, so that Ray kills no actor when a transfer fails."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Ray has registered it there by then, which fails where aiocomms is not installed."""
+        """Return True. Ray has registered the transport in the actor before, which fails without aiocomms there."""
         return True
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Return nothing: the two need not know of each other before."""
+        """Return empty metadata: source and receiver need no preparation."""
         return rdt.CommunicatorMetadata()
 
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Open the tensors to the processes that are given what this returns.
+        """Open the tensors to the processes that get the returned metadata.
 
         :raises ValueError: a tensor is not contiguous, or not on the CPU.
         """
         with self._lock:
-            if obj_id in self._objects:  # the task was run again
+            if obj_id in self._objects:  # Ray has run the task again.
                 return self._objects[obj_id][0]
         for tensor in rdt_object:
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -180,16 +180,16 @@ class RayTransport(_Manager):
             shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
             device = "cpu" if rdt_object else None
             meta = EndpointMetadata(shapes, device, _source(), own_host(), node(), here.address, descriptors)
-            stack.pop_all()  # All regions stay registered, or none does.
+            stack.pop_all()  # All regions stay registered. After an error none does.
         with self._lock:
             self._objects[obj_id] = meta, regions
         return meta
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
-        """Nothing: the receiver reads."""
+        """Do nothing: the receiver reads."""
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
-        """Revoke the memory of an object that is read no more: when this returns it is the program's alone."""
+        """Revoke the memory of an object after its last read. When this returns, only the program uses the memory."""
         with self._lock:
             _, regions = self._objects.get(obj_id, (None, []))
         for region in regions:
@@ -205,7 +205,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Begin to read an object, into the target's buffers or new tensors; this does not wait."""
+        """Begin to read an object into the target's buffers or new tensors, without a wait."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)
@@ -222,10 +222,10 @@ class RayTransport(_Manager):
         return fetch
 
     def wait_fetch_complete(self, fetch_request: _FetchRequest, timeout: float = -1) -> list[Tensor]:
-        """Wait until it is read.
+        """Wait until the object has been read.
 
-        :raises RayDirectTransportError: it cannot be; names the source, and says why.
-        :raises TimeoutError: it is not yet; the reading goes on.
+        :raises RayDirectTransportError: the read has failed. The text has the source and the reason.
+        :raises TimeoutError: the read has not ended in time, and goes on.
         """
         assert isinstance(fetch_request, _Fetch)
         return fetch_request.outcome.result(None if timeout < 0 else timeout)
@@ -239,16 +239,16 @@ class RayTransport(_Manager):
         )
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Give up a transfer, and with it all from that source that are under way; the next ones connect anew."""
+        """Abort a transfer, and with it all pending ones from the same source. Later transfers connect anew."""
         with self._lock:
             found = [fetch for fetch in self._fetches if fetch.obj_id == obj_id]
         for fetch in found:
             fetch.abort()
 
-    # ------------------------------------------------------------------------------------------------------- and both
+    # ---------------------------------------------------------------------------------------------------- on both ends
 
     def _here(self) -> Endpoint:
-        """Return this process's endpoint, which its first use opens."""
+        """Return this process's endpoint, opened at the first use."""
         with self._lock:
             if self._endpoint is None:
                 seconds = ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS
@@ -258,7 +258,7 @@ class RayTransport(_Manager):
 
 
 def _source() -> str:
-    """Return what this process is called in another one's error."""
+    """Return the name of this process for errors in other processes."""
     context = ray.get_runtime_context()
     who = "a driver or task" if context.get_actor_id() is None else repr(context.current_actor)
     return f"{who} (process {os.getpid()} on {ray.util.get_node_ip_address()})"

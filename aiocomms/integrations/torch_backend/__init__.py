@@ -1,14 +1,13 @@
-"""A backend of ``torch.distributed`` over aiocomms, whose works can be awaited.
+"""A backend of ``torch.distributed`` over aiocomms, with awaitable works.
 
 >>> import aiocomms.integrations.torch_backend
 >>> dist.init_process_group("aiocomms")
->>> dist.all_reduce(t)  # as ever, from any thread
+>>> dist.all_reduce(t)  # from any thread, as with other backends
 >>> await dist.all_reduce(t, async_op=True)  # in a coroutine of asyncio or trio
 
-To import it registers the backend. ``pg_options`` of ``init_process_group`` and ``new_group`` is the transport, as
-:func:`aiocomms.new_comm` takes it; without it aiocomms chooses one, for the CPU and for a GPU. Programs of
-``torch.distributed`` run unchanged, and so do what is built on it: DDP, FSDP2, DTensor, pipelining schedules,
-functional collectives, checkpoints.
+The import registers the backend. ``pg_options`` of ``init_process_group`` and ``new_group`` is the transport, as for
+:func:`aiocomms.new_comm`. Without it aiocomms chooses one, for the CPU and for a GPU. Programs of ``torch.distributed``
+run unchanged, also with DDP, FSDP2, DTensor, pipelining schedules, functional collectives and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["BACKEND", "Group", "GroupWork", "register"]
 
 
 def register() -> None:
-    """Register the backend; the import of this module has done so. From 2.14 on torch finds this by an entry point."""
+    """Register the backend, as the import of this module does. torch 2.14 and later find this by an entry point."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
         functional.register()

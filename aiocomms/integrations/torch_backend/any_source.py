@@ -1,7 +1,7 @@
-"""Receives of a group, which match in the order of the calls as torch has it, whether they name a source or not.
+"""Receives of a group, which match in the order of the calls, as in torch, with or without a named source.
 
-A communicator has a receive that names its source come before one that names none. So for as long as one that names
-none waits, those behind it with its tag stand in the same queue, and name one source there.
+A communicator prefers a receive with a named source to one without. So while a receive without a source is pending,
+later receives with its tag join the same queue, each with its one source.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from aiocomms.errors import ArgumentError, CommError
 
 
 class Receives:
-    """The receives on a communicator, from one source or from any; any thread."""
+    """The receives on a communicator, from one source or from any. Any thread may call them."""
 
     def __init__(self, comm: blocking.Communicator) -> None:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._waiting: dict[int, int] = {}
         """The number of receives in the queue of each tag."""
-        self._lock = threading.RLock()  # A receive that has ended by then is counted within the call.
+        self._lock = threading.RLock()  # The lock is reentrant: add_step calls _ended at once for an ended receive.
 
     def from_one(self, tensor: Tensor, source: int, tag: int) -> BlockingWork[Tensor] | BlockingWork[int]:
-        """Start a receive from a rank; its tensor is one-dimensional and contiguous."""
-        with self._lock:  # The lock holds while a receive is posted: a later one might be first.
+        """Start a receive from a rank into a one-dimensional, contiguous tensor."""
+        with self._lock:  # The lock keeps receives in order while one is posted.
             if tag in self._waiting:
                 return self._queued(tensor, [source], tag)
             return self._comm.recv(tensor, source, tag)
 
     def from_any(self, tensor: Tensor, tag: int) -> BlockingWork[int]:
-        """Start a receive from any other rank; its tensor is one-dimensional and contiguous."""
+        """Start a receive from any other rank into a one-dimensional, contiguous tensor."""
         if not self._others:
             raise ArgumentError("no source was given, and there is no other rank")
         with self._lock:
@@ -55,7 +55,7 @@ class Receives:
 
 
 def source_of(work: BlockingWork[int]) -> int:
-    """Return the rank that a message came from; -1: none has come."""
+    """Return the source rank of the received message; -1: there is no message."""
     try:
         return work.wait() if work.done() else -1
     except CommError:

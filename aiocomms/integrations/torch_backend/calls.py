@@ -1,4 +1,4 @@
-"""The decorator by which each method of a group takes every form in which torch calls that method."""
+"""The decorator that makes each method of a group accept all of torch's forms of its arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """Make a method that torch calls in any of torch's forms of one that has one form, with :class:`How` at its end.
+    """Wrap a method with one form, which ends with :class:`How`, so that it accepts all of torch's forms.
 
-    It raises what torch's users expect, and is a range of torch's profiler.
+    The wrapped method raises the errors that torch's users expect, and appears as a range in torch's profiler.
 
-    :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
+    :param given: the index of the argument whose tensors the profiler shows; None: it shows no tensors.
     """
 
     def of(method: _Method) -> _Method:
@@ -46,7 +46,7 @@ def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
                 work = getattr(dist.ProcessGroup, method.__name__)(self, *args, **kwargs)
             return GroupWork.of_all(works, self.completer) if works else work
 
-        # By its name, pybind11 knows that it calls the method of its base, and does not call it again for that.
+        # pybind11 recognises by this name that the method calls its base, and does not call the override again.
         function: Any = call
         function.__code__ = function.__code__.replace(co_name=method.__name__)
         function.begin = begin

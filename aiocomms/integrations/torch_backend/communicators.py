@@ -1,4 +1,4 @@
-"""The communicators of a group: one for tensors on the CPU, and one for those on a GPU, which is opened when needed."""
+"""The communicators of a group: one for tensors on the CPU, and one for tensors on a GPU, opened on demand."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEVICES: Final = ("cpu", "cuda")
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device of the tensors of a call; tests, which have no GPU, replace this."""
+    """Return the device of the tensors of a call. Tests without a GPU replace this function."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def open_gpu(transport: Any, device: torch.device, **where: Any) -> blocking.Communicator:
-    """Form a communicator for tensors on a GPU, as :func:`aiocomms.new_comm`; tests replace this."""
+    """Form a communicator for tensors on a GPU, as :func:`aiocomms.new_comm` does. Tests replace this function."""
     return blocking.new_comm(transport, device, **where)
 
 
@@ -37,11 +37,11 @@ class GroupSide:
     def __init__(self, comm: blocking.Communicator, gpu: torch.device | None = None) -> None:
         self.comm = comm
         self.gpu: torch.device | None = gpu
-        """The GPU, on whose streams works are waited for; None: it is the CPU."""
+        """The GPU whose streams wait for works; None: the device is the CPU."""
         self.receives: Receives = Receives(comm)
 
     def settle(self) -> None:
-        """Block until the GPU has done what is on this thread's current stream."""
+        """Block until the GPU has finished the work on this thread's current stream."""
         if self.gpu is not None and (marks := self.comm._core.marks) is not None:
             end = marks.cuda.event()
             end.record(marks.cuda.current_stream())
@@ -49,7 +49,7 @@ class GroupSide:
 
 
 class GroupComms:
-    """The communicators of a group. If one is lost, so is the other; any thread."""
+    """The communicators of a group. The loss of one is also the loss of the other. Any thread may use them."""
 
     def __init__(
         self,
@@ -59,30 +59,30 @@ class GroupComms:
         parent: GroupComms | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        """Begin with that of the CPU.
+        """Begin with the communicator of the CPU.
 
-        :param store: where the ranks meet for that of a GPU.
-        :param transport: what it is asked to run over; None: the best that is available.
-        :param parent: the communicators of the group from which it was made, whose engines it shares.
-        :param ranks: its ranks, as ranks of the parent.
+        :param store: the store in which the ranks meet for the communicator of a GPU.
+        :param transport: the requested transport; None: the best available one.
+        :param parent: the communicators of the parent group, whose engines this group shares.
+        :param ranks: the group's ranks, as ranks of the parent.
         """
         self.cpu: GroupSide = GroupSide(comm)
         self.gpu: GroupSide | None = None
-        """None: it was not opened yet."""
+        """The communicator of a GPU; None: it is not open yet."""
         self._store, self._transport = store, transport
         self._parent, self._ranks = parent, ranks
-        self._lock = threading.Lock()  # while it is opened, which waits for the other ranks
+        self._lock = threading.Lock()  # The lock is held while the GPU's communicator opens with the other ranks.
 
     @property
     def sides(self) -> list[GroupSide]:
-        """All that are open."""
+        """The open communicators."""
         return [self.cpu] if self.gpu is None else [self.cpu, self.gpu]
 
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
-        """Return the one for a GPU, which is opened if it is not; all ranks must call that.
+        """Return the communicator of a GPU. If it is not open, open it together with all ranks.
 
-        :param message: the name of the op, if it is one between two ranks, which opens nothing; None: all call it.
-        :raises ArgumentError: there is none for this GPU, and none can be opened now.
+        :param message: the name of a point-to-point op, which cannot open it; None: the op is a collective.
+        :raises ArgumentError: the group has no communicator for this GPU, and cannot open one now.
         """
         side = self.gpu
         if side is None:
@@ -98,7 +98,7 @@ class GroupComms:
         return side
 
     def open(self, device: torch.device) -> GroupSide:
-        """Open that of a GPU, if it is not open; collective."""
+        """Open the communicator of a GPU, if it is not open; collective."""
         with self._lock:
             if self.gpu is None:
                 if (error := self.cpu.comm._core.refusal()) is not None:
@@ -106,7 +106,7 @@ class GroupComms:
                 side = GroupSide(self._opened(device), device)
                 for one, other in ((self.cpu, side), (side, self.cpu)):
                     one.comm.register_abort_hook(functools.partial(_also, other.comm))
-                    if (error := one.comm._core.refusal()) is not None:  # before it heard of the hook
+                    if (error := one.comm._core.refusal()) is not None:  # The loss came before the hook.
                         _also(other.comm, error)
                 self.gpu = side
             return self.gpu
@@ -128,7 +128,7 @@ class GroupComms:
 
 
 def _also(other: blocking.Communicator, error: CommError) -> None:
-    """Lose the other communicator, too, on all ranks."""
+    """Abort the other communicator, too, on all ranks."""
     other.abort(error)
 
 

@@ -1,4 +1,4 @@
-"""Threads that make the calls which follow the ends of works."""
+"""Threads for calls that follow the ends of works."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 
 
 class Completer:
-    """The threads that make calls, of which there are as many as are busy.
+    """A pool of daemon threads that grows whenever all threads are busy.
 
-    They are daemons, and none waits for another: what they call is the program's, and may wait for a work whose future
-    is completed by a call that comes later, or for a rank that never comes.
+    No call waits for another. The calls are the program's functions: one may wait for a work whose future a later call
+    completes, or for a rank that never arrives.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Completer:
         self._closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have something called; on any thread, which it does not keep."""
+        """Have a thread of the pool call a function. Safe on any thread; returns at once."""
         with self._changed:
             self._under_way += 1
             if self._idle:
@@ -37,16 +37,16 @@ class Completer:
         try:
             # The start of a threading.Thread would wait until the thread runs.
             _thread.start_new_thread(self._run, ([call],))
-        except RuntimeError:  # there can be no more threads
+        except RuntimeError:  # The system can start no more threads.
             self._call(call)
 
     def drain(self) -> None:
-        """Wait until what was submitted has been called; what has called this goes on after it."""
+        """Wait until all submitted calls have returned, except a call that this one runs in."""
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= getattr(self._own, "depth", 0))
 
     def close(self) -> None:
-        """End the threads, each after what it calls."""
+        """End the threads, each after its current call."""
         with self._changed:
             self._closed = True
             for _ in range(self._idle):

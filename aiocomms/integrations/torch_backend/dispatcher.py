@@ -1,8 +1,8 @@
-"""Calls that torch's dispatcher has to see: those of tensors that stand for others, and those under a dispatch mode.
+"""Calls for torch's dispatcher: calls with tensor subclasses, and calls under a dispatch mode.
 
-Torch calls a group that is written in Python without its dispatcher, through which it calls its own groups by the
-operators ``c10d::*``. Here a call takes that way, too, if something listens there. What comes out at the far end, a
-call of plain tensors, is the group's own.
+Torch calls its own groups through its dispatcher, by the operators ``c10d::*``, but a group written in Python directly.
+This module passes a call through the dispatcher if a mode or a tensor subclass handles operators there. The dispatcher
+then ends in a call with plain tensors, which is a method of the group.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -48,15 +48,15 @@ _METHODS: Final = {
     "c10d::recv_": "recv",
     "c10d::recv_any_source_": "recv_anysource",
 }
-"""The methods that do what the operators of ``c10d`` do, by the operators' names."""
+"""The methods of a group by the name of the equivalent ``c10d`` operator."""
 _SAID: Final = frozenset(
     ["process_group", "reduce_op", "root_rank", "root_tensor", "sparse_indices", "device_ids", "async_op", "timeout"]
 )
-"""The operators' arguments that are in :class:`How`, or say nothing here."""
+"""The operators' arguments that :class:`How` contains, or that have no meaning here."""
 
 
 def is_seen(arguments: list[Any]) -> bool:
-    """Return whether a mode is on in this thread, or an argument is a tensor that decides what is done with it."""
+    """Return whether this thread has a dispatch mode, or an argument is a tensor subclass with its own dispatch."""
     return dispatch_modes() > 0 or _decides(arguments)
 
 
@@ -68,9 +68,9 @@ def _decides(value: Any) -> bool:
 
 @contextlib.contextmanager
 def seen() -> Iterator[list[GroupWork]]:
-    """Have calls of torch's own methods of a group, made within, end in the methods of ours.
+    """Route calls of torch's group methods within the block to the methods of this package's groups.
 
-    :returns: the works of those.
+    :returns: the works of these calls.
     """
     last = _Last()
     with _replaced(dispatch_modes(), lambda others: [last, *others]):
@@ -79,7 +79,7 @@ def seen() -> Iterator[list[GroupWork]]:
 
 @contextlib.contextmanager
 def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[list[Mode]]:
-    """Replace the topmost modes of this thread by others; both are said from below."""
+    """Replace the topmost modes of this thread by others. Both lists begin with the lowest mode."""
     before = [modes._pop_mode() for _ in range(count)][::-1]
     within = by(before)
     try:
@@ -94,7 +94,7 @@ def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[li
 
 
 class _Last(Mode):
-    """The mode below all others, which hears of a call that none of the others handles."""
+    """The mode below all others, which gets each call that no other mode handles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,17 +106,16 @@ class _Last(Mode):
         method = _METHODS.get(func._schema.name)
         if method is None:
             return func(*args, **named)
-        # torch keeps its own modes, such as FakeTensorMode, below those of its users. Here such a mode gets the call
-        # first.
+        # torch keeps its own modes, such as FakeTensorMode, below those of its users. Such a mode gets the call first.
         if dispatch_modes():
             with _replaced(1, lambda _: [self]) as (mode,):
                 return mode.__torch_dispatch__(func, types, args, named)
         if types:
-            return NotImplemented  # These tensors decide themselves.
+            return NotImplemented  # The tensor subclasses handle the call themselves.
         given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | named
         group = dist.ProcessGroup.unbox(given["process_group"])
         begin = getattr(getattr(type(group), method, None), "begin", None)
-        if begin is None:  # a group of another backend
+        if begin is None:  # The group has another backend.
             return func(*args, **named)
         work = begin(group, *_one_form(method, given))
         self.works.append(work)
@@ -124,7 +123,7 @@ class _Last(Mode):
 
 
 def _one_form(method: str, given: Mapping[str, Any]) -> list[Any]:
-    """Return what ``forms.one_form`` does, of the arguments of an operator by their names."""
+    """Return the arguments of an operator, given by name, in the form of ``forms.one_form``."""
     takers = [take for name, take in FORMS[method][0].items() if name != "opts"]
     values = [value for name, value in given.items() if name not in _SAID]
     how = How(

@@ -1,6 +1,6 @@
-"""The table of the forms of each method of a process group, and their translation into one form.
+"""The argument forms of each method of a process group, and their translation into one form.
 
-Torch's binding has several forms of most of them: a tensor, or a list that holds it; options, or some of their fields.
+Torch's binding has several forms of most methods: a tensor or a list of it, an options object or some of its fields.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.reductions import ReduceOp
 
 UNSET: Final = timedelta(milliseconds=-1)
-"""Torch's timeout that says nothing."""
+"""The value of torch for an unset timeout."""
 
 
 class How(NamedTuple):
-    """The content of torch's options, or of arguments that torch takes in their place."""
+    """The content of torch's options, or of the arguments in their place."""
 
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
@@ -45,7 +45,7 @@ class How(NamedTuple):
 
 
 class _OtherForm(Exception):  # noqa: N818 - The exception is no error.
-    """An argument is not what a form has in its place."""
+    """The signal that an argument does not fit a form."""
 
 
 def _is(wanted: bool) -> None:
@@ -54,28 +54,28 @@ def _is(wanted: bool) -> None:
 
 
 def tensor(value: Any) -> Tensor:
-    """Take a tensor."""
+    """Accept a tensor."""
     _is(isinstance(value, Tensor))
     found: Tensor = value
     return found
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Take a list of tensors, which a tensor is not."""
+    """Accept a list of tensors, but not a tensor."""
     _is(isinstance(value, Sequence))
     return [tensor(each) for each in value]
 
 
 def lists(value: Any) -> list[list[Tensor]]:
-    """Take a list of lists of tensors."""
+    """Accept a list of lists of tensors."""
     _is(isinstance(value, Sequence))
     return [tensors(each) for each in value]
 
 
 def tensor_in_list(value: Any) -> Tensor:
-    """Take the tensor out of a list, which torch made for several devices of one rank.
+    """Return the tensor of a one-element list. torch's lists are meant for several devices of one rank.
 
-    :raises ArgumentError: there are several, which mean other things to other backends: gloo adds them up.
+    :raises ArgumentError: there are several tensors. Backends differ in their meaning: gloo adds them up.
     """
     if type(value) is list and len(value) == 1 and isinstance(value[0], Tensor):
         return value[0]
@@ -86,9 +86,9 @@ def tensor_in_list(value: Any) -> Tensor:
 
 
 def list_in_list(value: Any) -> list[Tensor]:
-    """Take the list of tensors out of a list; or none, where only the root has one.
+    """Return the list of tensors in a one-element list, or an empty list where only the root has tensors.
 
-    :raises ArgumentError: there are several.
+    :raises ArgumentError: there are several lists.
     """
     found = lists(value)
     if len(found) > 1:
@@ -97,7 +97,7 @@ def list_in_list(value: Any) -> list[Tensor]:
 
 
 def whole(value: Any) -> int:
-    """Take an integer."""
+    """Accept an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -105,7 +105,7 @@ def whole(value: Any) -> int:
 
 
 def wholes(value: Any) -> list[int]:
-    """Take a list of integers."""
+    """Accept a list of integers."""
     _is(isinstance(value, Sequence))
     return [whole(each) for each in value]
 
@@ -116,16 +116,16 @@ _OPERATORS: Final = {
 
 
 def reduction(value: Any) -> ReduceOp:
-    """Take a reduction operator of torch's."""
+    """Convert a reduction operator of torch."""
     found: ReduceOp | None = _OPERATORS.get(getattr(value, "op", value))
     if found is None:
-        _is(hasattr(value, "factor"))  # The kind of PREMUL_SUM alone has no factor.
+        _is(hasattr(value, "factor"))  # The bare enum value PREMUL_SUM has no factor.
         return ReduceOp.PREMUL_SUM(float(value.factor))
     return found
 
 
 def deadline(value: Any) -> OpTimeout:
-    """Take a timeout. None, 0 and less, as :data:`UNSET`, leave it to the group."""
+    """Convert a timeout. None, 0 and negative values such as :data:`UNSET` select the group's timeout."""
     if value is None:
         return COMM_TIMEOUT
     _is(isinstance(value, (timedelta, float)))
@@ -146,7 +146,7 @@ def _options(kind: type) -> Callable[[Any], How]:
 
 
 _Form = Mapping[str, Callable[[Any], Any]]
-"""The arguments of a form, by torch's names."""
+"""A form: a converter for each argument, by torch's names."""
 _FIELDS: Final = {"op": reduction, "root": whole, "timeout": deadline}
 _TIMEOUT: Final[_Form] = {"timeout": deadline}
 _SUM: Final[_Form] = {"op": reduction, "timeout": deadline}
@@ -214,15 +214,15 @@ FORMS: Final[Mapping[str, tuple[_Form, ...]]] = {
     "recv": ({"tensors": tensor_in_list, "srcRank": whole, "tag": whole},),
     "recv_anysource": ({"arg0": tensor_in_list, "arg1": whole},),
 }
-"""The forms of each method, of ``ProcessGroup`` and then of ``Backend``. All forms of one come to the same."""
+"""The forms of each method: those of ``ProcessGroup``, then those of ``Backend``. All convert to the same arguments."""
 
 
 def one_form(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call in the form that our method has: tensors and numbers, and :class:`How`.
+    """Return the arguments of a call in the form of the group's method: tensors and numbers, then :class:`How`.
 
-    :param name: the method that torch calls.
+    :param name: the name of the method that torch calls.
     :raises ArgumentTypeError: torch has no such form.
-    :raises ArgumentError: a list holds several tensors where one is meant.
+    :raises ArgumentError: a list has several tensors in place of one.
     """
     for form in FORMS[name]:
         try:

@@ -1,4 +1,4 @@
-"""A process group of ``torch.distributed`` whose operations are those of a communicator."""
+"""A process group of ``torch.distributed`` on a communicator of aiocomms."""
 
 # mypy: disable-error-code="override"
 # The stubs of torch have overloads of these methods that torch never calls here.
@@ -32,12 +32,12 @@ from aiocomms.lowlevel.handles import Handle
 
 
 def create(how: Any, options: Any) -> Group:
-    """Make a group for ``torch.distributed``; collective over its ranks.
+    """Create a group for ``torch.distributed``; collective over its ranks.
 
-    Over the transport of torch's default group it shares that group's engine and thread.
+    With the same transport as torch's default group, the group shares that group's engine and thread.
 
     :param how: torch's options of the group: its store, ranks and timeout.
-    :param options: the transport, as :func:`aiocomms.new_comm` takes it; None: the best that is available.
+    :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available one.
     """
     timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
     if isinstance(world, Group) and options in (None, world.transport):
@@ -55,10 +55,10 @@ def create(how: Any, options: Any) -> Group:
 
 
 class Group(Handle, dist.ProcessGroup):
-    """A process group over a communicator, which is its own.
+    """A process group over a communicator of its own.
 
-    Any thread may call it. Its methods have the names and arguments that torch calls them with; use ``dist.*``. Tensors
-    may be non-contiguous, and may require grad, through which nothing flows.
+    Any thread may call it. Its methods have the names and arguments that torch expects; programs use ``dist.*``.
+    Tensors may be non-contiguous, and may require grad, but no gradient flows through the operations.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Group(Handle, dist.ProcessGroup):
     ) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
-        """The communicator of tensors on the CPU."""
+        """The communicator for tensors on the CPU."""
         above: GroupComms | None = None if parent is None else parent.comms
-        # The communicators of tensors on the CPU and of those on a GPU.
+        # These are the communicators for tensors on the CPU and on a GPU.
         self.comms: GroupComms = GroupComms(comm, store, transport, above, ranks)
         self.transport = transport
-        """The transport that was asked for, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
+        """The requested transport, as for :func:`aiocomms.new_comm`; None: the best available one."""
         self._store = store
         self.completer: Completer = Completer()
         self._group_name, self._group_desc = "", ""
         self._number = self._barriers = self._sums = 0
         self._together: list[GroupWork] | None = None
 
-    # ------------------------------------------------------------------------------------------------ what it is
+    # -------------------------------------------------------------------------------------------------- identity
 
     def name(self) -> str:
         """Return the backend's name."""
@@ -94,19 +94,19 @@ class Group(Handle, dist.ProcessGroup):
         return BACKEND
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Torch's name of the group."""
+        """Set torch's name of the group."""
         self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Torch's name of the group."""
+        """Return torch's name of the group."""
         return self._group_name
 
     def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        """Torch's description of the group."""
+        """Set torch's description of the group."""
         self._group_desc = text
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Torch's description of the group."""
+        """Return torch's description of the group."""
         return self._group_desc
 
     @property
@@ -123,11 +123,11 @@ class Group(Handle, dist.ProcessGroup):
         return self
 
     def get_group_store(self) -> dist.Store:
-        """Return where its ranks have met."""
+        """Return the store in which the ranks have met."""
         return self._store
 
     def _set_sequence_number_for_group(self) -> None:
-        """Torch counts together what is called; so does this group."""
+        """Do nothing: the ranks make the same calls, so their sequence numbers agree without a common start."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._number
@@ -135,49 +135,49 @@ class Group(Handle, dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------------ life
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of what is called from now on."""
+        """Set the deadline of later calls."""
         for side in self.comms.sides:
             side.comm.set_timeout(timeout.total_seconds())
 
     def abort(self) -> None:
-        """Give up, on every rank."""
+        """Abort the group on every rank."""
         for side in self.comms.sides:
             side.comm.abort("the process group was aborted")
         self._release()
 
     def shutdown(self) -> None:
-        """Let what is under way end, with the callbacks of its futures, and release everything."""
+        """Wait for the operations under way and the callbacks of their futures, and release everything."""
         self._release(self.completer.drain)
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
         try:
             for side in self.comms.sides[::-1]:
-                with contextlib.suppress(CommError):  # The works have said that the communicator is lost.
+                with contextlib.suppress(CommError):  # The works have reported the loss of the communicator.
                     side.comm.close()
             then()
         finally:
             self.completer.close()
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Open the communicator of a GPU, that of ``device_id``; torch calls this as it forms the group. Collective."""
+        """Open the communicator of the GPU ``device_id``. torch calls this when it forms the group. Collective."""
         if device is not None:
             try:
                 with raising_as_torch_does():
                     self.comms.open(device)
             except BaseException:
-                self._release()  # torch drops a group that it cannot form
+                self._release()  # torch drops a group that it cannot form.
                 raise
             self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: torch has the ranks call this that are not in a new group, which its ranks form alone."""
+        """Do nothing. torch calls this on the ranks outside a new group, and the group's ranks form it alone."""
 
     options = None
     """The options that torch gives a split of this group."""
 
     @property
     def supports_splitting(self) -> bool:
-        """True: :meth:`split_group` is there."""
+        """True: the group has :meth:`split_group`."""
         return True
 
     def split_group(
@@ -189,11 +189,11 @@ class Group(Handle, dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> Group | None:
-        """See :func:`torch.distributed.split_group`, which torch has for the CPU from 2.15 on. Collective.
+        """See :func:`torch.distributed.split_group`, which supports the CPU since torch 2.15. Collective.
 
-        :param ranks: the new group's, as ranks of this one; they share its transport.
-        :param opts: must be None: the transport is this group's.
-        :returns: the new group, or None on a rank that is not in it.
+        :param ranks: the ranks of the new group, as ranks of this one. They share its transport.
+        :param opts: must be None, because the new group has the transport of this one.
+        :returns: the new group, or None on a rank outside it.
         """
         if opts is not None:
             raise ArgumentError(f"pg_options of a split is {opts!r}, wanted None: it has the transport of its parent")
@@ -218,7 +218,7 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
-        """Several all-reduces."""
+        """Start several all-reduces."""
         return self._all_reduce(tensors, how)
 
     @operation("reduce")
@@ -242,7 +242,7 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("all_gather", 1)
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        """See :func:`torch.distributed.all_gather_coalesced`: the lists are by rank, and hold one tensor of each."""
+        """See :func:`torch.distributed.all_gather_coalesced`. Each rank has a list, with an output for each input."""
         return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
     @operation("all_gather_single", 1)
@@ -252,7 +252,7 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("all_gather_single", 1)
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        """Several all-gathers into one tensor each."""
+        """Start several all-gathers, each into one tensor."""
         return self._all_gather_single(outputs, inputs, how)
 
     @operation("reduce_scatter", 1)
@@ -272,7 +272,7 @@ class Group(Handle, dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How
     ) -> GroupWork:
-        """Several reduce-scatters of one tensor each."""
+        """Start several reduce-scatters, each of one tensor."""
         return self._reduce_scatter_single(outputs, inputs, how)
 
     @operation("all_to_all", 1)
@@ -287,7 +287,7 @@ class Group(Handle, dist.ProcessGroup):
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], how: How
     ) -> GroupWork:
         """See :func:`torch.distributed.all_to_all_single`."""
-        # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
+        # Each rank decides alone whether it splits evenly, so all ranks use the op that permits uneven splits.
         its, size = self._call([output]), self.comm.size
         into, given = its.written(output), its.read(input)
         splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
@@ -309,12 +309,12 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("barrier", None)
     def barrier(self, how: How) -> GroupWork:
-        """See :func:`torch.distributed.barrier`. On a GPU, too, a wait for it blocks the thread."""
+        """See :func:`torch.distributed.barrier`. A wait for the barrier blocks the thread, also on a GPU."""
         its = CallTensors(self._side(how.device or torch.device("cpu")))
         return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
+        """See :func:`torch.distributed.monitored_barrier`. The group stays usable if ranks are missing."""
         self._barriers += 1
         seconds = self.comm.timeout if timeout is None or timeout == UNSET else timeout.total_seconds()
         with raising_as_torch_does():
@@ -341,7 +341,7 @@ class Group(Handle, dist.ProcessGroup):
         receive = its.side.receives.from_any(its.written(tensor), tag)
         return self._work([receive], [tensor], its, functools.partial(source_of, receive))
 
-    # ------------------------------------------------------------------------------------------------- together
+    # ------------------------------------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device_type: torch.device | None = None) -> None:
         self._together = []
@@ -350,8 +350,7 @@ class Group(Handle, dist.ProcessGroup):
         works, self._together = self._together or [], None
         return GroupWork.of_all(works, self.completer)
 
-    # These are the earlier names, which torch calls, too. It has more of them, and calls the new ones for those by
-    # itself.
+    # torch also calls these methods by their earlier names. For other earlier names it calls the new ones by itself.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
@@ -404,7 +403,7 @@ class Group(Handle, dist.ProcessGroup):
     def _side(self, device: torch.device, message: str | None = None) -> GroupSide:
         if device.type == "cpu":
             return self.comms.cpu
-        self._get_backend(device)  # raises where the device is another backend's
+        self._get_backend(device)  # This raises if another backend has the device.
         return self.comms.on(device, message)
 
     def _work(
@@ -424,7 +423,7 @@ class Group(Handle, dist.ProcessGroup):
         return work
 
 
-if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 has no other names of them
+if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 has only the earlier names.
     for _before, _now in (
         ("allgather_into_tensor_coalesced", Group.all_gather_single_coalesced),
         ("reduce_scatter_tensor_coalesced", Group.reduce_scatter_single_coalesced),

@@ -1,4 +1,4 @@
-"""The barrier that says which ranks are missing, and after which the group goes on."""
+"""The barrier that names the missing ranks and leaves the group usable."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ROOT = 0
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Have rank 0 hear from each other rank, and answer them all; or say on rank 0 who is missing.
+    """Let rank 0 receive a message from each other rank and answer all, or name the missing ranks on rank 0.
 
-    :param number: that of this barrier, the same on all ranks.
-    :param seconds: the deadline of what is received; None: none.
-    :param all_ranks: whether all who are missing are waited for and named, or only the first one.
-    :raises DistBackendError: one is missing; in torch's words.
+    :param number: the number of this barrier, the same on all ranks.
+    :param seconds: the deadline of each receive; None: no deadline.
+    :param all_ranks: whether to wait for all missing ranks and name them, or only the first one.
+    :raises DistBackendError: a rank is missing. The text is torch's.
     """
     if seconds is not None and seconds <= 0:
         raise dist.DistBackendError(f"Rank {comm.rank} timed out in monitoredBarrier after {seconds} seconds.")

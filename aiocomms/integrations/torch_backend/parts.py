@@ -1,4 +1,4 @@
-"""The parts of a work of the group, and the steps that follow before it is done."""
+"""The parts of a group's work, and the steps that follow them before the work is done."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from aiocomms.lowlevel import clock
 
 
 class WorkPart(Protocol):
-    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork`, or an object like one."""
+    """A part of a work: a :class:`~aiocomms.communicator.portal.works.BlockingWork` or an object like it."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the part has ended."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until it has, and raise why it failed, or :class:`TimeoutError`."""
+        """Block until the part has ended, and raise its error, or :class:`TimeoutError` after ``timeout`` seconds."""
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once it has ended, on behalf of a thread that waits."""
+        """Call ``call()`` when the part has ended. The callback counts as a waiting thread."""
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once it has ended, while no thread waits."""
+        """Call ``call()`` when the part has ended. The step does not count as a waiting thread."""
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
-    """Call it when all parts have ended: here and now, or on the thread that ends the last.
+    """Call a function when all parts have ended: at once in this thread, or on the thread that ends the last part.
 
-    :param waits: whether a thread waits for them by this.
+    :param waits: whether the call counts as a thread that waits for the parts.
     """
     left = [part for part in parts if not part.done()]
     if not left:
@@ -53,14 +53,14 @@ def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: b
 
 
 def wait_for(parts: Sequence[WorkPart], patience: float | None) -> None:
-    """Block until all have ended, for ``patience`` seconds at most; and raise why the first has failed."""
+    """Block until all parts have ended, for at most ``patience`` seconds, and raise the error of the first failure."""
     ends = None if patience is None else clock.now() + patience
     for part in parts:
         part.wait(None if ends is None else max(0.0, ends - clock.now()))
 
 
 def order_stream(parts: Sequence[WorkPart]) -> None:
-    """Have this thread's current stream wait for all; block until those have ended that no stream can wait for."""
+    """Make this thread's current stream wait for all parts; block for the parts that no stream can wait for."""
     for part in parts:
         if isinstance(part, BlockingWork):
             with contextlib.suppress(UnsupportedOperation):
@@ -70,17 +70,15 @@ def order_stream(parts: Sequence[WorkPart]) -> None:
 
 
 class WorkStep:
-    """The last part of a work: a step that follows the other parts, and is made once, whichever thread waits.
+    """The last part of a work: a step that runs once after the other parts, on any thread.
 
-    A thread that waits for it waits for these parts, so that a receive that Ctrl-C ends is withdrawn.
-
-    Who waits for it waits for them, so that a receive that Ctrl-C ends is withdrawn.
+    A thread that waits for the step waits for these parts, so that Ctrl-C withdraws a receive.
     """
 
     def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
-        """Note what it follows.
+        """Note the parts before the step.
 
-        :param call: what it does once they have ended, well or not; what it raises is why it failed.
+        :param call: the function to call when the parts have ended, also with errors. Its exception fails the step.
         """
         self._parts, self._call = parts, call
         self._over, self._lock = clock.event(), threading.Lock()
@@ -88,7 +86,7 @@ class WorkStep:
         self._calls: list[Callable[[], object]] = []
 
     def after(self, completer: Completer, *, here: bool) -> WorkStep:
-        """Have it done by the completer once its parts have ended; or, if they have by now, ``here``."""
+        """Run the step on the completer when its parts have ended. If they already have, ``here`` runs it at once."""
         if here and all(part.done() for part in self._parts):
             self._run()
         else:
@@ -103,7 +101,7 @@ class WorkStep:
         """See :class:`WorkPart`."""
         ends = None if timeout is None else clock.now() + timeout
         for part in self._parts:
-            with contextlib.suppress(CommError):  # The step is still to be made.
+            with contextlib.suppress(CommError):  # The step runs all the same.
                 part.wait(None if ends is None else max(0.0, ends - clock.now()))
         if not self._over.wait(None if ends is None else max(0.0, ends - clock.now())):
             raise TimeoutError(f"what follows it was not done within {timeout} s; it goes on")
@@ -136,4 +134,4 @@ class WorkStep:
 
 
 def _nothing() -> None:
-    """Do nothing: this is called for a thread that waits."""
+    """Do nothing. As a callback this counts as a waiting thread."""

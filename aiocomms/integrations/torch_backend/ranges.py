@@ -1,4 +1,4 @@
-"""The ranges that torch's profiler shows of operations, as torch's own backends make them."""
+"""Ranges of operations for torch's profiler, as torch's own backends have them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_f
 
 
 class WorkRange(profiler.Range):
-    """One range: from here until an operation has ended, on another thread."""
+    """One range, from its creation until an operation has ended on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts with the end of the range behind them, before a thread that waits goes on."""
+        """Return a part that ends the range after the started parts, before a waiting thread resumes."""
 
         def end() -> None:
             self.end()

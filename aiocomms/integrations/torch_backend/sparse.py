@@ -1,4 +1,4 @@
-"""The sum of sparse tensors, as DDP asks for of the gradients of embeddings: all-gathers, and a sum on each rank."""
+"""The sum of sparse tensors, as DDP needs for the gradients of embeddings: all-gathers, and a sum on each rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from aiocomms.ops.writing import writing
 
 
 def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
-    """Say what is not summed up.
+    """Check that a sparse all-reduce is supported.
 
-    :param gpu: where it is; None: on the CPU.
-    :raises UnsupportedOperation: it is another layout than COO, or not to be summed up, or on a GPU.
+    :param gpu: the GPU of the tensor; None: it is on the CPU.
+    :raises UnsupportedOperation: the layout is not COO, the op is not SUM, or the tensor is on a GPU.
     """
     if gpu is not None:
         raise UnsupportedOperation(f"all_reduce of a sparse tensor has it on {gpu}, wanted it on the CPU, or dense")
@@ -32,11 +32,11 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 
 
 def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
-    """Replace it by the sum of all ranks' tensors; blocks. The ranks may have different numbers of elements.
+    """Replace a tensor by the sum of all ranks' tensors; blocks. The ranks may have different numbers of elements.
 
-    :param tensor: of the same shape, dtype and number of sparse dimensions on every rank.
-    :param number: that of this call, the same on all ranks: what is called meanwhile must not mix with its steps.
-    :param timeout: the deadline of each of its steps.
+    :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
+    :param number: the number of this call, the same on all ranks. It separates the steps of concurrent calls.
+    :param timeout: the deadline of each step.
     """
     lane = comm.lane(f"aiocomms.integrations.torch_backend: sparse all_reduce {number}")
     if timeout is not COMM_TIMEOUT:
@@ -59,7 +59,7 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout
 
 
 def _gathered(lane: BlockingLane, rows: Tensor, counts: list[int]) -> list[Tensor]:
-    """Each rank's rows, whose numbers are ``counts``."""
+    """Gather each rank's rows; ``counts`` has the number of rows of each rank."""
     into = [rows.new_empty((count, *rows.shape[1:])) for count in counts]
     lane.all_gather_v(into, rows.contiguous()).wait()
     return into

@@ -1,4 +1,4 @@
-"""The tensors of a call: what aiocomms moves in their place where it cannot move them as they are."""
+"""The tensors of a call, and copies of those that aiocomms cannot move directly."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from aiocomms.ops.writing import write
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether aiocomms can move it as it is; or has to say why it moves none of the kind."""
+    """Return whether to pass a tensor to aiocomms unchanged: to move it, or to get the error of its layout."""
     dense = tensor.layout is torch.strided
     return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the same memory without its shape: ranks need not agree on that, where their numbers of elements do."""
+    """Return the same memory in one dimension. Ranks need not agree on the shape, only on the number of elements."""
     return tensor if tensor.dim() == 1 or tensor.layout is not torch.strided else tensor.view(-1)
 
 
 def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return how many elements of a tensor belong to each rank, whose rows are said, or are as many as any other's."""
+    """Return the number of a tensor's elements for each rank, from its rows in ``splits`` or an equal share."""
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [operator.index(part) for part in splits] or [rows // size] * size
     if not tensor.dim() or sum(counts) != rows:
@@ -37,21 +37,21 @@ def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
 
 
 class CallTensors:
-    """The tensors of one call: those that aiocomms moves in place of those that it cannot move as they are."""
+    """The tensors of one call, with copies in place of those that aiocomms cannot move directly."""
 
     def __init__(self, side: GroupSide) -> None:
-        """Note by which communicator they go."""
+        """Note the communicator that carries the tensors."""
         self.side: GroupSide = side
         self.comm: blocking.Communicator = side.comm
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same values."""
+        """Return a flat tensor with the same values."""
         tensor = tensor.detach() if tensor.requires_grad else tensor
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same values, which is written in its place.
+        """Return a flat tensor with the same values, to be written in place of this one.
 
         :raises ArgumentError: elements of the tensor share memory.
         """
@@ -66,12 +66,12 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts, and behind them what puts values back, if any is to be."""
+        """Return the started parts, and a step after them that copies values back if there are copies."""
         if not self._copies:
             return started
 
         def put_back() -> None:
-            wait_for(started, None)  # All parts have ended; one that has failed has nothing to put back.
+            wait_for(started, None)  # All parts have ended. This raises the error of a failed part.
             for tensor, copy in self._copies:
                 write(tensor, copy)
             self.side.settle()

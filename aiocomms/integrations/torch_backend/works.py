@@ -1,4 +1,4 @@
-"""The works that a process group returns: works of ``torch.distributed`` that can be awaited, too."""
+"""The works of a process group: awaitable works of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKEND: Final = "aiocomms"
 
 @contextlib.contextmanager
 def raising_as_torch_does() -> Generator[None, None, None]:
-    """Raise what ends a group as :class:`torch.distributed.DistBackendError`, and what is asked wrongly as it is."""
+    """Convert errors to :class:`torch.distributed.DistBackendError`, except errors of wrong arguments."""
     try:
         yield
     except (ArgumentError, UnsupportedOperation):
@@ -37,11 +37,10 @@ def raising_as_torch_does() -> Generator[None, None, None]:
 
 
 class GroupWork(CompoundWork):
-    """One call of ``torch.distributed``, for which aiocomms has started one operation or several.
+    """The work of one call of ``torch.distributed``, for which aiocomms has started one or several operations.
 
-    It completes by itself, whether or not a thread waits. To wait for it twice, on several threads, or never is fine.
-    What fails is raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error
-    of aiocomms.
+    It completes also if no thread waits. Any number of threads may wait for it, any number of times. Each wait raises
+    the error of a failed work as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
     """
 
     _parts: Sequence[WorkPart]
@@ -55,12 +54,12 @@ class GroupWork(CompoundWork):
         *,
         ordered: bool = False,
     ) -> None:
-        """Note what it consists of.
+        """Note the parts of the work.
 
-        :param outputs: the tensors that are written.
-        :param completer: completes the future, if one is asked for.
-        :param source: says, once it is done, which rank a message came from.
-        :param ordered: whether the current stream of who waits waits in the place of the thread.
+        :param outputs: the tensors that the call writes.
+        :param completer: the threads that complete the future, if the program requests one.
+        :param source: a function that returns the source rank of a message, once the work is done.
+        :param ordered: whether the current CUDA stream of a waiting thread waits in place of the thread.
         """
         super().__init__()
         self._ordered = ordered
@@ -70,14 +69,14 @@ class GroupWork(CompoundWork):
 
     @classmethod
     def of_all(cls, works: Sequence[GroupWork], completer: Completer) -> Self:
-        """One that is done when all of some are."""
+        """Return a work that is done when all given works are done."""
         outputs = [tensor for work in works for tensor in work._outputs]
         ordered = any(work._ordered for work in works)
         return cls([part for work in works for part in work._parts], outputs, completer, ordered=ordered)
 
     def within(self, span: WorkRange) -> Self:
-        """Have a profiler's range end with it; no thread has waited for it yet."""
-        if self._ordered:  # No thread need wait for it.
+        """End a profiler's range with the work. Call this before any thread waits."""
+        if self._ordered:  # The work need not wait for the end of the range.
             when_done(self._parts, lambda: self._completer.submit(span.end), waits=False)
         else:
             self._parts = span.around(list(self._parts), self._completer)
@@ -86,15 +85,14 @@ class GroupWork(CompoundWork):
     # ---------------------------------------------------------------------------------------- as torch calls them
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until it is done; or, of tensors on a GPU, have its current stream wait until it is.
+        """Block this thread until the work is done. With GPU tensors, make the thread's current stream wait instead.
 
-        Then the thread waits for no more than the launch, but for messages, barriers, tensors that are not contiguous,
-        and what is made of messages: these have ended when this returns.
+        With GPU tensors the thread waits only for the launch. The exceptions are messages, barriers, operations with
+        non-contiguous tensors, and collectives that consist of messages: these have ended when this returns.
 
-        :param timeout: the caller's patience, with which the thread waits for the GPU, too; 0, or less: the deadline of
-            the group says.
+        :param timeout: the longest wait, also of the thread for the GPU. With 0 or less, the group's deadline applies.
         :returns: True.
-        :raises torch.distributed.DistBackendError: it failed; or it was not done in time, and goes on.
+        :raises torch.distributed.DistBackendError: the work failed, or was not done in time and goes on.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
@@ -105,30 +103,29 @@ class GroupWork(CompoundWork):
         return True
 
     def result(self) -> list[Tensor]:
-        """Block until it is done, and return the tensors that it has written."""
+        """Block until the work is done, and return the tensors that it has written."""
         with raising_as_torch_does():
             wait_for(self._parts, None)
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from."""
+        """Return the source rank of a message."""
         return self._source()
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the tensors that are written.
+        """Return a future of the written tensors.
 
-        It ends by itself, on a thread of the group, or within this call. No loop of the caller's takes part. If the
-        work fails, what waits for the future raises ``RuntimeError`` with the error's text, as torch's futures do.
+        The future completes on a thread of the group, or within this call, without the caller's event loop. If the work
+        fails, a wait for the future raises ``RuntimeError`` with the error's text, as with torch's other futures.
         """
         with self._lock:
             if self._future is not None:
                 return self._future
             gpus: list[int | str | torch.device] = [*{tensor.device for tensor in self._outputs if tensor.is_cuda}]
             ended: torch.futures.Future[None] = torch.futures.Future(devices=gpus)
-            # An exception that a callback raises is an error for torch's C++, too. One that set_exception sets is a
-            # value there.
+            # torch's C++ takes an exception of a callback for an error, but one from set_exception for a value.
             self._future = ended.then(lambda _: self.result())
         if self.is_completed():
             ended.set_result(None)
@@ -139,9 +136,9 @@ class GroupWork(CompoundWork):
     # ------------------------------------------------------------------------------------------ as aiocomms has it
 
     def __await__(self) -> Generator[Any, Any, list[Tensor]]:
-        """Suspend the task of asyncio or trio until it is done, and return the tensors that it has written.
+        """Suspend the asyncio or trio task until the work is done, and return the tensors that it has written.
 
-        A task that is cancelled leaves it alone: it goes on, as it would without an awaiter.
+        The cancellation of a task does not affect the work.
         """
         if not self.is_completed():
             loop, over = running_loop(), _Over()
@@ -151,13 +148,13 @@ class GroupWork(CompoundWork):
 
 
 class _Over:
-    """The end of a work, for which a task waits; see :class:`aiocomms.progress.loops.Parkable`."""
+    """The end of a work, as an object that a task waits for; see :class:`aiocomms.progress.loops.Parkable`."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiter] = []
 
     def come(self) -> None:
-        """Resume the task; on its loop's thread."""
+        """Resume the task. Call it on the loop's thread."""
         for waiter in self.waiting:
             if not waiter.done():
                 waiter.set_result(None)

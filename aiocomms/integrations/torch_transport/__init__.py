@@ -3,7 +3,7 @@
 >>> from torch.distributed._transport import new_transport
 >>> transport = new_transport("aiocomms", "cpu")
 
-torch finds it by its entry point. Nothing else of aiocomms imports this package, which needs that of torch.
+torch finds it by its entry point. No other module of aiocomms imports this package, because it needs torch 2.15.
 """
 
 from __future__ import annotations

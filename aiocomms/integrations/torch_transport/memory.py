@@ -1,4 +1,4 @@
-"""Memory that is registered with a transport, views of it, and its descriptors for the other end. All in bytes."""
+"""Memory registered with a transport, views of it, and its descriptors for the other end. Sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiocomms.errors import ArgumentError, RegionError
 
 
 class Registration:
-    """A tensor that others may read and write. All that are registered of the same memory are one."""
+    """A tensor that the other end may read and write. Each piece of tensor memory has at most one registration."""
 
     owner: object
     tensor: Tensor
@@ -23,18 +23,18 @@ class Registration:
     region: BlockingRegion
 
     def __init__(self, owner: object, tensor: Tensor, flat: Tensor, region: BlockingRegion) -> None:
-        """Note what it consists of.
+        """Note the parts of the registration.
 
         :param owner: the transport.
-        :param flat: the same memory, as bytes.
+        :param flat: the memory of ``tensor``, as bytes.
         """
         self.owner, self.tensor, self.flat, self.region = owner, tensor, flat, region
         self.active = True
 
     def check(self) -> None:
-        """Check that it may be used.
+        """Check that the registration is valid.
 
-        :raises ArgumentError: it was unregistered, or its tensor has other memory by now.
+        :raises ArgumentError: it was unregistered, or its tensor has other memory now.
         """
         if not self.active:
             raise ArgumentError("the memory was unregistered: register the tensor again")
@@ -43,7 +43,7 @@ class Registration:
 
 
 class MemoryView:
-    """Some bytes of registered memory, to be written from."""
+    """A range of registered memory, the source of writes."""
 
     def __init__(self, registration: Registration, offset: int, length: int) -> None:
         self._registration, self._offset, self._length = registration, offset, length
@@ -54,12 +54,12 @@ class MemoryView:
 
     @property
     def part(self) -> Tensor:
-        """These bytes; uint8."""
+        """The bytes of the view; uint8."""
         return self._registration.flat[self._offset : self._offset + self._length]
 
 
 class MutableMemoryView(MemoryView):
-    """Some bytes of registered memory, to be written from, or read into."""
+    """A range of registered memory, the source of writes or the target of reads."""
 
     @property
     def writable(self) -> Literal[True]:
@@ -68,21 +68,21 @@ class MutableMemoryView(MemoryView):
 
 
 class Memory:
-    """A tensor that is registered."""
+    """A registered tensor."""
 
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Return some of its bytes, to be written from; by default all behind ``offset``."""
+        """Return a range of the bytes as the source of writes; by default all from ``offset`` on."""
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Return some of its bytes, to be read into."""
+        """Return a range of the bytes as the target of reads; by default all from ``offset`` on."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
-        """Return what the other end reads and writes it by. It is there already, whatever ``timeout``."""
+        """Return the buffer with which the other end reads and writes this memory. ``timeout`` has no effect."""
         self._registration.check()
         return RemoteBuffer(self._registration.region.descriptor)
 
@@ -99,13 +99,13 @@ class Memory:
 
 
 class RemoteBuffer:
-    """Memory of the other end: its region's descriptor, which only that end can have made."""
+    """Memory of the other end: the descriptor of its region, which only that end can create."""
 
     def __init__(self, descriptor: bytes) -> None:
-        """Take what :meth:`serialize` has given.
+        """Take a result of :meth:`serialize`.
 
-        :raises ArgumentTypeError: it is not bytes.
-        :raises ArgumentError: it is none of that.
+        :raises ArgumentTypeError: ``descriptor`` is not bytes.
+        :raises ArgumentError: ``descriptor`` is no such result.
         """
         try:
             says = read_descriptor(descriptor)
@@ -120,14 +120,14 @@ class RemoteBuffer:
         return self._length
 
     def serialize(self) -> bytes:
-        """Return at most 1,024 bytes, for a process that is to have access, and for no other."""
+        """Return the descriptor, at most 1,024 bytes. Give it only to a process that is to have access."""
         return self._descriptor
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return what :meth:`serialize` has given. Nothing of it is executed.
+        """Return the buffer of a result of :meth:`serialize`. The data is parsed, never executed.
 
-        :raises ArgumentTypeError: it is not bytes.
-        :raises ArgumentError: it is none of that.
+        :raises ArgumentTypeError: ``data`` is not bytes.
+        :raises ArgumentError: ``data`` is no such result.
         """
         return cls(data)

@@ -1,4 +1,4 @@
-"""The transport itself: an endpoint with one peer."""
+"""The transport: an endpoint with one peer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from aiocomms.ops.writing import octets
 
 _CPU = torch.device("cpu")
 
-if TYPE_CHECKING:  # torch 2.13, by which types are checked, does not have it.
+if TYPE_CHECKING:  # Type checks use torch 2.13, which does not have this class.
 
     class _Transport:
         device: torch.device
@@ -63,10 +63,10 @@ else:
 
 
 class EndpointTransport(_Transport):
-    """A transport of torch over an endpoint of aiocomms, which any thread may use.
+    """A transport of torch over an endpoint of aiocomms. Any thread may use it.
 
-    A transfer ends when the bytes are where they are to be, a write's in the other end's memory. No thread polls for
-    that. If the other end's process dies, what is under way fails with :class:`aiocomms.errors.PeerDiedError`.
+    A transfer ends when the bytes are in the target memory, for a write in that of the other end. No thread polls for
+    the end. If the other end's process dies, pending transfers fail with :class:`aiocomms.errors.PeerDiedError`.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class EndpointTransport(_Transport):
     ) -> None:
         """Open the endpoint.
 
-        :param device: ``"cpu"``; None is the same.
-        :param transport: of the endpoint, as ``host`` and ``hints``; see :func:`aiocomms.open_endpoint`.
-        :param timeout: the patience of calls that name none, in seconds.
+        :param device: ``"cpu"`` or None, which means the same.
+        :param transport: as for :func:`aiocomms.open_endpoint`, and so are ``host`` and ``hints``.
+        :param timeout: the timeout of calls without one, in seconds.
         :raises ArgumentError: an argument is wrong.
         :raises UnsupportedOperation: the device is a GPU, or there is no such transport.
         """
@@ -100,7 +100,7 @@ class EndpointTransport(_Transport):
 
     @staticmethod
     def supported() -> bool:
-        """Return whether there is a transport of aiocomms between two processes."""
+        """Return whether aiocomms has a transport between two processes."""
         try:
             choose("auto", _CPU, 2, {})
         except UnsupportedOperation:
@@ -110,17 +110,17 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------ the two ends
 
     def bind(self, *, timeout: float | None = None) -> bytes:
-        """Return the endpoint's address: at most 1,024 bytes. It listens already, whatever ``timeout``."""
+        """Return the endpoint's address, at most 1,024 bytes. It already listens, so ``timeout`` has no effect."""
         self._check_open()
         return self._endpoint.address
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
-        """Connect with the other end, which may do the same, in any order.
+        """Connect with the other end. Both ends may connect, in any order.
 
-        :param peer_url: what its :meth:`bind` has returned.
+        :param peer_url: the result of :meth:`bind` on the other end.
         :returns: 0.
-        :raises ArgumentError: it is something else, or this end is connected already.
-        :raises TimeoutError: it took too long.
+        :raises ArgumentError: ``peer_url`` is no such address, or this end is already connected.
+        :raises TimeoutError: the connection took too long.
         :raises CommError: as :meth:`aiocomms.Endpoint.connect`.
         """
         seconds = self._patience(timeout)
@@ -131,17 +131,17 @@ class EndpointTransport(_Transport):
         return 0
 
     def connected(self) -> bool:
-        """Return whether it is, and neither end has closed or died."""
+        """Return whether the transport is connected, and neither end has closed or died."""
         return not self._closing and self._peer is not None and not self._peer.closed
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Wait for what is under way, and release everything. Idempotent.
+        """Wait for pending transfers, and release everything. Idempotent.
 
-        ``timeout`` is the patience for transfers, and not for what follows: the other end is let go, which takes some
-        seconds more if that does not answer, as where its process is stopped.
+        ``timeout`` limits the wait for transfers, but not the disconnection after it. That takes some more seconds if
+        the other end does not answer, for example because its process is stopped.
 
-        :raises TimeoutError: something is still under way; nothing new is accepted, and another call goes on.
-        :raises CommError: something that was under way has failed; everything is released.
+        :raises TimeoutError: a transfer is still pending. The transport accepts no new one; another call resumes.
+        :raises CommError: a pending transfer has failed. Everything is released.
         """
         ends = clock.now() + self._patience(timeout)
         self._close_cuda_streams()
@@ -158,7 +158,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     async def close_async(self, *, timeout: float | None = None) -> None:
-        """Do so without blocking the event loop."""
+        """Close as :meth:`close` does, without blocking the event loop."""
         seconds = self._patience(timeout)
         self._close_cuda_streams()
         under_way, failure = self._leave(), None
@@ -173,7 +173,7 @@ class EndpointTransport(_Transport):
             raise failure
 
     def _leave(self) -> list[TransferWork]:
-        """Accept nothing new, and return what is under way."""
+        """Refuse new calls, and return the pending transfers."""
         self._closing = True
         with self._lock:
             return [work for work, _ in self._pending if not work.is_completed()]
@@ -192,11 +192,11 @@ class EndpointTransport(_Transport):
     def register_memory(self, tensor: Tensor, *, timeout: float | None = None) -> Memory:
         """Open a tensor to the other end, at any time.
 
-        :param tensor: contiguous, on the CPU, and not empty. Its storage is moved to memory that processes share, in
-            place and here, and never again: other threads may use the tensor afterwards.
-        :returns: the memory; that of an earlier registration, if it is the same.
-        :raises ArgumentError: the tensor is none of that; or it is in use by an operation of aiocomms, so that it
-            cannot be moved.
+        :param tensor: a contiguous, non-empty tensor on the CPU. This call moves its storage in place to shared memory.
+            It is never moved again, so other threads may use the tensor afterwards.
+        :returns: the memory. The same tensor memory has one registration.
+        :raises ArgumentError: the tensor is not as described, or an operation of aiocomms uses it, so that it cannot be
+            moved.
         """
         self._patience(timeout)
         checks.is_tensor("tensor", tensor)
@@ -215,11 +215,11 @@ class EndpointTransport(_Transport):
         return Memory(registration)
 
     def unregister_memory(self, memory: Memory, *, timeout: float | None = None) -> None:
-        """Take memory back: when this returns the other end neither reads nor writes it. Idempotent.
+        """Revoke memory. When this returns, the other end neither reads nor writes it. Idempotent.
 
-        :raises ArgumentTypeError: it was not registered with this transport.
-        :raises ArgumentError: a transfer of this end still uses it; nothing was taken back.
-        :raises TimeoutError: the other end has not let go by then; the connection with it is lost.
+        :raises ArgumentTypeError: the memory was not registered with this transport.
+        :raises ArgumentError: a transfer of this end still uses the memory, which stays registered.
+        :raises TimeoutError: the other end has not released the memory in time. The connection is lost.
         """
         seconds = self._patience(timeout)
         self._check_open()
@@ -244,16 +244,16 @@ class EndpointTransport(_Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> int | TransferWork:
-        """Write the bytes of a local view to the beginning of remote memory. They are there when it has ended.
+        """Write the bytes of a local view to the beginning of remote memory. At its end the bytes are there.
 
-        The first transfer with a remote buffer asks the other end for access, and blocks for that also with
+        The first transfer with a remote buffer requests access from the other end, and blocks meanwhile, also with
         ``async_op``.
 
-        :returns: with ``async_op`` a work, else 0 at the end.
-        :raises ArgumentError: an argument is wrong, or the view does not fit; nothing was sent.
-        :raises RegionError: the other end has not made the buffer, or has taken the memory back.
-        :raises TimeoutError: it took longer than ``timeout``, and goes on.
-        :raises CommError: it has failed.
+        :returns: a work with ``async_op``, else 0 at the end of the transfer.
+        :raises ArgumentError: an argument is wrong, or the view is too large. No byte was sent.
+        :raises RegionError: the other end has not created the buffer, or has revoked the memory.
+        :raises TimeoutError: the transfer took longer than ``timeout``, and goes on.
+        :raises CommError: the transfer has failed.
         """
         began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
@@ -270,7 +270,7 @@ class EndpointTransport(_Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> int | TransferWork:
-        """Read the beginning of remote memory into a local view, as many bytes as that has; see :meth:`write`."""
+        """Read the beginning of remote memory into a local view, as many bytes as the view has; see :meth:`write`."""
         began, seconds = clock.now(), self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         remote = self._attached(remote_buffer, began + seconds)
@@ -280,7 +280,7 @@ class EndpointTransport(_Transport):
     async def write_async(
         self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Do so without blocking the event loop, and wait for the end."""
+        """Write as :meth:`write` does and wait for the end, without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=False)
         await self._opened(remote_buffer, ends)
@@ -289,14 +289,14 @@ class EndpointTransport(_Transport):
     async def read_async(
         self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
     ) -> None:
-        """Do so without blocking the event loop, and wait for the end."""
+        """Read as :meth:`read` does and wait for the end, without blocking the event loop."""
         ends = clock.now() + self._patience(timeout)
         self._check_transfer(local_buffer, remote_buffer, mutable=True)
         await self._opened(remote_buffer, ends)
         await super().read_async(local_buffer, remote_buffer, timeout=max(0.0, ends - clock.now()))
 
     def _begun(self, work: TransferWork, local: MemoryView) -> TransferWork:
-        """Note that it is under way."""
+        """Note a pending transfer."""
         with self._lock:
             while self._pending and self._pending[0][0].is_completed():
                 self._pending.popleft()
@@ -308,7 +308,7 @@ class EndpointTransport(_Transport):
         return 0
 
     def _attached(self, remote_buffer: RemoteBuffer, ends: float) -> BlockingRemoteRegion:
-        """Return the region that a remote buffer stands for; the first time the other end is asked."""
+        """Return the region of a remote buffer. The first call requests access from the other end."""
         key = remote_buffer.serialize()
         remote = self._remotes.get(key)
         if remote is None or remote.closed:
@@ -319,7 +319,7 @@ class EndpointTransport(_Transport):
         return remote
 
     async def _opened(self, remote_buffer: RemoteBuffer, ends: float) -> None:
-        """See to it that this one is open, off the loop."""
+        """Open the region of a remote buffer in a thread, unless it is open."""
         remote = self._remotes.get(remote_buffer.serialize())
         if remote is None or remote.closed:
             await asyncio.to_thread(self._attached, remote_buffer, ends)
@@ -327,7 +327,7 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _check_transfer(self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, mutable: bool) -> None:
-        """See torch's."""
+        """Check the arguments of a transfer; overrides torch's method."""
         self._check_open()
         self._own("local_buffer", local_buffer, MutableMemoryView if mutable else MemoryView).check()
         if not isinstance(remote_buffer, RemoteBuffer):
@@ -340,7 +340,7 @@ class EndpointTransport(_Transport):
             raise ArgumentError("the transport is not connected: call connect() with what the other end's bind() says")
 
     def _own(self, name: str, it: Any, kind: type[Memory | MemoryView]) -> Registration:
-        """Return the registration of memory, or of a view of it, which must be this transport's."""
+        """Return the registration of memory or of a view of it, which must belong to this transport."""
         registration: Registration | None = it._registration if isinstance(it, kind) else None
         if registration is None or registration.owner is not self:
             raise arguments.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
@@ -351,7 +351,7 @@ class EndpointTransport(_Transport):
             raise CommClosedError("the transport is closed")
 
     def _patience(self, timeout: float | None) -> float:
-        """Return the seconds that a call may take; 0 is legal."""
+        """Return the seconds that a call may take, 0 or more."""
         if timeout is None:
             return float(self._default_timeout)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -362,11 +362,11 @@ class EndpointTransport(_Transport):
 
 
 def _share(tensor: Tensor) -> None:
-    """Move a tensor's storage to shared memory, as the engine would do later, when the other end comes."""
+    """Move a tensor's storage to shared memory, as the engine would do later, when the other end connects."""
     storage = tensor.untyped_storage()
-    if storage.is_shared() or not storage.resizable():  # Memory that is not torch's own stays where it is.
+    if storage.is_shared() or not storage.resizable():  # Memory that torch has not allocated stays in its place.
         return
     if in_use(storage):
         raise ArgumentError("tensor is in use by an operation of aiocomms that has not ended: wait for it before")
-    with contextlib.suppress(RuntimeError):  # The memory stays, too, if there is no room.
+    with contextlib.suppress(RuntimeError):  # The memory also stays in its place if shared memory is full.
         storage.share_memory_()

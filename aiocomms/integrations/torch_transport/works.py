@@ -1,4 +1,4 @@
-"""The works of reads and writes: works of ``torch.distributed``, which the engine completes."""
+"""The works of reads and writes: works of ``torch.distributed`` that the engine completes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from aiocomms.lowlevel import clock
 
 
 class TransferWork(CompoundWork):
-    """A read or a write. It ends by itself, whether it is waited for twice, on several threads, or never.
+    """The work of a read or a write. It ends by itself. Any number of threads may wait for it, any number of times.
 
-    The deadline of a wait is the waiting thread's patience; the transfer goes on.
+    The timeout of a wait ends only the wait; the transfer goes on.
     """
 
     _parts: Sequence[BlockingWork[Any]]
 
     def __init__(self, steps: Sequence[BlockingWork[Any]], patience: float) -> None:
-        """Note what it consists of.
+        """Note the steps of the transfer.
 
-        :param patience: of a wait that names none, in seconds.
+        :param patience: the timeout of a wait without one, in seconds.
         """
         super().__init__()
         self._parts, self._patience = steps, patience
@@ -35,19 +35,19 @@ class TransferWork(CompoundWork):
         self._settled = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until it has ended.
+        """Block this thread until the transfer has ended.
 
-        :param timeout: the caller's patience; 0: that of the transfer.
+        :param timeout: the longest wait; 0: the timeout of the transfer.
         :returns: True.
-        :raises TimeoutError: it has not ended by then, and goes on.
-        :raises CommError: it has failed.
+        :raises TimeoutError: the transfer has not ended in time, and goes on.
+        :raises CommError: the transfer has failed.
         """
         patience = timeout.total_seconds()
         self.wait_for(patience if patience > 0 else self._patience)
         return True
 
     def wait_for(self, patience: float) -> None:
-        """Do that, with a patience in seconds, which may be 0."""
+        """Wait as :meth:`wait` does, for at most ``patience`` seconds, which may be 0."""
         ends, failure = clock.now() + patience, None
         for step in self._parts:
             try:
@@ -60,14 +60,14 @@ class TransferWork(CompoundWork):
             raise failure
 
     def result(self) -> list[Tensor]:
-        """Block until it has ended, and return an empty list."""
+        """Block until the transfer has ended, and return an empty list."""
         self.wait()
         return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of an empty list, or of the error.
 
-        It ends within this call or on the transport's thread, on which its callbacks then run: they must not block.
+        It completes within this call, or on the transport's thread, which then runs its callbacks: they must not block.
         """
         with self._lock:
             if self._future is not None:
@@ -78,7 +78,7 @@ class TransferWork(CompoundWork):
         return self._future
 
     def _settle(self) -> None:
-        """Note that a step has ended; with the last one the future does."""
+        """Note that a step has ended, and complete the future after the last step."""
         with self._lock:
             if self._settled or not self.is_completed():
                 return

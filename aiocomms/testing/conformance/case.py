@@ -1,4 +1,4 @@
-"""The class ``Case``, which a check is given beside its communicator; and records of where it runs and how it ended."""
+"""The class ``Case``, which a check gets beside its communicator, and the records of its place and its outcome."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
     """Mark a check with the numbers of ranks on which it runs: once for each number.
 
-    A check names a number that can decide something. One rank has no peer. Two ranks have one each. Of three ranks one
-    may be a third, to whom a message or an error of the others does not belong. Four are a power of two, and seven are
-    neither that nor even, which decides the schedules of collectives; so no other check names them.
+    A check names only numbers that can decide something. One rank has no peer, and two ranks have one peer each. Of
+    three ranks, one may have no part in a message or an error of the other two. Four is a power of two. Seven is
+    neither a power of two nor even. Both decide the schedules of collectives, so other checks name them as ``more``
+    only.
 
     :param more: the numbers of ranks on which the check runs with ``--full`` only.
     """
@@ -45,7 +46,7 @@ class Place(NamedTuple):
     """The place where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
     name: str
-    """The name of the transport, with what was said of its ranks."""
+    """The name of the transport, with ``@processes`` if that was chosen."""
     transport: str | dict[str, str]
     device: str
     loop: str
@@ -94,7 +95,7 @@ class CaseBoard:
         self._publish(rank, note)
 
     def hear(self, rank: int, note: str) -> None:
-        """Note that a note of ``rank`` has arrived."""
+        """Record that a note of ``rank`` has arrived."""
         self._event(rank, note).set()
 
     async def told(self, rank: int, note: str) -> None:
@@ -109,7 +110,7 @@ class Case:
     """One rank's part of one check.
 
     A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. It fails
-    by raising. By :meth:`agree` and :meth:`synchronised` it hands over what is compared between the ranks.
+    if it raises. By :meth:`agree` and :meth:`synchronised` it hands over values that are compared between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:
@@ -158,7 +159,7 @@ class Case:
         self._store.set(f"{self.name}/{note}", "")
 
     def wait_blocking(self, note: str) -> None:
-        """Wait for a note of :meth:`tell_blocking` without letting the loop run."""
+        """Wait for a note of :meth:`tell_blocking`. The loop does not run meanwhile."""
         self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:
@@ -176,7 +177,7 @@ class Case:
         self.agreed.append((what, data.checksum(value) if isinstance(value, Tensor) else value))
 
     def synchronised(self, what: str, called: float) -> None:
-        """Note that an operation is done on this rank that no rank may leave before all ranks have called it.
+        """Record the end of an operation on this rank that no rank may leave before all ranks have called it.
 
         :param called: ``time.monotonic()`` before the call; all ranks of a machine share that clock.
         """
@@ -196,13 +197,13 @@ class Case:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
 
     def need_arrivals(self) -> None:
-        """Skip the check if the transport cannot tell which messages have come."""
+        """Skip the check if the transport cannot probe for messages."""
         self.need_any_order()
         if not self.capabilities("p2p").ops >= ops.ARRIVALS:
             raise unittest.SkipTest(f"{self.place.transport} carries no probes")
 
     def atomics(self) -> bool:
-        """Return whether windows have atomics on this device; those in a GPU's memory may have none."""
+        """Return whether windows have atomics on this device. Windows in GPU memory may have none."""
         return "rma" not in self.comm.transports or ops.FetchAdd in self.capabilities("rma").ops
 
     def need_atomics(self) -> None:
@@ -227,11 +228,11 @@ class Case:
 
     def rounds_each_step(self, dtype: torch.dtype) -> bool:
         """Return whether sums of a dtype are rounded after each rank's contribution."""
-        carried = "collectives" in self.comm.transports  # otherwise the core makes them of messages
+        carried = "collectives" in self.comm.transports  # otherwise the core reduces by messages
         return carried and dtype in self.capabilities("collectives").rounds_each_step
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.ExpectedResult:
-        """Compute what a reduction of one tensor per rank must give."""
+        """Compute the expected result of a reduction of one tensor per rank."""
         return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
@@ -239,10 +240,10 @@ class Case:
         return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
-        """Open another communicator over the same ranks. Collective. The check must close it."""
+        """Open another communicator over the same ranks, on all ranks. The check must close the communicator."""
         comm = await new_comm(
             self.place.transport, self.place.device, store=self._store, rank=self.rank, size=self.size, name=name,
-            # This timeout is later than the check's, which says where each rank was.
+            # This timeout is later than the deadline of the check, whose report says where each rank was.
             timeout=timeout or 2 * self.place.deadline,
         )  # fmt: skip
         self.opened.append(comm)
@@ -250,7 +251,7 @@ class Case:
 
 
 async def all_blocked() -> None:
-    """Wait until every other task of the loop waits. On asyncio, anyio's function for that looks every 0.1 s."""
+    """Wait until every other task of the loop waits. On asyncio, anyio's own function looks only every 0.1 s."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -280,7 +281,7 @@ async def cancel_await(awaitable: Awaitable[object]) -> None:
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:
-    """Accept that a transport refuses a dtype before anything is sent, but not the dtypes that all must carry."""
+    """Accept a transport's refusal of a dtype, but raise it for the dtypes that every transport must carry."""
     if dtype in (torch.float32, torch.uint8):
         raise error
 

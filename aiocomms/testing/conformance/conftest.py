@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have no collection of a check's garbage look through what torch and the suite itself have brought."""
+    """Exclude the objects of torch and of the suite from later garbage collections, to save time."""
     gc.collect()
     gc.freeze()
 
@@ -49,7 +49,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def comm() -> None:
-    """Nothing in this process; each rank replaces it by its communicator."""
+    """Return None in this process: each rank replaces it by its communicator."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,7 +27,7 @@ CARRIED_ONLY = (
 )
 """The dtypes that reductions refuse.
 
-They stand here once more, so that the library's own list is compared with this one.
+This list repeats the library's own, so that the checks compare the two.
 """
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -45,8 +45,8 @@ _GUARD = 3
 """Guard elements on each side of a tensor: an odd number, so that it is aligned to no more than its element size."""
 
 
-class WrongData(AssertionError):  # noqa: N818 - the name says in every trace what has been found
-    """Raised where an operation has delivered other data than it should have, or written where it should not."""
+class WrongData(AssertionError):  # noqa: N818 - the name explains the failure in every trace
+    """The error of an operation that has delivered wrong data, or has written where it must not."""
 
 
 # Contents and results are computed once for all ranks of a process.
@@ -60,7 +60,7 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random bit patterns, NaNs among them, for operations that only move data. They must not be changed.
+    """Return random bit patterns, NaNs among them, for operations that only move data. Do not change them.
 
     :param key: the values on which the content depends beside the seed; the same on every rank.
     """
@@ -91,7 +91,7 @@ _pools: list[tuple[Tensor, int]] = []
 
 
 def verify() -> None:
-    """Check that no code has written to the random data, on which what other checks expect depends, too."""
+    """Check that no code has written to the random data, on which the results of other checks depend."""
     if any(checksum(pool) != was for pool, was in _pools):
         raise WrongData("random data was changed that an operation, or a check, was given to read only")
 
@@ -149,7 +149,7 @@ class Slot:
             self.tensor.copy_(content)
 
     def expect(self, want: Tensor, allowance: Tensor | None = None) -> None:
-        """Check the content, bit by bit or within an allowance per element, and that nothing around it was written."""
+        """Check the content, bit by bit or within an allowance per element, and the guards around the tensor."""
         near(self.tensor, want, allowance)
         for guard in self._guards:
             if not torch.equal(guard, self._poison):
@@ -175,7 +175,7 @@ def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
         return
     got, want = got.detach().cpu(), want.detach().cpu()
     error = (got.to(_wide(got.dtype)) - want).abs()
-    if got.shape != want.shape or not bool((error <= allowance).all()):  # The comparison takes a NaN for wrong.
+    if got.shape != want.shape or not bool((error <= allowance).all()):  # A NaN fails the comparison.
         raise WrongData(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
 
 
@@ -197,7 +197,7 @@ def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = Fa
 
     Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
 
-    :param rounds_each_step: whether these may be rounded after each rank's contribution instead.
+    :param rounds_each_step: whether float16 and bfloat16 may be rounded after each rank's contribution instead.
     """
     return _reduced(op, tuple(tensors), rounds_each_step)
 
@@ -222,7 +222,7 @@ def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) 
 
 
 def of_none(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return what a reduction of no tensors gives."""
+    """Return the result of a reduction of no tensors."""
     least, most = -math.inf, math.inf
     if not (dtype.is_floating_point or dtype.is_complex):
         least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""The threads and descriptors of this process: a check that what was opened and closed again leaves none behind."""
+"""The threads and descriptors of this process: a check that closed objects leave none behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import anyio
 from aiocomms.progress.deadlines import watchdog
 
 LOOKS = 150
-"""The number of looks, 10 ms apart, whether what a rank has closed is gone. On a slower rank they take longer."""
+"""The most looks, 10 ms apart, for threads and descriptors that a rank has closed. A slow rank takes longer."""
 
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:
@@ -21,13 +21,13 @@ async def expect_no_more_than(before: tuple[int, int]) -> None:
         now = resources()
         if all(count <= then for count, then in zip(now, before, strict=True)):
             return
-        await anyio.sleep(0.01)  # threads take a moment to end, and no event tells of it
+        await anyio.sleep(0.01)  # threads take a moment to end, and no event reports their end
     raise AssertionError(f"threads, descriptors: {before}, now {now}")
 
 
 def resources() -> tuple[int, int]:
     """Count the threads and descriptors of this process."""
-    # The call starts its thread, which otherwise starts with the first op that waits.
+    # The call starts the watchdog's thread, which otherwise starts with the first op that waits.
     watchdog.wake_by(time.monotonic())
     gc.collect()
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

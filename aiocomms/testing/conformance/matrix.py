@@ -1,4 +1,4 @@
-"""The matrix: the places in which a check runs. By default it leaves out those in which the check decides nothing."""
+"""The matrix: the places in which a check runs. By default it leaves out places where the check decides nothing."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ PROCESSES = "@processes"
 """The suffix of a transport's name if each of its ranks is to be a process."""
 
 APART = (2, 3)
-"""The numbers of ranks on which a transport is run in processes that is run in one process as well."""
+"""The numbers of ranks for a transport in processes that also runs in one process."""
 
 
 class Marks(NamedTuple):
-    """The properties that a check declares of itself."""
+    """The properties that a check declares."""
 
     sizes: tuple[int, ...]
-    """The numbers of ranks on which it runs."""
+    """The numbers of ranks on which the check runs."""
     more: tuple[int, ...] = ()
-    """The numbers of ranks on which it runs with ``--full`` only."""
+    """The numbers of ranks on which the check runs with ``--full`` only."""
     loops: bool = False
-    """True if it exercises what differs between the event loops."""
+    """True if the check exercises differences between the event loops."""
     core: bool = False
-    """True if the core alone decides it, before it asks a transport."""
+    """True if the core alone decides the outcome, before it calls a transport."""
     memory: bool = False
-    """True if it can end differently where the ranks are processes, which share no memory of their own."""
+    """True if the outcome can differ when the ranks are processes, which share no memory of their own."""
 
 
 class Subject(NamedTuple):
     """A transport that is tested."""
 
     name: str
-    """Its name, as a check's id shows it."""
+    """The name of the transport in the id of a check."""
     transport: str | dict[str, str]
     processes: bool = False
     """True if each rank is a process."""
     native: bool = False
-    """True if it has shortcuts of its own, which do what the core does elsewhere."""
+    """True if the transport has native shortcuts, which replace parts of the core."""
 
 
 class Cell(NamedTuple):
@@ -77,6 +77,6 @@ def _decides(marks: Marks, subject: Subject, subjects: Sequence[Subject]) -> boo
 
 
 def _again(subject: Subject, subjects: Sequence[Subject]) -> bool:
-    """Return whether a transport in processes was chosen without them, too."""
+    """Return whether a transport in processes was also chosen without processes."""
     plain = subject.name.removesuffix(PROCESSES)
     return plain != subject.name and any(other.name == plain for other in subjects)

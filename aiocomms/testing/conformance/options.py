@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the markers, check the options, and choose the seed."""
-    # Without this filter pytest-asyncio, which the suite does not use, asks here for an option of a project.
+    # Without this filter pytest-asyncio, which the suite does not use, warns about an unset option.
     warnings.filterwarnings("ignore", 'The configuration option "asyncio_default_fixture_loop_scope" is unset')
     for line in MARKERS:
         config.addinivalue_line("markers", line)
@@ -103,7 +103,7 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 
 
 def _device(config: pytest.Config) -> torch.device:
-    """Return the device of all tensors. It is tried here, as a failure in a check would explain less."""
+    """Return the device of all tensors, once a test has used it: a failure in a check would explain less."""
     import torch
 
     given: str = config.getoption("--device")
@@ -131,7 +131,7 @@ def _transports(config: pytest.Config) -> list[Subject]:
 def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
     """Find the transport that a ``--transport`` names.
 
-    :param state: why each installed transport is not available; None: it is.
+    :param state: the reason why each installed transport is not available, by name; None: the transport is available.
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject

@@ -88,7 +88,7 @@ class _Member:
         far_end.close()
 
     def send(self, *message: object) -> None:
-        """Send a message to the process. If the process is gone, that is noticed when its answer is awaited."""
+        """Send a message to the process. If the process is gone, the wait for its answer finds that."""
         try:
             self.pipe.send(message)
         except OSError:
@@ -124,7 +124,7 @@ class _Member:
 
 
 class _Conversation:
-    """The reader of the ranks' pipes while they run one check, which passes on the notes that they send each other."""
+    """The reader of the ranks' pipes during one check. It passes on the notes that the ranks send each other."""
 
     def __init__(self, members: list[_Member], deadline: float) -> None:
         self._members = members

@@ -17,9 +17,9 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, CaseBoard, Outcome, Place
 
 TURNS = 100
-"""The number of turns of the loop in which all that a check has started should be done after its end."""
+"""The number of turns of the loop, after a check, within which all works of the check should end."""
 LOOKS = 1000
-"""The number of looks, one every millisecond, whether that is so after these turns."""
+"""The number of further looks for pending works, one every millisecond."""
 
 Check = Callable[..., Awaitable[None]]
 
@@ -43,14 +43,14 @@ class Reports(logging.Handler):
         self.texts: list[str] = []
 
     def install(self) -> None:
-        """Collect from the running asyncio loop, and from the log that is used under trio."""
+        """Collect errors from the running asyncio loop, and from the log, which trio uses."""
         logging.getLogger("aiocomms").addHandler(self)
         loop = _asyncio_loop()
         if loop is not None:
             loop.set_exception_handler(self._hear)
 
     def remove(self) -> None:
-        """Do not collect from the log any more."""
+        """Stop collecting from the log."""
         logging.getLogger("aiocomms").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,7 +62,7 @@ class Reports(logging.Handler):
         self._add(context["message"], context.get("exception"))
 
     def take(self) -> str:
-        """Return what has been reported so far, and forget it."""
+        """Return the reports so far, and forget them."""
         text = "".join(f"reported to the loop: {text}" for text in self.texts)
         self.texts.clear()
         return text
@@ -176,7 +176,7 @@ def other_tasks() -> set[str]:
 
 
 def with_leftovers(outcomes: list[Outcome], tasks: set[str], reported: str) -> list[Outcome]:
-    """Make a check fail that has left tasks behind, or that has caused errors which were reported to the loop."""
+    """Fail a check that has left tasks behind, or has caused errors that were reported to the loop."""
     text = (f"the check has left tasks behind: {tasks}\n" if tasks else "") + reported
     if not text:
         return outcomes

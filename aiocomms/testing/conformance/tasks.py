@@ -20,13 +20,13 @@ from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_task
 from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 
 _LOOKS = 12
-"""The number of looks for what a check has left: after a millisecond, two, four and so on."""
+"""The number of looks for threads and descriptors that a check has left: after 1 ms, 2 ms, 4 ms and so on."""
 _POOLS = ("AnyIO worker thread", "Trio thread")
 """The names of threads that the loops keep for a while to use them again."""
 
 
 class Tasks(World):
-    """A world that runs each check in a new loop, on one thread; a thread whose loop a check blocks is abandoned."""
+    """A world that runs each check in a new loop, on one thread. It abandons a thread whose loop a check blocks."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -36,7 +36,7 @@ class Tasks(World):
         anyio.run(anyio.lowlevel.checkpoint, backend=backend, backend_options=options)
 
     def close(self) -> None:
-        """See :meth:`World.close`. Random data that was changed is an error."""
+        """See :meth:`World.close`. Changed random data is an error."""
         self._thread.end()
         data.verify()
 
@@ -76,16 +76,16 @@ class _Thread:
         return True
 
     def stack(self) -> str:
-        """Return where the thread is."""
+        """Return the stack of the thread."""
         return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
 
     def end(self) -> None:
-        """End the thread, which runs no function."""
+        """End the thread. It must not run a function."""
         self._functions.put(None)
         self._thread.join()
 
     def _main(self) -> None:
-        torch.set_num_threads(1)  # The setting is this thread's; the tensors are small.
+        torch.set_num_threads(1)  # The setting applies to this thread only. The tensors are small.
         for function in iter(self._functions.get, None):
             function()
             self._ended.put(None)
@@ -162,7 +162,7 @@ class _Resources:
             opened = _descriptors() - self._descriptors
             if not threads and not opened:
                 return ""
-            # Threads that are to end need the GIL, which a collection does not release.
+            # Ending threads need the GIL, which a garbage collection does not release.
             threading.Event().wait(2**look / 1000)
             if look:
                 gc.collect()  # the traceback of a failed check keeps its tensors, and the descriptors of their memory

@@ -96,7 +96,7 @@ def _resized(comm: Communicator) -> Tensor:
 
 
 def _quietly(make: Callable[[], Tensor]) -> Tensor:
-    """Make a tensor of a kind that warns of its deprecation, without the warning."""
+    """Make a tensor of a deprecated kind, without the warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
@@ -136,7 +136,7 @@ WRONG: dict[str, list[object]] = {
     "outputs": [3, "list", {}, torch.ones(2, 2)],
     "inputs": [3, "list", {}, torch.ones(2, 2)],
 }
-"""Values that are wrong for every parameter of that name."""
+"""The values that are wrong for every parameter of a name."""
 
 
 def carried(comm: Communicator, name: str) -> bool:
@@ -209,7 +209,7 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
 async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_sent(
     comm: Communicator, case: Case, name: str
 ) -> None:
-    """One rank only makes the wrong calls: if they sent anything, the other ranks would notice."""
+    """Only one rank makes the wrong calls: if they sent anything, the other ranks would notice."""
     if carried(comm, name) and comm.rank == comm.size - 1:
         for wrong, parameter, error in wrong_calls(comm, name):
             refuse(comm, name, wrong, parameter, error)
@@ -217,7 +217,7 @@ async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_se
 
 
 def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
-    """Arguments each of which is right by itself, but which do not fit each other."""
+    """Arguments that are each right alone, but do not fit each other."""
     c, n = comm, comm.size
     flat = tensor(c, COUNT * n)
     shared, scalar = tensors(c), torch.ones((), device=c.device)
@@ -280,7 +280,7 @@ async def test_arguments_that_contradict_each_other_are_refused_before_anything_
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communicator, case: Case) -> None:
-    """The root's arguments are not looked at on other ranks, whatever they are; the results are None there, as ever."""
+    """Other ranks ignore the root's arguments, whatever they are, and return None as always."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
         off = comm.rank != root
@@ -297,7 +297,7 @@ async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communica
 async def test_operator_undefined_for_the_dtype_is_refused_before_anything_is_sent(
     comm: Communicator, case: Case
 ) -> None:
-    """Every reducing operation refuses them before anything is sent."""
+    """Every reducing operation refuses such an operator before it sends anything."""
     undefined = [
         (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
         (ReduceOp.AVG, torch.bool), (ReduceOp.PREMUL_SUM(2.0), torch.int64), (ReduceOp.BAND, torch.float32),
@@ -329,7 +329,7 @@ async def test_input_that_requires_grad_is_accepted(comm: Communicator, case: Ca
 
 @ranks(2)
 async def test_strides_of_a_tensor_of_at_most_one_element_are_accepted(comm: Communicator, case: Case) -> None:
-    """A tensor of one element, or of none, is contiguous whatever its strides are: a slice has those of the whole."""
+    """A tensor of at most one element is contiguous, whatever its strides: a slice keeps the strides of the whole."""
     many = torch.arange(16.0, device=comm.device) + comm.rank
     odd = [many[1::2][:1], many.view(4, 4)[:1, ::4], torch.empty_strided((0, 3), (0, 0), device=comm.device)]
     odd += [many[8:].to(torch.int16)[::3][:1], torch.empty_strided((), (), device=comm.device).fill_(comm.rank)]

@@ -1,4 +1,4 @@
-"""Arrays in the place of tensors: of NumPy, and of a library that is known only by DLPack."""
+"""Arrays in the place of tensors: arrays of NumPy, and of a library that has only DLPack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = (3, 2)
 
 
 class Foreign:
-    """An array of a library that is neither torch nor NumPy, and imports nothing: it can hand its memory out."""
+    """An array of a library that is neither torch nor NumPy. It can export its memory, and imports nothing."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -53,24 +53,24 @@ class ArrayLibrary:
         return self.name
 
     def fits(self, comm: Any) -> bool:
-        """Return whether there are such arrays where the communicator's tensors are."""
+        """Return whether the library has arrays on the communicator's device."""
         return self.name != "numpy" or comm.device.type == "cpu"
 
     def need(self, comm: Communicator) -> None:
-        """Skip the check where there are none."""
+        """Skip the check if the library has no arrays on the device."""
         if not self.fits(comm):
             raise unittest.SkipTest("arrays of NumPy are on the CPU")
 
     def make(self, content: Tensor) -> Any:
-        """Return a new array of some content, on the device of that."""
+        """Return a new array with the content of a tensor, on the tensor's device."""
         return content.numpy().copy() if self.name == "numpy" else Foreign(content.clone())
 
     def look(self, array: Any) -> Tensor:
-        """Return the content of an array, by its own means."""
+        """Return the content of an array, without aiocomms."""
         return torch.from_numpy(array.copy()) if self.name == "numpy" else array._tensor.cpu()
 
     def place(self, array: Any) -> int:
-        """Return the address of an array's memory, by its own means."""
+        """Return the address of an array's memory, without aiocomms."""
         return int(array.ctypes.data if self.name == "numpy" else array._tensor.data_ptr())
 
 
@@ -83,18 +83,18 @@ FORMS: list[Any] = [
     (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
-"""The parameters that are results, in this order: what is written is the result."""
+"""The parameters that an operation writes and returns. The first that it has is its result."""
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change a tensor, or those of a list; anything else is no tensor."""
+    """Apply a function to a tensor, or to each tensor of a list; return any other value unchanged."""
     if isinstance(value, list):
         return [each(item, change) for item in value]
     return change(value) if isinstance(value, Tensor) else value
 
 
 def arguments(comm: Any, name: str) -> dict[str, Any]:
-    """Arguments that fit on all ranks, with content of this one's."""
+    """Return arguments that fit on all ranks, with content of this rank."""
     good = {key: each(value, lambda it: it + comm.rank) for key, value in GOOD[name](comm).items()}
     return {**good, "root": comm.size - 1} if "root" in good else good
 
@@ -121,7 +121,7 @@ class ArrayCall:
         self.places = [kind.place(item) for item in self.items]
 
     def verify(self, got: Any) -> None:
-        """Check that the arrays hold what the tensors would, and that they are what was returned."""
+        """Check that the arrays hold the expected content, and that the operation returned them."""
         if self.nothing:
             assert got is None
             return
@@ -192,7 +192,7 @@ async def test_send_recv_and_batch_of_arrays_write_in_place(comm: Communicator, 
 
 @ranks(2)
 async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator, case: Case) -> None:
-    """Arrays without elements, without a dimension and with several are among them."""
+    """The shapes include arrays without elements, without dimensions, and with several dimensions."""
     KINDS[0].need(comm)
     for dtype in (bool, "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"):
         for shape in ((), (0,), (2, 0), (7,), SHAPE):
@@ -204,7 +204,7 @@ async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator,
 
 @ranks(2)
 async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
-    """Arrays may be read-only where it is known that they are only read."""
+    """A read-only array may only be an argument that its operation just reads."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)
@@ -231,7 +231,7 @@ async def test_put_get_and_put_signal_work_on_a_window_of_an_array(
     comm: Communicator, case: Case, kind: ArrayLibrary
 ) -> None:
     kind.need(comm)
-    _, win = await window(comm, case, torch.float32, 1)  # This call skips the check where there are no windows.
+    _, win = await window(comm, case, torch.float32, 1)  # This call skips the check if there are no windows.
     await win.aclose()
     other = 1 - comm.rank
     part = kind.make(torch.zeros(6, device=comm.device))
@@ -290,7 +290,7 @@ async def test_stream_of_arrays_delivers_new_tensors(comm: Communicator, case: C
 async def test_functional_forms_return_the_library_of_their_input(
     comm: Communicator, case: Case, kind: ArrayLibrary
 ) -> None:
-    """The results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
+    """The results are of the input's kind, or tensors for a library that cannot import them."""
     kind.need(comm)
     content = torch.arange(4.0, device=comm.device) + comm.rank
     array = kind.make(content)
@@ -308,7 +308,7 @@ async def test_functional_forms_return_the_library_of_their_input(
 @ranks(2)
 @kinds
 async def test_array_is_kept_alive_until_its_operation_ends(comm: Communicator, case: Case, kind: ArrayLibrary) -> None:
-    """The same holds of an op that is withdrawn, which leaves the array as it was."""
+    """A withdrawn op also keeps its array alive, and leaves the content unchanged."""
     kind.need(comm)
     case.need("p2p")
     for end in ("message", "cancel"):

@@ -1,4 +1,4 @@
-"""Receives from any rank, and probes: content, order, who comes first, and what they leave for others."""
+"""Receives from any rank, and probes: content, order, precedence, and the messages that they leave for others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
 SIZES = (0, 5, 40_009)
-"""Elements: of no message, of one that is sent before its receive, and of one that is not."""
+"""Numbers of elements: none, few that are sent before their receive, and many that wait for it."""
 ROUNDS = 4
 
 
@@ -48,7 +48,7 @@ def others(comm: Communicator) -> list[int]:
 async def test_recv_message_takes_each_message_once_in_the_order_of_its_source(
     comm: Communicator, case: Case, early: str
 ) -> None:
-    """Each comes once, unchanged, and those of one rank come in the order in which they were sent."""
+    """Each message arrives once and unchanged. Messages of one rank arrive in the order in which they were sent."""
     case.need_arrivals()
     if comm.rank:
         if early == "recv":
@@ -72,7 +72,7 @@ async def test_recv_message_takes_each_message_once_in_the_order_of_its_source(
 
 @ranks(2, 3)
 async def test_recv_any_writes_its_buffer_and_returns_the_source(comm: Communicator, case: Case) -> None:
-    """The result of the receive is the rank that has sent; only its buffer is written."""
+    """The receive returns the rank of the sender, and writes only its own buffer."""
     case.need_arrivals()
     if comm.rank:
         content = case.bits(torch.float32, SHAPE, comm.rank).to(comm.device)
@@ -90,7 +90,7 @@ async def test_recv_any_writes_its_buffer_and_returns_the_source(comm: Communica
 
 @ranks(3, more=(4, 7))
 async def test_recv_any_from_named_ranks_leaves_messages_of_others(comm: Communicator, case: Case) -> None:
-    """The messages of ranks that are not named are left for others."""
+    """The receive leaves the messages of other ranks to other receives."""
     case.need_arrivals()
     if comm.rank:
         await comm.send(case.bits(torch.int16, SHAPE, comm.rank).to(comm.device), 0, 3)
@@ -140,7 +140,7 @@ async def test_probe_describes_a_message_and_leaves_it(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2)
 async def test_recv_message_asks_into_once_for_each_message(comm: Communicator, case: Case) -> None:
-    """The function is asked once for each message, when its source and its size are known."""
+    """The receive calls the function ``into`` once for each message, when source and size are known."""
     case.need_arrivals()
     contents = [case.bits(torch.int64, (size,)) for size in SIZES]
     if comm.rank:
@@ -188,7 +188,7 @@ async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicat
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
 async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case: Case, first: str) -> None:
-    """The named receive takes the message of its rank, whichever was called first; the other one takes the next."""
+    """The receive from a named rank takes that rank's message, whichever was called first. The other takes the next."""
     case.need_arrivals()
     if comm.rank == 2:
         await case.told("named", 0)
@@ -211,7 +211,7 @@ async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case
 
 @ranks(2)
 async def test_recv_any_and_probe_match_in_call_order(comm: Communicator, case: Case) -> None:
-    """A probe sees what none of the receives before it takes."""
+    """A probe reports a message that no receive before it takes."""
     case.need_arrivals()
     if comm.rank:
         await case.told("posted", 0)
@@ -231,7 +231,7 @@ async def test_recv_any_and_probe_match_in_call_order(comm: Communicator, case: 
 
 @ranks(3, more=(7,))
 async def test_recv_any_takes_messages_of_all_ranks_in_turn(comm: Communicator, case: Case) -> None:
-    """Messages of each other rank are taken in turn while one rank has many there."""
+    """The receives take messages of all ranks in turn while many messages of one rank wait."""
     case.need_arrivals()
     count = 2 * comm.size
     if comm.rank:
@@ -256,7 +256,7 @@ async def test_recv_any_takes_messages_of_all_ranks_in_turn(comm: Communicator, 
 async def test_recv_any_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails as one that names its source does, and the next message is right."""
+    """The receive fails like a receive that names its source, and the next message arrives."""
     case.need_arrivals()
     sent, room = sizes
     content, after = case.bits(torch.int32, (sent,)), case.bits(torch.int32, SHAPE)
@@ -281,7 +281,7 @@ async def test_recv_any_of_another_size_fails_and_the_next_message_arrives(
 
 @ranks(2)
 async def test_recv_any_matches_no_object_and_no_message_of_another_lane(comm: Communicator, case: Case) -> None:
-    """A receive from any rank takes those of its own lane, and no object."""
+    """A receive from any rank takes messages of its own lane only, and no object."""
     case.need_arrivals()
     views: list[Any] = [comm, comm.lane("a"), comm.lane(7)]
     if comm.rank:
@@ -303,7 +303,7 @@ async def test_recv_any_matches_no_object_and_no_message_of_another_lane(comm: C
 @pytest.mark.core
 @ranks(1, 2)
 async def test_recv_any_and_probe_match_messages_of_this_rank(comm: Communicator, case: Case) -> None:
-    """This rank is one of the sources of a receive that names none, where tensors are on the CPU."""
+    """A receive from any rank takes messages of this rank, too, if tensors are on the CPU."""
     case.need_arrivals()
     if comm.device.type != "cpu":
         raise unittest.SkipTest("a rank sends itself nothing there")
@@ -324,7 +324,7 @@ async def test_recv_any_and_probe_match_messages_of_this_rank(comm: Communicator
 @pytest.mark.core
 @ranks(3)
 async def test_wrong_src_or_tag_is_refused_before_anything_is_sent(comm: Communicator, case: Case) -> None:
-    """The error names the argument, and says what was given and what was wanted; nothing was sent."""
+    """The error names the argument, the given value and the wanted value. The call sends nothing."""
     case.need_arrivals()
     tensor = torch.zeros(2, device=comm.device)
     for src, why in (

@@ -1,4 +1,4 @@
-"""Early ends of receives from any rank, and of probes: withdrawn, late, and where ranks close or abort."""
+"""Early ends of receives from any rank, and of probes: withdrawal, deadline, close and abort."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def send_when_told(comm: Communicator, case: Case, note: str = "given up")
 
 
 async def expect_all(comm: Communicator, case: Case, note: str = "given up") -> None:
-    """Do rank 0's part: later receives get what the others send, and nothing is lost."""
+    """Do rank 0's part: later receives get the messages of the other ranks, and no message is lost."""
     case.tell(note)
     sources = []
     for _ in range(comm.size - 1):
@@ -75,7 +75,7 @@ async def test_recv_any_cancelled_before_a_message_is_withdrawn(comm: Communicat
 async def test_cancelling_the_second_of_three_recv_any_leaves_the_order_of_the_others(
     comm: Communicator, case: Case
 ) -> None:
-    """The other two get the messages, in order."""
+    """The other two receives get the messages, in order."""
     case.need_arrivals()
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
     if comm.rank:
@@ -99,7 +99,7 @@ async def test_cancelling_the_second_of_three_recv_any_leaves_the_order_of_the_o
 async def test_cancel_of_recv_any_that_races_with_messages_loses_none(
     comm: Communicator, case: Case, count: int
 ) -> None:
-    """A withdrawn receive has taken nothing: each message is received once, whole, and in order."""
+    """A withdrawn receive takes no message: each message is received once, whole, and in order."""
     case.need_arrivals()
     turns = 20
     if comm.rank:
@@ -122,7 +122,7 @@ async def test_cancel_of_recv_any_that_races_with_messages_loses_none(
 
 @ranks(3)
 async def test_recv_and_recv_any_that_race_get_one_message_each(comm: Communicator, case: Case) -> None:
-    """Each message goes to one of them, and each of them gets one."""
+    """Each message goes to one receive, and each receive gets one message."""
     case.need_arrivals()
     turns = 20
     if comm.rank:
@@ -172,7 +172,7 @@ async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: 
 
 @ranks(3)
 async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
-    """An op that waits for other ranks goes on. One that waits for no rank that is left fails, as do later calls."""
+    """An op with an open source goes on. An op fails if all its sources have closed, and so do later calls."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()
@@ -242,7 +242,7 @@ async def test_recv_any_fails_when_its_communicator_closes_or_aborts(comm: Commu
 
 @ranks(2)
 async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Communicator, case: Case) -> None:
-    """Receives and probes of the lane end with it, on both ranks; those of other lanes and of the communicator stay."""
+    """The lane's receives and probes end on both ranks. Those of other lanes and of the communicator stay pending."""
     case.need_arrivals()
     lane, beside = comm.lane("given up"), comm.lane("goes on")
     works, left = waiting(lane), comm.lane("closed").recv_message()
@@ -267,7 +267,7 @@ async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Com
 
 @ranks(2)
 async def test_recv_any_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case) -> None:
-    """The error is the same where a receive names its source."""
+    """The error is the same as for a receive that names its source."""
     case.need_arrivals()
     other = await case.open("other")
     if comm.rank == 0:

@@ -248,7 +248,7 @@ async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, cas
         with anyio.move_on_after(0):
             await comm.send(content.clone().to(comm.device), 1)
     gc.collect()
-    # One of these may reuse the dropped tensor's memory.
+    # One of these tensors may reuse the dropped tensor's memory.
     [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]
     work = comm.send(contents[2].to(comm.device), 1)
     case.tell("cancelled")

@@ -1,4 +1,4 @@
-"""Close and abort: pending operations end, the peers are told, later calls raise the reason, and nothing is leaked."""
+"""Close and abort: pending operations end, the peers learn the reason, later calls raise it, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """Have a close that waits for the end of its grace never end."""
+    """Make the grace of a close endless: a close that waits for its end hangs."""
     core.CLOSE_GRACE = math.inf
     try:
         yield
@@ -80,7 +80,7 @@ async def test_concurrent_aclose_calls_all_return(comm: Communicator, case: Case
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_close_waits_for_a_pending_collective(comm: Communicator, case: Case) -> None:
-    """Rank 0 closes before the others call the collective, which ends all the same on all ranks."""
+    """Rank 0 closes before the others call the collective. The collective still completes on all ranks."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE, comm.rank))
     outs = [case.empty(torch.int32, SHAPE) for _ in range(comm.size)]
@@ -146,7 +146,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 @ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_op_that_needs_a_closed_rank_fails(comm: Communicator, case: Case, what: str) -> None:
-    """A rank that calls before or after another's close does not wait for ever."""
+    """An op that is called before or after another rank's close does not hang."""
     if what == "recv":
         case.need("p2p")
     other = await case.open("other")
@@ -200,7 +200,7 @@ async def test_cancelled_close_releases_everything(comm: Communicator, case: Cas
 @pytest.mark.clock
 @ranks(2)
 async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
-    """Every await in the scope is cancelled, also those of the close; it releases everything without waiting."""
+    """The scope cancels every await, also in the close. The close still releases everything, without waiting."""
 
     async def cycle(number: int) -> None:
         other = await case.open(f"cycle {number}")
@@ -336,7 +336,7 @@ async def test_abort_leaves_other_communicators_usable(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2)
 async def test_hooks_run_around_each_op_and_a_raising_pre_hook_stops_it(comm: Communicator, case: Case) -> None:
-    """A hook that raises before an op stops the op: nothing was sent."""
+    """A hook that raises before an op stops the op: the call sends nothing."""
     seen: list[tuple[str, int]] = []
     watching = comm.register_pre_hook(lambda op, seq: seen.append((op.name, seq)))
     work = comm.all_reduce(ones(comm))

@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting
 
 
 def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
-    """Start a trial; None if the transport refuses the dtype and may do so."""
+    """Start a trial; return None if the transport refuses the dtype, and is allowed to."""
     try:
         return EVERY[name](comm, case, setting)
     except UnsupportedOperation as error:
@@ -79,7 +79,7 @@ async def test_reductions_are_right_for_every_operator_and_dtype(comm: Communica
 @pytest.mark.fault(140)
 @ranks(2)
 async def test_reductions_of_unsigned_integers_wrap_around_and_compare_unsigned(comm: Communicator, case: Case) -> None:
-    """Sums and products wrap around, and what is more than a signed integer holds is more than what is less."""
+    """Sums and products wrap around. Values beyond the signed range compare as large, not as negative."""
     for dtype in data.UNSIGNED:
         most = 256**dtype.itemsize - 1
         given = ([0, most, most, 1, most // 2], [most, most, 1, 2, most // 2 + 1])

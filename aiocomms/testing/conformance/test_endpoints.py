@@ -1,4 +1,4 @@
-"""Endpoints: two processes that connect by an address, and what they open to each other by descriptors."""
+"""Endpoints: two processes connect by an address, and open memory to each other by descriptors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PART = 11
 
 
 class EndpointPair(NamedTuple):
-    """One rank's endpoint, and the other rank's as it sees it."""
+    """This rank's endpoint, and its view of the other rank's endpoint."""
 
     here: Endpoint
     peer: Peer
@@ -36,7 +36,7 @@ class EndpointPair(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def connected(comm: Communicator, case: Case) -> AsyncIterator[EndpointPair]:
-    """Rank 0 connects with rank 1, which accepts; the endpoints are closed when both are through."""
+    """Connect rank 0 with rank 1, which accepts, and close the endpoints when both ranks are done."""
     case.need("p2p")
     transport, device = case.place.transport, case.place.device
     async with open_endpoint(transport, device, timeout=case.place.deadline) as here:
@@ -57,7 +57,7 @@ async def connected(comm: Communicator, case: Case) -> AsyncIterator[EndpointPai
 
 
 async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
-    """Return what rank 1 gives rank 0."""
+    """Send a descriptor from rank 1 to rank 0, and return it on both ranks."""
     if comm.rank == 1:
         assert given is not None
         await comm.send_object(given, 0)
@@ -70,7 +70,7 @@ async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
 @pytest.mark.memory
 @ranks(2)
 async def test_peers_exchange_tensors_objects_and_streams(comm: Communicator, case: Case) -> None:
-    """Tensors, objects and streams, in both directions; both ends know the other one's address."""
+    """Tensors, objects and streams pass in both directions. Each end knows the other's address."""
     async with connected(comm, case) as (here, peer):
         other = 1 - comm.rank
         sent, got = case.full(case.bits(torch.float32, (PART,), comm.rank)), case.empty(torch.float32, (PART,))
@@ -94,7 +94,7 @@ async def test_peers_exchange_tensors_objects_and_streams(comm: Communicator, ca
 @pytest.mark.memory
 @ranks(2)
 async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator, case: Case) -> None:
-    """Every dtype is put; a signal comes behind what was put."""
+    """A put carries every dtype. The signal arrives after the data."""
     async with connected(comm, case) as (here, peer):
         for dtype in data.ALL_DTYPES:
             content = case.bits(dtype, (PART,))
@@ -121,7 +121,7 @@ async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator
 @pytest.mark.memory
 @ranks(2)
 async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicator, case: Case) -> None:
-    """Each opens several of the other one's, in its own order, and closes them in another."""
+    """Each peer uses several regions of the other one in its own order. The owners revoke them in another order."""
     async with connected(comm, case) as (here, peer):
         slots = [case.full(torch.zeros(4, dtype=torch.int64)) for _ in range(5)]
         regions = [here.register(slot.tensor) for slot in slots]
@@ -151,7 +151,7 @@ async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicat
 @pytest.mark.memory
 @ranks(2)
 async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: Communicator, case: Case) -> None:
-    """An op under way ends, and none starts any more: at the other end at once, and by the descriptor never again."""
+    """A pending op completes. New ops fail at the other end at once, and nothing can attach the descriptor again."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(PART))
         if comm.rank == 1:
@@ -183,7 +183,7 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
 
 @ranks(2)
 async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
-    """Blocks are read, and filled, whole and by part; one hand-over is cancelled, and one is dropped."""
+    """Rank 0 reads and fills leased blocks, whole and in part. One hand-over is cancelled, and one is dropped."""
     if comm.device.type != "cpu":
         raise unittest.SkipTest("pools are on the CPU")
     async with connected(comm, case) as (here, peer):
@@ -207,7 +207,7 @@ async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, 
 
 
 async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) -> None:
-    """Use what is handed over, as it is said with it."""
+    """Do rank 0's part: use each lease that rank 1 hands over, as its ``meta`` says."""
     leases = here.handed()
     async with await anext(leases) as handed:
         assert (handed.meta, len(handed)) == ("read", 3)
@@ -286,7 +286,7 @@ async def test_region_refuses_access_beyond_its_rights_and_bounds(comm: Communic
 @pytest.mark.memory
 @ranks(2)
 async def test_forged_foreign_or_expired_descriptor_raises_region_error(comm: Communicator, case: Case) -> None:
-    """Forged, foreign and expired ones, and what is none at all."""
+    """Forged, foreign and expired descriptors are refused, and values that are no descriptors."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(8))
         if comm.rank == 1:
@@ -335,7 +335,7 @@ async def test_wrong_expired_or_dead_address_is_refused_by_connect(comm: Communi
 @pytest.mark.memory
 @ranks(2)
 async def test_simultaneous_connects_form_one_connection(comm: Communicator, case: Case) -> None:
-    """Both connect at once, each several times, and have one connection."""
+    """Both peers connect at once, several times each, and share one connection."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         for _ in range(4):

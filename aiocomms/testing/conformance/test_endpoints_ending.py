@@ -1,4 +1,4 @@
-"""Endpoints: how a connection ends, and what it costs while it does nothing."""
+"""Endpoints: the end of a connection, and the cost of an idle connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark: pytest.MarkDecorator = pytest.mark.network
 @pytest.mark.memory
 @ranks(2)
 async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, case: Case) -> None:
-    """A message that was sent before is still received."""
+    """A message that was sent before the close is still received."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(4))
         if comm.rank == 1:
@@ -56,7 +56,7 @@ async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, 
 
 @ranks(2)
 async def test_connections_that_are_never_accepted_release_their_resources(comm: Communicator, case: Case) -> None:
-    """Few of the connections that are never accepted are kept; the resources of the others are given back."""
+    """An endpoint keeps few of the connections that are never accepted, and releases the resources of the others."""
     async with connected(comm, case) as (here, peer):
         for _ in range(25):
             async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:
@@ -71,7 +71,7 @@ async def test_connections_that_are_never_accepted_release_their_resources(comm:
 @pytest.mark.memory
 @ranks(2)
 async def test_abort_of_a_peer_ends_only_its_connection(comm: Communicator, case: Case) -> None:
-    """The hooks of the connection are called, and its ops fail on both sides; another one goes on."""
+    """The hooks of the connection run, and its ops fail on both sides. Another connection goes on."""
     async with connected(comm, case) as (here, peer):
         transport, device = case.place.transport, case.place.device
         async with open_endpoint(transport, device, timeout=case.place.deadline) as second:
@@ -117,7 +117,7 @@ async def test_idle_endpoint_never_wakes_the_loop(comm: Communicator, case: Case
 @pytest.mark.clock
 @ranks(2)
 async def test_attach_to_an_unresponsive_peer_times_out_alone(comm: Communicator, case: Case) -> None:
-    """Attaching is late and fails alone; the connection stays usable."""
+    """The attach misses its deadline and fails alone. The connection stays usable."""
     case.need_processes()
     async with connected(comm, case) as (here, peer):
         if comm.rank == 1:

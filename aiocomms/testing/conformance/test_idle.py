@@ -18,13 +18,13 @@ WINDOW = 0.05
 """The time in seconds during which wake-ups are counted."""
 
 ALLOWED = 2
-"""The wake-ups of the loop's thread allowed in a window: one by the timer that ends it, one by other processes."""
+"""The most wake-ups of the loop's thread in a window: one by the timer that ends it, and one by other processes."""
 
 
 async def wakeups() -> tuple[int, float]:
     """Count how often the loop's thread went to sleep while its only task slept, and the seconds for which it ran.
 
-    Of several windows the least: the kernel of a virtual machine may count what its host takes away.
+    The result is the least of several windows: a virtual machine's kernel may count time that the host takes away.
     """
     counts, ran = [], []
     for _ in range(6):

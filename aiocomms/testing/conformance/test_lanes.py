@@ -83,7 +83,7 @@ async def test_lanes_match_collectives_called_in_another_order_on_each_rank(comm
 @pytest.mark.core
 @ranks(3, more=(2, 7))
 async def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(comm: Communicator, case: Case) -> None:
-    """An order that one rank publishes would deadlock here: each rank awaits the lanes one after the other."""
+    """Each rank begins the lanes in another order, and awaits the collectives of a lane one after the other."""
     case.need_any_order()
 
     async def follow(key: str) -> None:
@@ -104,7 +104,7 @@ def hash_of(key: object) -> int:
 @ranks(2, more=(1, 3))
 async def test_keys_of_different_types_are_different_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
-    keys = KEYS[::-1] if comm.rank % 2 else KEYS  # In these orders two keys meet each other if they are of one lane.
+    keys = KEYS[::-1] if comm.rank % 2 else KEYS  # In these orders two keys would match if they named one lane.
     works = {key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in keys}
     for key, work in works.items():
         want = comm.size * 10 * hash_of(key) + sum(range(comm.size))
@@ -114,7 +114,7 @@ async def test_keys_of_different_types_are_different_lanes(comm: Communicator, c
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
-    """The lane is one also where one rank makes a new view for each call, and another one keeps its first."""
+    """The lane is the same, whether a rank makes a new view for each call or keeps its first view."""
     case.need_any_order()
     kept = comm.lane("one")
     for i in range(5):
@@ -142,7 +142,7 @@ async def test_thousands_of_concurrent_lanes_stay_apart(comm: Communicator, case
 
 @ranks(2, more=(3,))
 async def test_collectives_of_the_communicator_keep_their_order_beside_lanes(comm: Communicator, case: Case) -> None:
-    """The communicator's own collectives keep their order, wherever those of lanes come between them."""
+    """The communicator's own collectives keep their order, wherever collectives of lanes come between them."""
     case.need_any_order()
     lanes = [comm.lane(i) for i in shuffled(case, range(6))]
     works: list[tuple[Work[Tensor], int]] = []
@@ -159,7 +159,7 @@ async def test_collectives_of_the_communicator_keep_their_order_beside_lanes(com
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_cancelled_awaiter_leaves_the_lanes_order_intact(comm: Communicator, case: Case) -> None:
-    """A cancelled await stops nothing: the lane's next collective is the next one on all ranks."""
+    """A cancelled await stops no collective: the lane's next collective matches the next one on all ranks."""
     case.need_any_order()
     lane = comm.lane("late")
     if comm.rank == 0:
@@ -228,7 +228,7 @@ async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
-    """Layers that know of no lane: requests interleave in another way on each rank, and their results stay apart."""
+    """Called functions name no lane. Requests interleave differently on each rank, and their results stay apart."""
     case.need_any_order()
     other = await case.open("other")
 
@@ -245,7 +245,7 @@ async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case
                 children.start_soon(layer, 100 * key)
             with comm.lane(f"inner {key}"):
                 await layer(100 * key + 1)
-            with other.lane(key):  # This lane is another communicator's.
+            with other.lane(key):  # This lane belongs to another communicator.
                 await layer(100 * key + 2)
             await layer(100 * key + 3)
 
@@ -259,7 +259,7 @@ async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case
 @pytest.mark.core
 @ranks(2)
 async def test_split_window_and_stream_opened_within_a_lane_match_by_call_order(comm: Communicator, case: Case) -> None:
-    """A split, a window and a stream that are opened while a lane is the current one."""
+    """A split, a window and a stream are opened while a lane is the current lane of the task."""
     case.need_any_order()
     with comm.lane("request"):
         child = await comm.split([0, 1])
@@ -321,7 +321,7 @@ async def test_wrong_arguments_leave_lane_and_communicator_usable(comm: Communic
 
 @ranks(3)
 async def test_overtaking_requests_with_cancellations_get_right_results(comm: Communicator, case: Case) -> None:
-    """Tasks with several collectives each, some of which give up waiting; every result is right."""
+    """Each task runs several collectives, and some tasks stop waiting. Every result is right."""
     case.need_any_order()
     mix = random.Random(f"{case.seed} {comm.rank}")
 

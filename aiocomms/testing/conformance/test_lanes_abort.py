@@ -1,4 +1,4 @@
-"""Lanes that one rank gives up: all ranks do, nothing waits, and the communicator and its other lanes go on."""
+"""Lanes that one rank aborts: they end on all ranks, and the communicator and its other lanes go on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = 40_000
 
 
 async def goes_on(comm: Communicator, case: Case) -> None:
-    """Check that the communicator and its other lanes are as before, on all ranks."""
+    """Check on all ranks that the communicator and its other lanes still work."""
     await reduced(comm.lane("another"), 3)
     await reduced(comm, 4)
     assert not comm.aborted
@@ -27,7 +27,7 @@ async def goes_on(comm: Communicator, case: Case) -> None:
 
 
 async def refused(comm: Communicator, key: Any, why: str) -> None:
-    """Check that a lane ends, at the call or later, with what its first rank to give it up said."""
+    """Check that an op of a lane fails, at the call or later, with the first reason for the abort of the lane."""
     with pytest.raises(LaneAbortedError, match=why) as caught:
         await comm.lane(key).barrier()
     assert f"lane {key}" in str(caught.value)
@@ -76,7 +76,7 @@ async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Commun
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
-    """The other ranks' part of a request ends, too, as when a client goes away."""
+    """The request ends on the other ranks, too, as when a client disconnects."""
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -98,7 +98,7 @@ async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicat
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communicator, case: Case) -> None:
-    """A large message waits for its receiver, which will not come any more, unless the transport has buffered it."""
+    """A large message waits for a receive that never comes, unless the transport has buffered the message."""
     case.need_any_order()
     lane, last = comm.lane("large"), comm.size - 1
     works: list[Work[Any]] = []
@@ -133,7 +133,7 @@ async def test_lane_abort_reaches_a_rank_that_has_used_no_lane(comm: Communicato
 
 @ranks(3, more=(2,))
 async def test_simultaneous_lane_aborts_leave_the_communicator_usable(comm: Communicator, case: Case) -> None:
-    """A rank that calls late hears of it there. A collective that all ranks had begun may have its result on some.
+    """A late call raises the error of the abort. A collective that all ranks had begun may succeed on some ranks.
 
     No rank waits.
     """

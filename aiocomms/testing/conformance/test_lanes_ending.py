@@ -1,4 +1,4 @@
-"""Ends of lanes: closed, late, aborted, and where the ranks disagree."""
+"""Ends of lanes: close, deadline, abort, and disagreement of the ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_late_collective_names_its_lane_and_missing_ranks(comm: Communicat
 @ranks(3, more=(2,))
 async def test_collective_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
     case.need_any_order()
-    # The call itself raises, too, if the others have met.
+    # The call itself raises if the other ranks have already found the mismatch.
     with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):
         await comm.lane("sizes").all_reduce(number(comm, 1, 4 + (comm.rank == comm.size - 1)))
     with pytest.raises(CommAbortedError, match="lane sizes"):
@@ -85,7 +85,7 @@ async def test_collective_sizes_that_differ_lose_the_communicator(comm: Communic
 async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """Calls of the same size would mix silently: no rank gets a result, and a message, or the deadline, says why."""
+    """Calls of the same size could mix silently. Each rank gets an error instead, from a message or the deadline."""
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
         "operation": (lambda c: c.all_reduce(number(comm, 1)), lambda c: c.broadcast(number(comm, 1), 0)),

@@ -18,7 +18,7 @@ ALIKE = (18868, 23721, 50482, 61701)
 
 @ranks(2)
 async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, case: Case) -> None:
-    """A transport that cuts tags would mix them."""
+    """A transport that cuts tags would mix these lanes."""
     case.need_any_order()
     numbers = [number_of(key) for key in ALIKE]
     assert (numbers[0] - numbers[1]) % 2**32 == 0 and numbers[2] >> 32 == numbers[3] >> 32, f"{numbers} are not alike"

@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.case import Case, ranks, refusable
 HUGE = (1_250_003,)
 
 TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
-"""Tags, some of which would be equal if they were cut to fewer than 32 bits, or lost their sign."""
+"""Tags. Some would be equal if a transport cut them to fewer than 32 bits, or dropped their sign."""
 
 
 def neighbours(comm: Communicator) -> tuple[int, int]:
@@ -164,7 +164,7 @@ async def test_tensor_may_be_overwritten_once_its_send_is_done(comm: Communicato
 async def test_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds what fits; the send does not fail, and the next message is right."""
+    """The receive fails, and its buffer holds the part that fits. The send succeeds, and the next message is right."""
     case.need("p2p")
     sent, room = sizes
     content, after = case.bits(torch.int32, (sent,)), case.bits(torch.int32, (6,))

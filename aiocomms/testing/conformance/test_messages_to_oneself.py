@@ -1,4 +1,4 @@
-"""Messages of a rank to itself: what holds of those to other ranks holds of these, on every transport."""
+"""Messages of a rank to itself: the rules for messages to other ranks hold for them, on every transport."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LARGE = 40_009
 
 
 def can(comm: Communicator, case: Case) -> bool:
-    """Return whether a rank may send to itself; if not, check that it is told so."""
+    """Return whether a rank may send to itself; if not, check that the calls raise an error."""
     case.need("p2p")
     if comm.device.type == "cpu":
         return True
@@ -49,7 +49,7 @@ def can(comm: Communicator, case: Case) -> bool:
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_self_send_and_recv_match_whichever_is_posted_first(comm: Communicator, case: Case, early: str) -> None:
-    """A tensor that was sent may be changed once its send is done, and only the buffer of the receive is written."""
+    """A sent tensor may be changed once its send is done, and only the buffer of the receive is written."""
     if not can(comm, case):
         return
     for dtype in data.ALL_DTYPES:
@@ -88,7 +88,7 @@ async def test_self_recv_matches_by_tag_in_order(comm: Communicator, case: Case)
 
 @ranks(1, 3, more=(2,))
 async def test_self_send_matches_no_recv_from_another_rank_or_lane(comm: Communicator, case: Case) -> None:
-    """Messages from this rank, from others, of lanes and of objects have one tag, and none is taken for another."""
+    """Messages from this rank, from other ranks, of lanes and of objects share one tag, and do not mix."""
     if not can(comm, case):
         return
     right, left = neighbours(comm)
@@ -113,7 +113,7 @@ async def test_self_send_matches_no_recv_from_another_rank_or_lane(comm: Communi
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: Case, early: str) -> None:
-    """The received object is another one, with memory of its own."""
+    """The received object is a copy, with memory of its own."""
     if not can(comm, case):
         return
     weights = case.numbers(torch.float32, (300, 300)).clone()
@@ -133,7 +133,7 @@ async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: C
 
 @ranks(3, more=(1, 2))
 async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: Case) -> None:
-    """An exchange of all with all needs no special case for oneself."""
+    """An exchange of all ranks with all needs no special case for this rank."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.float32, (r + 2,)) for r in range(comm.size)]
@@ -151,7 +151,7 @@ async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: C
 async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds what fits; the send does not fail, and the next message is right."""
+    """The receive fails, and its buffer holds the part that fits. The send succeeds, and the next message is right."""
     if not can(comm, case):
         return
     content, after = case.bits(torch.int32, sizes[:1]), case.bits(torch.int32, SHAPE)
@@ -225,7 +225,7 @@ async def test_self_recv_is_withdrawn_by_cancel_task_or_deadline(comm: Communica
 
 @ranks(2, more=(1,))
 async def test_cancelled_awaiter_leaves_self_send_and_batch_pending(comm: Communicator, case: Case) -> None:
-    """A send is not withdrawn, nor is a batch."""
+    """The cancellation withdraws neither a send nor a batch."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.int32, SHAPE) for _ in range(2)]
@@ -245,7 +245,7 @@ async def test_cancelled_awaiter_leaves_self_send_and_batch_pending(comm: Commun
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_self_send_past_its_deadline_loses_the_communicator(comm: Communicator, case: Case) -> None:
-    """The late send loses the communicator, and the error says for which rank it has waited."""
+    """The late send loses the communicator, and the error names the rank for which the send has waited."""
     if not can(comm, case):
         return
     if comm.rank:
@@ -281,7 +281,7 @@ async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, ca
     works += [other.send_object("nobody", comm.rank), other.recv_object(comm.rank, 1)]
     works += [other.batch().send(torch.ones(3), comm.rank, 2).issue()]
     await other.aclose()
-    for work in works:  # The close has waited for some of these, and their errors do not mention that.
+    for work in works:  # The close has waited for some of these works. Their errors do not mention that.
         with pytest.raises(CommClosedError, match=r"closed.*(had not received the message|the op withdrawn)"):
             await work
     slot.expect_untouched()
@@ -289,7 +289,7 @@ async def test_close_ends_unmatched_self_messages_at_once(comm: Communicator, ca
 
 @ranks(2, more=(1, 3))
 async def test_lane_abort_ends_pending_self_messages(comm: Communicator, case: Case) -> None:
-    """The pending ops of the lane end, and nothing of it stays behind."""
+    """The pending ops of the lane end, and no message of the lane stays behind."""
     if not can(comm, case):
         return
     lane = comm.lane("failing")

@@ -59,7 +59,7 @@ async def test_objects_arrive_equal(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> None:
-    """Short and long objects do not overtake each other, and are matched by tag."""
+    """Short and long objects do not overtake each other, and match by tag."""
     case.need_any_order()
     values = [(tag, f"{tag} {i}" * (1 + 400 * (i % 2))) for i in range(10) for tag in (0, 7, -7)]
     if comm.rank == 0:
@@ -75,7 +75,7 @@ async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> 
 async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_is_done(
     comm: Communicator, case: Case
 ) -> None:
-    """The object's tensors belong to the operation until it is done, as those of `send`; the rest is free at once."""
+    """The object's tensors belong to the operation until it is done, as in ``send``. The rest may change at once."""
     case.need("p2p")
     if comm.rank == 0:
         value = {"list": [1, 2], "tensor": torch.ones(300_000)}
@@ -93,7 +93,7 @@ async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_i
 
 
 def large(case: Case, rank: int) -> Any:
-    """Return an object of everything that travels apart, and of what is too small for that, or no plain memory."""
+    """Return an object with large tensors, bytes and texts, some not contiguous or conjugate, and an empty tensor."""
     bits = case.bits(torch.float32, (300, 500), "large", rank)
     return {
         "matrix": bits,
@@ -110,7 +110,7 @@ def large(case: Case, rank: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return an object as it arrives: a tensor is contiguous, and no lazy conjugate."""
+    """Return an object as it arrives: its tensors are contiguous and without lazy conjugates."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,7 +121,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(comm: Communicator, case: Case) -> None:
-    """Large values arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
+    """Large values arrive unchanged in new memory. They do not mix, and do not disturb later messages."""
     case.need("p2p")
     everyone = [large(case, r) for r in range(comm.size)]
     mine, expected = everyone[comm.rank], [plain(obj) for obj in everyone]
@@ -147,7 +147,7 @@ async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(c
 async def test_recv_object_with_pickle_refuses_a_plain_object_and_takes_its_messages(
     comm: Communicator, case: Case
 ) -> None:
-    """The object's messages are taken all the same, so that the sender's work ends."""
+    """The receive still takes the messages of the object, so that the sender's work ends."""
     case.need("p2p")
     if comm.rank == 0:
         await comm.send_object({"t": torch.ones(100_000)}, 1)
@@ -161,7 +161,7 @@ async def test_recv_object_with_pickle_refuses_a_plain_object_and_takes_its_mess
 @pytest.mark.core
 @ranks(2, 3, more=(1, 4, 7))
 async def test_object_collectives_deliver_from_every_root(comm: Communicator, case: Case) -> None:
-    """Collectives with every root: with short objects, with long ones, and with both."""
+    """Each rank is the root once, with short objects, with long objects, and with both."""
     case.need("p2p")
     everyone = list(range(comm.size))
     for factor in (0, 1, 1000):
@@ -189,7 +189,7 @@ async def test_concurrent_object_collectives_stay_apart(comm: Communicator, case
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_pickle_carries_any_object_when_every_rank_allows_it(comm: Communicator, case: Case) -> None:
-    """Any object that pickles can be sent if every rank concerned asks for pickle."""
+    """Ranks can send any object that pickles if every rank concerned allows pickle."""
     case.need("p2p")
     value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

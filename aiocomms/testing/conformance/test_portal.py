@@ -1,4 +1,4 @@
-"""The same operations without a loop: a portal on another thread, and a communicator of a synchronous program."""
+"""Operations without a loop: on a portal in another thread, and on a communicator of a synchronous program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _alone(body: Body, comm: Communicator, case: Case) -> None:
 
 
 def synchronous(body: Body) -> Any:
-    """Make a check of a synchronous function, for each form."""
+    """Turn a synchronous function into a check that runs in each form."""
 
     @functools.wraps(body)
     async def check(comm: Communicator, case: Case, form: str) -> None:
@@ -71,7 +71,7 @@ def ones(comm: Portal, *shape: int) -> torch.Tensor:
 @ranks(2, more=(3,))
 @synchronous
 def test_portal_matches_every_collective_in_call_order(comm: Portal, case: Case) -> None:
-    """All are called before the first is waited for, and are matched in that order."""
+    """The thread calls all collectives before it waits for the first one. They match in the order of the calls."""
     whole: Any = comm
     trials = []
     for index, start in enumerate(EVERY.values()):
@@ -132,7 +132,7 @@ def test_portal_exchanges_objects_and_batches(comm: Portal, case: Case) -> None:
     peer = 1 - comm.rank
     mine = {"rank": comm.rank}
     gathered = comm.all_gather_object(mine)
-    mine["rank"] = 7  # the call has encoded it
+    mine["rank"] = 7  # the call has already encoded the object
     assert gathered.wait() == [{"rank": 0}, {"rank": 1}]
     assert comm.broadcast_object([comm.rank], 1).wait() == [1]
     buffer = torch.zeros(2, device=comm.device)
@@ -189,7 +189,7 @@ def test_portal_stream_carries_structured_items(comm: Portal, case: Case) -> Non
 @ranks(2, more=(3,))
 @synchronous
 def test_portal_lanes_of_threads_overtake_each_other(comm: Portal, case: Case) -> None:
-    """Each thread has its own, and they overtake each other; the last rank's begin in the reverse order."""
+    """Each thread has its own lane, and lanes overtake each other. The last rank starts the threads in reverse."""
     case.need_any_order()
     failed: list[BaseException] = []
 
@@ -272,7 +272,7 @@ def test_portal_call_raises_for_a_wrong_argument(comm: Portal, case: Case) -> No
 @ranks(2)
 @synchronous
 def test_portal_op_that_fails_raises_and_the_communicator_goes_on(comm: Portal, case: Case) -> None:
-    """The op has its own error, and the communicator goes on."""
+    """The op raises its own error, and the communicator goes on."""
     case.need("p2p")
     if comm.rank == 0:
         comm.send(ones(comm, 9), 1).wait()
@@ -356,7 +356,7 @@ async def test_portal_wait_raises_on_a_lane_abort(comm: Communicator, case: Case
 async def test_portal_closed_during_a_wait_raises_in_the_waiting_thread(
     comm: Communicator, case: Case, form: str
 ) -> None:
-    """The thread that waits is told, and so is every later call."""
+    """The waiting thread gets an error, and so does every later call."""
     case.need("p2p")
 
     def body(own: Portal, case: Case) -> None:
@@ -385,4 +385,4 @@ async def test_portal_closed_during_a_wait_raises_in_the_waiting_thread(
 
 
 class _OverError(Exception):
-    """A check has ended a communicator that would be used again."""
+    """The error of a check that has ended its communicator, so that no later call uses it."""

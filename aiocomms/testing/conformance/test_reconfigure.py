@@ -1,4 +1,4 @@
-"""A communicator that is not lost is formed anew: of all its ranks, or of fewer."""
+"""Reconfiguration of a communicator that is not lost, to all its ranks or to fewer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def works(comm: Communicator) -> None:
 @pytest.mark.memory
 @ranks(2, 3, more=(1,))
 async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Communicator, case: Case) -> None:
-    """The predecessor is closed, as by hand: what is under way ends, and what nothing has matched fails."""
+    """The call closes the predecessor like ``aclose``: a matched op completes, and an unmatched op fails."""
     first = await case.open("first")
     summing = first.all_reduce(torch.ones(SHAPE, device=comm.device))
     waiting = None
@@ -33,7 +33,7 @@ async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Comm
     assert (await summing == comm.size).all()
     assert first.closed and not first.aborted
     if waiting is not None:
-        # This rank has closed it, or the other rank has before.
+        # Either this rank has closed the predecessor, or the other rank has closed it first.
         with pytest.raises((CommClosedError, CommAbortedError), match="closed"):
             await waiting
     assert (second.name, second.rank, second.size) == ("first@2", comm.rank, comm.size)
@@ -48,7 +48,7 @@ async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(4,))
 async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicator, case: Case) -> None:
-    """A rank that is left out hears that the others have closed it, and may not take their place."""
+    """A rank that is left out learns that the others have closed the communicator, and cannot reconfigure it."""
     old = await case.open("old")
     left = [rank for rank in range(comm.size) if rank != 1]
     if comm.rank == 1:
@@ -70,7 +70,7 @@ async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicato
 @pytest.mark.clock
 @ranks(2, more=(3,))
 async def test_reconfigure_without_a_rank_times_out_and_keeps_the_communicator(comm: Communicator, case: Case) -> None:
-    """The communicator stays as it was, and another time all of them come."""
+    """The communicator stays usable, and a second attempt with all ranks succeeds."""
     old = await case.open("old")
     if comm.rank:
         await case.told("late", 0)

@@ -1,4 +1,4 @@
-"""Prefix reductions: what each rank gets, of rank 0 too, in lanes and threads, with deadlines and cancellation."""
+"""Prefix reductions: the result of each rank, also of rank 0, in lanes and threads, with deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_exscan_gives_rank_0_the_neutral_element(comm: Communicator, case:
 
 @ranks(3, more=(2, 7))
 async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None:
-    """The ranks begin in different orders; within a lane a scan, an exscan and another operator are told apart."""
+    """The ranks begin in different orders. Within a lane, a scan, an exscan and another operator do not mix."""
     keys = [(i + comm.rank) % 5 for i in range(5)]
     works = {
         key: [f(number(comm, key + 1), op) for f in (lane.scan, lane.exscan) for op in (ReduceOp.SUM, ReduceOp.BOR)]
@@ -78,7 +78,7 @@ async def test_scans_in_lanes_stay_apart(comm: Communicator, case: Case) -> None
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_cancelled_scan_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """The last rank's await is cancelled before the first calls: the operation goes on to its end."""
+    """The last rank's await is cancelled before the first rank calls. The operation still completes."""
     contents = [case.numbers(torch.int64, (9,), r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
     last = comm.size - 1
@@ -113,7 +113,7 @@ async def test_scan_past_its_deadline_aborts_the_communicator(comm: Communicator
 async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """The last rank calls something else. Those before it need nothing of it, and hear of it all the same."""
+    """The last rank calls another op. The ranks before it need no data of that rank, and still get the error."""
     if what == "operation" and not case.native(ops.Scan):
         raise unittest.SkipTest("collectives made of messages compare sizes and dtypes alone")
     tensor = torch.ones(6 + (what == "size" and comm.rank), device=comm.device)
@@ -122,7 +122,7 @@ async def test_scan_whose_ranks_disagree_loses_the_communicator_on_all_ranks(
     if work is not None:
         await work.wait()
         error = work.exception()
-        if isinstance(error, CommAbortedError) and not comm.rank:  # The message of rank 0 was under way.
+        if isinstance(error, CommAbortedError) and not comm.rank:  # The message of rank 0 was on its way.
             assert "ranks disagree" in str(error)
         else:
             assert isinstance(error, MismatchError if comm.rank else MismatchError | None)

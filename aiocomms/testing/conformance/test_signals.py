@@ -1,4 +1,4 @@
-"""Signals of windows: that puts have arrived, to a rank that waits for that."""
+"""Signals of windows: they tell a waiting rank that puts have arrived."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_wait_signal_returns_after_the_put_data_is_visible(comm: Communica
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 400_009])
 async def test_put_signal_arrives_behind_its_data_and_counts_once(comm: Communicator, case: Case, count: int) -> None:
-    """The signal comes behind this put and those before it, and is one among the signals of the window."""
+    """The signal arrives after this put and the puts before it, and counts as one signal of the window."""
     slot, win = await window(comm, case, torch.int32, count + 2)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(3):
@@ -85,7 +85,7 @@ async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator,
 @pytest.mark.clock
 @ranks(2)
 async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """A cancel, the cancellation of its awaiter, or its deadline withdraws it; the next wait gets the signal."""
+    """``cancel``, cancellation of the awaiter, and the deadline withdraw the wait. The next wait gets the signal."""
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:
         await case.told("withdrawn", 1)

@@ -45,7 +45,7 @@ async def test_split_with_all_ranks_forms_an_equal_communicator(comm: Communicat
 @pytest.mark.core
 @ranks(2)
 async def test_split_takes_timeout_and_hints_of_its_own_or_the_parents(comm: Communicator, case: Case) -> None:
-    """The parent's are the default, whatever it has been told since; a wrong one is refused before all else."""
+    """The defaults are those with which the parent was formed. A wrong value is refused before anything is sent."""
     formed, members = comm.timeout, [0, 1]
     comm.set_timeout(77)
     own: list[tuple[float | None, dict[str, Any]]] = [
@@ -86,7 +86,7 @@ async def test_split_orders_its_ranks_as_given(comm: Communicator, case: Case) -
 @pytest.mark.fault(136)
 @ranks(3, more=(2, 7))
 async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Communicator, case: Case) -> None:
-    """The other ranks take no part; one of the same name again is another one."""
+    """The other ranks take no part. A second group of the same name is another communicator."""
     members = [comm.size - 1, 0]
     for _ in range(2) if comm.rank in members else ():
         child = await comm.create_group(members, "some of them")
@@ -107,7 +107,7 @@ async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(2, 4, 7))
 async def test_several_splits_form_concurrently(comm: Communicator, case: Case) -> None:
-    """Several children form at once, independently of each other; one rank may be in none."""
+    """Several children form at once, independently of each other. One rank may be in no child."""
     first = comm.rank - comm.rank % 2
     members = [r for r in (first, first + 1) if r < comm.size]
     child = await split(comm, case, members)

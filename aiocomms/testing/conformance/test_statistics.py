@@ -1,4 +1,4 @@
-"""``statistics()``: what a communicator says of itself adds up, whatever carries its ops."""
+"""The statistics of a communicator: they add up, whatever transport carries its ops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_statistics_count_completed_ops_as_done(comm: Communicator, case: 
 
 @ranks(2, more=(3,))
 async def test_statistics_show_pending_ops_on_any_thread(comm: Communicator, case: Case) -> None:
-    """Rank 1's ops wait for rank 0, which calls them only when rank 1 has looked."""
+    """Rank 1's ops wait for rank 0, which sends only after rank 1 has read the statistics."""
     if comm.rank > 1:
         case.need("p2p")
         return
@@ -100,7 +100,7 @@ async def test_statistics_count_ops_that_a_hook_refused(comm: Communicator, case
 
 @ranks(2, more=(3,))
 async def test_statistics_count_failed_ops_by_reason(comm: Communicator, case: Case) -> None:
-    """The communicator is aborted by rank 0 while the others' ops are pending; that can be asked afterwards, too."""
+    """Rank 0 aborts the communicator while the others' ops are pending. Statistics are available afterwards, too."""
     own = await case.open("to be aborted")
     if comm.rank == 0:
         await case.told("pending")

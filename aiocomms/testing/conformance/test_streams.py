@@ -58,7 +58,7 @@ async def test_stream_carries_any_shape_and_dtype_both_ways(comm: Communicator, 
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 async def test_stream_send_waits_until_the_receiver_has_room(comm: Communicator, case: Case, capacity: int) -> None:
-    """A sender sends as many tensors as the other end holds, and one more for each that is taken there."""
+    """A sender sends as many tensors as the other end holds, and one more for each tensor that is taken there."""
     stream = await opened(comm, case, capacity)
     sent: list[int] = []
 
@@ -116,9 +116,9 @@ async def test_send_eof_ends_one_direction_after_all_items(comm: Communicator, c
 @pytest.mark.core
 @ranks(2)
 async def test_closed_stream_raises_here_and_breaks_at_the_other_end(comm: Communicator, case: Case) -> None:
-    """Every call raises on the end that was closed; sends and receives break after a while on the other.
+    """Every call on the closed end raises. On the other end, sends and receives break after a while.
 
-    An end by `send_eof` is an end; a close without it is none.
+    ``send_eof`` ends a stream regularly. A close without it does not.
     """
     stream = await opened(comm, case, 2)
     if comm.rank == 0:
@@ -150,7 +150,7 @@ class Page:
 
 
 def page(case: Case, rank: int, size: int) -> Page:
-    """Return an item of a rank, with tensors of any size and of no plain memory."""
+    """Return an item of a rank: a tensor of ``size`` rows, its transpose, and a tensor of float8."""
     rows = case.bits(torch.float32, (size, 3), "rows", rank, size)
     codes = case.bits(torch.float8_e5m2, (size,), rank)
     return Page(size, rows, {"turned": rows.T, "codes": codes, "text": "x" * size})
@@ -167,7 +167,7 @@ def same(got: Page, want: Page) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communicator, case: Case) -> None:
-    """Mappings and dataclasses of small and large tensors, whatever their memory looks like."""
+    """Mappings and dataclasses have small and large tensors, some not contiguous."""
     case.need("p2p")
     pages: ItemStream[Page] = await comm.open_stream(1 - comm.rank, 2, "pages", items=Page)
     mappings = await comm.open_stream(1 - comm.rank, 2, "mappings", items=dict[str, Any])
@@ -197,7 +197,7 @@ async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communica
 @pytest.mark.core
 @ranks(2)
 async def test_stream_send_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
-    """An item larger than all the room comes alone."""
+    """An item that is larger than the whole room travels alone."""
     case.need("p2p")
     stream = await comm.open_stream(1 - comm.rank, 100, "bytes", capacity_bytes=1000)
     sizes = (600, 400, 1, 5000, 1)

@@ -24,7 +24,7 @@ SHAPE = (6,)
 SHORT = 0.1
 """A deadline, in seconds."""
 ASKED_AGAIN = 0.6
-"""A deadline that passes when the other ranks may be asked again what they are doing."""
+"""A deadline, in seconds, after which this rank may ask the other ranks again for their state."""
 ATTEMPTS = 20
 
 
@@ -33,9 +33,9 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
-    """Start an operation whose deadline is SHORT, and verify that it fails by that.
+    """Start an operation with its own deadline, and verify that it fails by this deadline.
 
-    :param otherwise: the deadline, far away, that the communicator has for an operation that names none.
+    :param otherwise: the communicator's deadline for an operation that names none; it is far away.
     """
     began = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -92,7 +92,7 @@ async def test_recv_object_past_its_deadline_fails_alone(comm: Communicator, cas
 @pytest.mark.clock
 @ranks(2, 3, more=(7,))
 async def test_late_collective_aborts_the_communicator_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """Every rank that waited gets a timeout, and who was late; the first reason stays, and later operations fail."""
+    """Every waiting rank gets a timeout that names the late ranks. Later operations fail with the first reason."""
     if comm.rank == 0:
         await case.told("waiting")
         error = await expect_timeout(comm.timeout, lambda: comm.all_reduce(ones(comm), timeout=SHORT))
@@ -147,7 +147,7 @@ async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_late_collective_names_the_missing_rank(comm: Communicator, case: Case) -> None:
-    """All ranks but the last call it; the error names the rank that did not, if the transport knows it."""
+    """All ranks but the last call the collective. The error names the last rank, if the transport knows it."""
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
     last = comm.size - 1
@@ -170,7 +170,7 @@ async def test_late_collective_names_the_missing_rank(comm: Communicator, case: 
 
 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
-    """Wait for rank 1 some times, until a deadline: the error says what is expected, unless a busy machine is late."""
+    """Receive from rank 1 until the error of a deadline has the expected text. A busy machine needs more attempts."""
     for _ in range(ATTEMPTS):
         error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
         assert "recv(src=1, tag=9)" in error.message
@@ -249,7 +249,7 @@ async def test_communicator_timeout_is_the_default_of_its_ops(comm: Communicator
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
 async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Communicator, case: Case, said: str) -> None:
-    """Rank 0 comes after the deadline of an operation that the others have called later than what they wait with."""
+    """The other ranks wait for rank 0 without a deadline. Rank 0 calls once another op of theirs has timed out."""
     case.need("p2p")
     content, timeout = case.bits(torch.int32, SHAPE).to(comm.device), comm.timeout
     own = None if said == "by the operation" else COMM_TIMEOUT
@@ -281,7 +281,7 @@ async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Commu
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Communicator, case: Case) -> None:
-    """A rank that waits for work hears of an abort, and so does a rank that waits for nothing but the loss."""
+    """A rank that waits for work learns of an abort, and so does a rank that only waits for the loss."""
     if comm.rank == 0:
         await case.told("waiting")
         comm.abort("enough")
@@ -319,7 +319,7 @@ async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator,
 @pytest.mark.clock
 @ranks(2)
 async def test_deadline_passes_while_the_loop_is_busy(comm: Communicator, case: Case) -> None:
-    """The peers are told while the loop of the late rank is busy: until a peer has heard, or a store's wait ends."""
+    """The peer gets the timeout while rank 0 blocks its loop: until the peer posts a note, or the store's wait ends."""
     case.need_processes()
     if comm.rank == 0:
         work = comm.all_reduce(ones(comm), timeout=SHORT)

@@ -1,4 +1,4 @@
-"""Autograd hears of every write, so that it refuses a gradient that needs a value from before."""
+"""Autograd learns of every write, so that it refuses a gradient that needs an overwritten value."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
 
 LARGE = 2**18
-"""Elements. A transport may carry so many in another way."""
+"""A large number of elements, which a transport may carry in another way than a small one."""
 
 
 def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Go through the tensors among the arguments of an operation, each with the parameter that it is of."""
+    """Yield the tensors among the arguments of an operation, each with the name of its parameter."""
     for name, value in args.items():
         yield from ((name, item) for item in (value if isinstance(value, list) else [value]) if torch.is_tensor(item))
 
@@ -26,7 +26,7 @@ def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.fault(117)
 @ranks(1, 2)
 async def test_operations_raise_the_autograd_version_of_written_tensors_only(comm: Communicator, case: Case) -> None:
-    """The version of what is written rises, and that of what is only read does not."""
+    """The versions of written tensors rise, and the versions of tensors that are only read do not."""
     for name, good in GOOD.items():
         if not carried(comm, name) or name.endswith("object"):
             continue
@@ -40,7 +40,7 @@ async def test_operations_raise_the_autograd_version_of_written_tensors_only(com
         for (parameter, item), version in zip(tensors(args), before, strict=True):
             writes = name in WRITTEN.get(parameter, ())
             if comm.rank != 0 and (name == "reduce" or ("gather" in name and "root" in args)):
-                continue  # Nothing says whether the tensor is written, or is of no use there.
+                continue  # The documentation leaves open whether this rank, no root, writes the tensor.
             if name == "broadcast" and comm.rank == 0:
                 writes = False
             assert (item._version > version) == writes, f"{name}: {parameter}"

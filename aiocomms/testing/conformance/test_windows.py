@@ -63,7 +63,7 @@ async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -
 @pytest.mark.memory
 @ranks(1, 2, 3)
 async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicator, case: Case) -> None:
-    """Runs of a tensor go to other places of a part, in one operation, and come back; runs may be none, or empty."""
+    """One operation puts runs of a tensor to other places of a part, and one gets them. Runs may be none, or empty."""
     there = (comm.rank + 1) % comm.size
     for dtype in (torch.uint8, torch.int16, torch.float64):
         slot, win = await window(comm, case, dtype, 4 * PART)
@@ -142,7 +142,7 @@ async def test_concurrent_compare_swap_succeeds_on_one_rank(comm: Communicator, 
 @pytest.mark.memory
 @ranks(2, more=(3,))
 async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communicator, case: Case) -> None:
-    """The calls of one rank on one other's window do, without awaiting in between."""
+    """Calls of one rank on one other rank's window take effect in order, without awaits between them."""
     _, win = await window(comm, case, torch.int64, comm.size)
     peer = (comm.rank + 1) % comm.size
     got = [torch.empty(1, dtype=torch.int64, device=comm.device) for _ in range(10)]
@@ -367,7 +367,7 @@ async def test_write_to_a_mapped_window_reaches_its_owner(comm: Communicator, ca
 
 @ranks(1, 3)
 async def test_mapped_tells_whether_map_remote_tensor_succeeds(comm: Communicator, case: Case) -> None:
-    """A rank can map its own part, and what is said of any part is so."""
+    """A rank can map its own part. The answer of ``mapped`` is right for every part."""
     slot, win = await window(comm, case, torch.int32, 4)
     assert win.mapped(comm.rank)
     for rank in range(comm.size):

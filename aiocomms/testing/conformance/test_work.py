@@ -23,7 +23,7 @@ from aiocomms.transport import Transport
 
 SHAPE = (6,)
 LARGE = 2**18
-"""Elements. A transport may carry so many in another way."""
+"""A large number of elements, which a transport may carry in another way than a small one."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -328,7 +328,7 @@ async def test_hooks_run_once_for_each_operation(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Communicator, case: Case) -> None:
-    """Each that a pre-hook has heard of ends once for the post-hooks, also where it could not be posted."""
+    """Each operation that reaches a pre-hook reaches the post-hooks once, also if it could not be posted."""
     told: list[tuple[int, str, bool]] = []
     before = time.monotonic()
 
@@ -356,7 +356,7 @@ async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Commun
     assert later.called is None
 
 
-# ---------------------------------------------------------------------------------- memory that its program moves
+# -------------------------------------------------------------------------------- memory that a program moves
 
 
 @pytest.mark.fault(49, 77, 132)
@@ -364,7 +364,7 @@ async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Commun
 @ranks(2)
 @pytest.mark.parametrize("count", [3, LARGE])
 async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: Case, count: int) -> None:
-    """The move is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
+    """The move is an error of the op, or torch refuses the move and the op succeeds. No other memory is written."""
     case.need("p2p")
     if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         raise unittest.SkipTest("the memory is a GPU's, or this torch has no way to keep it")
@@ -376,7 +376,7 @@ async def test_storage_moved_during_an_op_is_an_error(comm: Communicator, case: 
     tensor = torch.zeros(count)
     work = comm.recv(tensor, 0)
     tensor.share_memory_()  # type: ignore[no-untyped-call]
-    others = [torch.zeros(count) for _ in range(4)]  # One of these may lie where the tensor was.
+    others = [torch.zeros(count) for _ in range(4)]  # One of these tensors may lie where the tensor was.
     case.tell("shared")
     with pytest.raises(CommError, match="the storage of a tensor was resized"):
         await work

@@ -21,7 +21,7 @@ class Setting(NamedTuple):
 
     dtype: torch.dtype
     shape: Shape
-    """The shape of what one rank gives to one other rank."""
+    """The shape of the tensor that one rank gives to one other rank."""
     root: int
     op: ReduceOp
     key: object

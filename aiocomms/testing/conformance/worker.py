@@ -47,7 +47,7 @@ class _Worker:
         self._messages: deque[tuple[Any, ...]] = deque()
 
     async def main(self) -> None:
-        """Serve requests until the one to close."""
+        """Serve requests until the request to close."""
         self._loop = running_loop()
         self._came = anyio.Event()
         self._reports = Reports()
@@ -67,7 +67,7 @@ class _Worker:
             await self._came.wait()
 
     def _listen(self) -> None:
-        """Read the pipe. This runs in a thread of its own, so that the pipe is read while the loop is busy, too."""
+        """Read the pipe. This runs in a separate thread, so that it reads while the loop is busy, too."""
         try:
             while True:
                 self._loop.call_threadsafe(self._take, self._pipe.recv())

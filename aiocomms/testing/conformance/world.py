@@ -33,7 +33,7 @@ class World(ABC):
 
     @abstractmethod
     def run(self, request: Request) -> list[Outcome]:
-        """Run a check on every rank. Returns soon after the deadline at the latest, whatever the check does.
+        """Run a check on every rank, and return soon after the deadline at the latest, whatever the check does.
 
         :returns: the outcomes, by rank.
         """

@@ -1,7 +1,7 @@
 """The parts of anyio's backend that a simulation replaces: its threads, and an order that differs from run to run.
 
-anyio cancels the scopes within a scope in the order of a set, and so of addresses in memory. Those of simulated
-programs keep them in the order in which they were entered.
+anyio cancels the child scopes of a scope in the order of a set, which depends on addresses in memory. Scopes of
+simulated programs keep their child scopes in the order of entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _installed: list[bool] = []
 
 
 class _InOrder(dict[Any, None]):
-    """The part of a set that anyio uses, in the order of insertion."""
+    """The methods of a set that anyio uses, with the items in the order of insertion."""
 
     def add(self, item: Any) -> None:
         self[item] = None
@@ -35,7 +35,7 @@ class _InOrder(dict[Any, None]):
 
 
 def replace_backend() -> None:
-    """Have simulated programs use these parts from now on."""
+    """Replace these parts for simulated programs from now on."""
     if not _installed:
         CancelScope.__init__ = _begin_in_order  # type: ignore[method-assign, assignment]
         AsyncIOBackend.run_sync_in_worker_thread = _in_simulated_thread  # type: ignore[method-assign]

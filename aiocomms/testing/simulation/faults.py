@@ -1,4 +1,4 @@
-"""The faults of a history: how many of each kind there are is the test's to say, and all else is the seed's."""
+"""The faults of a history. The test sets how many of each kind there are, and the seed decides the rest."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
     from aiocomms.testing.simulation.world import SimulatedWorld
 
 _SHORT, _LONG = 1e-3, 20.0
-"""Seconds that a pause or a partition takes at least and at most; a rank counts as dead after 5."""
+"""The least and the most seconds of a pause or a partition. A rank counts as dead after 5 s."""
 
 
 @dataclass(frozen=True)
 class Faults:
     """The numbers of faults in a history.
 
-    :param deaths: ranks that die, as by SIGKILL.
-    :param restarts: whether a rank that has died is started anew; :attr:`SimulatedRank.restarts` tells it so.
-    :param pauses: ranks that stand still for 1 ms to 20 s, as by SIGSTOP.
-    :param slow: ranks that do everything up to 50 ms late from some time on.
-    :param cuts: connections that are cut.
-    :param partitions: pairs of ranks of which one does not reach the other for 1 ms to 20 s, or neither the other.
+    :param deaths: the number of ranks that die, as by SIGKILL.
+    :param restarts: whether a rank that has died restarts; :attr:`SimulatedRank.restarts` tells it so.
+    :param pauses: the number of ranks that stop for 1 ms to 20 s, as by SIGSTOP.
+    :param slow: the number of ranks whose events are up to 50 ms late from some time on.
+    :param cuts: the number of pairs of ranks whose connections are cut.
+    :param partitions: the number of pairs of ranks between which no traffic passes for 1 ms to 20 s, in one direction
+        or in both.
     :param stores: 1 if the store dies.
-    :param within: the seconds in which all of it happens; None: as long as the program takes without faults.
+    :param within: the seconds within which all faults happen; None: the time that the program takes without faults.
     """
 
     deaths: int = 0
@@ -40,9 +41,9 @@ class Faults:
     within: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the fields.
 
-        :raises ArgumentError: one is no number of faults.
+        :raises ArgumentError: a field is wrong.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -57,13 +58,13 @@ class Faults:
 
     @property
     def any(self) -> bool:
-        """True if there is a fault at all."""
+        """True if there is any fault."""
         return any(getattr(self, name) for name in _KINDS)
 
     def plan(self, seed: int, ranks: int, within: float) -> list[SimulatedFault]:
-        """Return the faults of a seed, in their order.
+        """Return the faults of a seed, in the order of their times.
 
-        :param within: the seconds in which they happen.
+        :param within: the seconds within which the faults happen.
         """
         draw = Random(f"faults {seed}")  # noqa: S311 - A seed repeats it.
         found = [
@@ -75,18 +76,18 @@ class Faults:
 
 
 class SimulatedFault(NamedTuple):
-    """One fault."""
+    """One fault of a history."""
 
     time: float
     kind: str
     arguments: tuple[Any, ...]
 
     def happen(self, world: SimulatedWorld) -> None:
-        """Have it happen."""
+        """Inject the fault into a world."""
         _KINDS[self.kind](world, *self.arguments)
 
     def halved(self, times: int) -> SimulatedFault:
-        """Return it with its duration halved so often."""
+        """Return the fault with its duration halved ``times`` times."""
         place = _DURATIONS.get(self.kind)
         if not times or place is None:
             return self
@@ -96,7 +97,7 @@ class SimulatedFault(NamedTuple):
 
     @property
     def lasts(self) -> bool:
-        """True if it has a duration."""
+        """True if the fault has a duration."""
         return self.halved(1) != self
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class SimulatedFault(NamedTuple):
 
 
 _DURATIONS = {"pauses": 1, "slow": 1, "partitions": 2}
-"""The places of durations among the arguments of faults."""
+"""The index of the duration in the arguments of a fault, by kind."""
 
 
 def _both(world: SimulatedWorld, one: int, other: int, seconds: float, both: bool) -> None:
@@ -138,7 +139,7 @@ _KINDS: dict[str, Callable[..., None]] = {
 
 
 def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any, ...]:
-    """Draw whom a fault strikes, and for how long."""
+    """Draw the ranks that a fault hits, and its duration."""
     rank = int(draw.random() * ranks)
     other = (rank + 1 + int(draw.random() * max(1, ranks - 1))) % ranks
     seconds = _SHORT * (_LONG / _SHORT) ** draw.random()
@@ -158,9 +159,10 @@ def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any
 
 
 def kept(plan: list[SimulatedFault], chosen: Mapping[int, int] | None) -> list[SimulatedFault]:
-    """Return the faults of a plan with these numbers, their durations halved so often; None: all.
+    """Return the chosen faults of a plan.
 
-    :raises ArgumentError: there is no fault of such a number.
+    :param chosen: the numbers of the faults, each with how often to halve its duration; None: all faults, unchanged.
+    :raises ArgumentError: the plan has no fault of such a number.
     """
     if chosen is None:
         return plan

@@ -1,4 +1,4 @@
-"""The place of a simulated program, and its hold on the world."""
+"""The place of a simulated program: its rank, and its access to the world."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from aiocomms.testing.simulation.world import JOB, SimulatedWorld
 class SimulatedRank(NamedTuple):
     """The place of the running program.
 
-    :param rank: its rank.
-    :param ranks: how many there are.
+    :param rank: the program's rank.
+    :param ranks: the number of ranks.
     :param restarts: how often the rank has been started before.
-    :param world: the world, whose methods ``kill``, ``pause``, ``slow``, ``cut``, ``part`` and ``lose_store`` do what
-        faults do, at the time of the call.
+    :param world: the world. Its methods ``kill``, ``pause``, ``slow``, ``cut``, ``part`` and ``lose_store`` inject
+        faults at the time of the call.
     """
 
     rank: int
@@ -25,11 +25,11 @@ class SimulatedRank(NamedTuple):
     world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
-        """Belong to one job of several: ``new_comm()`` finds its ranks, as by the environment of a launcher.
+        """Join one of several jobs: ``new_comm()`` then finds the job's ranks, as by the environment of a launcher.
 
-        :param job: its name; each job has a store of its own.
-        :param rank: this process's rank in it.
-        :param size: how many ranks it has.
+        :param job: the job's name. Each job has a store of its own.
+        :param rank: this process's rank in the job.
+        :param size: the number of ranks in the job.
         """
         self.world.process.state[JOB] = self.world.store_of(job), rank, size
 

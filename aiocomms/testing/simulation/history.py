@@ -1,4 +1,4 @@
-"""One history of a distributed program, and the search for one that breaks a promise."""
+"""The functions ``simulate``, which runs one history of a program, and ``explore``, which looks for a failing one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from aiocomms.testing.simulation.searching import read_seed, read_seeds, search
 from aiocomms.testing.simulation.trial import History, Program, SimulatedTrial
 
 LATENCY = (2e-5, 2e-3)
-"""Seconds that a message takes at least and at most."""
+"""The least and the greatest latency of a message, in seconds."""
 LONGEST = 86_400.0
-"""Seconds of its time that a history may take."""
+"""The virtual seconds that a history may take."""
 
 
 def simulate(
@@ -23,18 +23,19 @@ def simulate(
     latency: tuple[float, float] = LATENCY,
     longest: float = LONGEST,
 ) -> History:
-    """Run a distributed program in one thread and in virtual time, as one seed says.
+    """Run a distributed program in one thread and in virtual time. A seed decides its history.
 
     :param program: an async function that each rank runs. ``aiocomms.new_comm()`` in it forms the communicator.
-    :param ranks: how many there are.
-    :param seed: decides all that is left to chance. It may be the text that a failing history gives.
-    :param faults: what goes wrong; None: nothing.
-    :param latency: the least and the most seconds that a message takes.
-    :param longest: the seconds of its own time that the history may take.
+    :param ranks: the number of ranks.
+    :param seed: the seed of all random decisions, or the text of the seed in the notes of a failed history.
+    :param faults: the faults to inject; None: no faults.
+    :param latency: the least and the greatest latency of a message, in seconds.
+    :param longest: the virtual seconds that the history may take.
     :returns: the history.
-    :raises SimulationError: a rank waits for ever, does what cannot be simulated, or leaves a communicator open.
+    :raises SimulationError: a rank waits without end, makes a call that cannot be simulated, or leaves a communicator
+        open.
     :raises ArgumentError: an argument is wrong.
-    :raises Exception: whatever the program raises on a rank, with notes that say which one, and how to repeat it.
+    :raises Exception: the error that the program raises on a rank. Notes name the rank, the seed and the faults.
     """
     trial = SimulatedTrial(program, ranks, Faults() if faults is None else faults, latency, longest)
     number, chosen = read_seed(seed)
@@ -50,14 +51,14 @@ def explore(
     latency: tuple[float, float] = LATENCY,
     longest: float = LONGEST,
 ) -> int:
-    """Run a program by many seeds, until one fails. That history is shrunk to the faults that it needs.
+    """Run a program with many seeds until one fails, and shrink that history to the faults that it needs.
 
-    Faults are left out as long as it fails with the same type of error, and then pauses, partitions and the like are
-    halved. Its notes name the seed by which :func:`simulate` repeats it.
+    The search leaves out faults as long as the history fails with the same type of error. Then it halves durations,
+    such as those of pauses. The notes of the error name the seed with which :func:`simulate` repeats that history.
 
-    :param seeds: the seeds, or how many; the other parameters are those of :func:`simulate`.
+    :param seeds: the seeds, or their number. The other parameters are those of :func:`simulate`.
     :returns: the number of histories.
-    :raises Exception: as :func:`simulate` does, of the shrunk history.
+    :raises Exception: the error of the shrunk history, as :func:`simulate` raises it.
     """
     trial = SimulatedTrial(program, ranks, Faults() if faults is None else faults, latency, longest)
     count, failure = search(trial, read_seeds(seeds))

@@ -1,7 +1,7 @@
-"""The event loop of a simulated process: asyncio's, in virtual time, without descriptors.
+"""The event loop of a simulated process: an asyncio loop in virtual time, without descriptors.
 
-Its callbacks run in the order in which they were registered, as asyncio promises. What the seed decides is when timers,
-messages and threads reach the loop, and so in which order the processes take their turns.
+Callbacks run in the order of their registration, as asyncio promises. The seed decides when timers, messages and
+threads reach the loop, and so in which order the processes take their turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiocomms.testing.simulation.threads import run_in_thread
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 _MOST_CALLBACKS = 10_000
-"""Callbacks that run at one moment of virtual time. A task that waits by ``sleep(0)`` lets time pass after these."""
+"""The most callbacks at one moment of virtual time. After these, time passes even if a task polls by ``sleep(0)``."""
 _REFUSED = (
     *("add_reader", "add_signal_handler", "add_writer", "connect_accepted_socket", "connect_read_pipe"),
     *(
@@ -51,7 +51,7 @@ class SimulatedTask(asyncio.Task[Any]):
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """The event loop of one process. The world makes its turns."""
+    """The event loop of one process. The world runs its turns."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -63,10 +63,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def __repr__(self) -> str:
         return f"<SimulatedLoop of {self._timeline}>"
 
-    # ------------------------------------------------------------------------------------------ what the world calls
+    # -------------------------------------------------------------------------------------------- calls of the world
 
     def turn(self) -> None:
-        """Run what is ready, until nothing is."""
+        """Run the ready callbacks until none is left."""
         ready = self._ready
         for _ in range(_MOST_CALLBACKS):
             if not ready or self._timeline.over:
@@ -77,7 +77,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         self._timeline.soon(lambda: None)
 
     def enter(self) -> None:
-        """Make it the running loop of this thread."""
+        """Make this loop the running loop of this thread."""
         _set_running_loop(self)
 
     def tasks(self) -> list[SimulatedTask]:
@@ -85,17 +85,17 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return [task for made in self._made if (task := made()) is not None and not task.done()]
 
     def report_unseen(self) -> None:
-        """Report the errors of tasks that nobody has seen, as asyncio does when such a task is collected."""
+        """Report the errors of tasks that were never retrieved, as asyncio does when it collects such a task."""
         for task in filter(None, [made() for made in self._made]):
             if task.done() and task._log_traceback:
                 task._log_traceback = False
                 context = {"message": "Task exception was never retrieved", "exception": task.exception(), "task": task}
                 self.call_exception_handler(context)
 
-    # --------------------------------------------------------------------------------------------- what asyncio calls
+    # ----------------------------------------------------------------------------------------------- calls of asyncio
 
     def time(self) -> float:
-        """Return the process's clock."""
+        """Return the time of the process's clock."""
         return self._timeline.now()
 
     def call_soon(
@@ -109,7 +109,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See :class:`asyncio.AbstractEventLoop`. Threads reach the loop a moment later."""
+        """See :class:`asyncio.AbstractEventLoop`. The callback reaches the loop a moment later."""
         handle = asyncio.Handle(callback, args, self, context)
         self._timeline.soon(self._ready.append, handle)
         return handle
@@ -133,12 +133,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return timer
 
     def fire(self, timer: asyncio.TimerHandle) -> None:
-        """Have a timer's callback run, if it was not cancelled."""
+        """Make a timer's callback ready, unless the timer was cancelled."""
         if not timer.cancelled():
             self._ready.append(timer)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a timer that was cancelled is passed over."""
+        """Do nothing: :meth:`fire` skips a cancelled timer."""
 
     def create_future(self) -> asyncio.Future[Any]:
         """See :class:`asyncio.AbstractEventLoop`."""
@@ -164,7 +164,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return self.create_task(run_in_thread(self._timeline, lambda: func(*args)))
 
     def get_task_factory(self) -> None:
-        """Return none: each task is a :class:`SimulatedTask`."""
+        """Return None: each task is a :class:`SimulatedTask`."""
 
     def get_debug(self) -> bool:
         """See :class:`asyncio.AbstractEventLoop`."""
@@ -197,7 +197,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self.default_exception_handler(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Note it for the history, which fails by it."""
+        """Record the error, so that the history fails."""
         self._timeline.report(context)
 
     async def shutdown_asyncgens(self) -> None:

@@ -1,4 +1,4 @@
-"""The network of a simulated world: connections between processes, which are late, cut, or held up by a partition."""
+"""The network of a simulated world: connections between processes, with latency, cuts and partitions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from aiocomms.testing.simulation.clockwork import Clockwork, Timeline
 
 _PING, _PONG, _END, _WELCOME = object(), object(), object(), object()
 KEEPALIVE: Final = 5.0
-"""Seconds after which a connection ends whose frames a partition holds up. One that is being made goes on trying."""
+"""Seconds after which a connection ends if a partition holds up its frames. A pending call keeps trying."""
 _WORDS: Final = {_END: "goodbye", _WELCOME: "welcome"}
 
 
 def describe(frame: Any) -> str:
-    """Return what a frame is, without what differs from run to run."""
+    """Return a text for a frame that is the same in every run."""
     if type(frame) is object:
         return _WORDS[frame]
     return repr(frame) if isinstance(frame, int | str | bytes) else type(frame).__name__
 
 
 def address_of(number: int) -> bytes:
-    """Return the address with a number, which all of a world have."""
+    """Return the address for a number. All addresses of a world have this form."""
     return b"simulated %d" % number
 
 
@@ -33,7 +33,7 @@ def number_of(address: bytes) -> int:
 
 
 def _ignore(_: Any) -> None:
-    """Drop what comes before anybody listens."""
+    """Ignore an event that has no listener."""
 
 
 class SimulatedConduit:
@@ -46,18 +46,18 @@ class SimulatedConduit:
         self._on_frame: Callable[[Any], object] | None = None
         self._on_end: Callable[[bool], object] = _ignore
         self._answered: Callable[[bool], object] | None = None
-        """Told whether the call of this end is answered; None: it is known."""
+        """The callback for the answer to the call of this end; None if no answer is pending."""
         self._kept: list[Any] = []
-        """The frames that have come before anybody heard them, and perhaps the end."""
+        """The deliveries of frames, and perhaps of the end, that arrived before :meth:`hear`."""
         self.heard = process.now()
         self.over = False
-        """True if this end sends and hears nothing any more."""
+        """True if this end does not send or receive any more."""
         self.coming: deque[Any] = deque()
         """The frames on their way to this end."""
         self.cut = False
-        """True if nothing gets here any more, which this end may not have noticed."""
+        """True if no frame reaches this end any more, even if the end has not noticed that yet."""
         self.last = 0.0
-        """The time at which the last of them arrives."""
+        """The time at which the last frame arrives."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""
@@ -67,18 +67,18 @@ class SimulatedConduit:
             take()
 
     def send(self, frame: Any) -> None:
-        """See :class:`aiocomms.lowlevel.clock.Conduit`. What is sent to nobody is lost."""
+        """See :class:`aiocomms.lowlevel.clock.Conduit`. A frame without a receiver is lost."""
         if not self.over and self.other is not self:
             self._network.carry(self.other, frame)
 
     def unhear(self) -> None:
-        """Keep from now on what comes, until it is heard again."""
+        """Keep arriving frames until the next :meth:`hear`."""
         self._on_frame = None
 
     def ping(self) -> None:
         """See :class:`aiocomms.lowlevel.clock.Conduit`."""
         if self._network.undisturbed(self):
-            self.heard = self.process.now()  # The answer would come at once, and nothing else come of it.
+            self.heard = self.process.now()  # The answer would come at once, and have no other effect.
         else:
             self.send(_PING)
 
@@ -107,7 +107,7 @@ class SimulatedConduit:
             self._take(frame)
 
     def call(self, answered: Callable[[bool], object]) -> None:
-        """Be the end that has called.
+        """Make this end the caller of the connection.
 
         :param answered: see :meth:`aiocomms.lowlevel.clock.Network.connect`.
         """
@@ -130,7 +130,7 @@ class SimulatedConduit:
             self._on_frame(frame)
 
     def end(self, closed: bool) -> None:
-        """Hear no more of the other end.
+        """End the connection at this end.
 
         :param closed: whether the other end has closed the connection.
         """
@@ -150,8 +150,8 @@ class SimulatedNetwork:
     def __init__(self, clockwork: Clockwork, running: Callable[[], Timeline], latency: tuple[float, float]) -> None:
         """Begin with no connection.
 
-        :param running: returns the process that runs.
-        :param latency: the least and the most seconds that a frame takes.
+        :param running: returns the running process.
+        :param latency: the least and the greatest latency of a frame, in seconds.
         """
         self._clockwork, self._running = clockwork, running
         self._least, self._range = latency[0], latency[1] / latency[0]
@@ -159,9 +159,9 @@ class SimulatedNetwork:
         self._addresses = 0
         self._conduits: dict[SimulatedConduit, None] = {}
         self._parted: dict[tuple[int, int], float] = {}
-        """The time until which nothing gets from one rank to another."""
+        """The time until which no traffic passes from one rank to another, by the pair of ranks."""
 
-    # ------------------------------------------------------------------------------- what processes ask for
+    # ------------------------------------------------------------------------------------ calls of processes
 
     def listen(self, arrived: Callable[[clock.Conduit, Any], object]) -> bytes:
         """See :class:`aiocomms.lowlevel.clock.Network`."""
@@ -199,10 +199,10 @@ class SimulatedNetwork:
         mine.send(hello)
         return mine
 
-    # ------------------------------------------------------------------------------------- what happens in it
+    # -------------------------------------------------------------------------------------- events of the world
 
     def carry(self, to: SimulatedConduit, frame: Any) -> None:
-        """Have a frame arrive after a while, and behind all that were sent before."""
+        """Schedule the arrival of a frame after the latency, and after all frames that were sent before."""
         world = self._clockwork
         if to.process.over or to.cut:
             return
@@ -217,7 +217,7 @@ class SimulatedNetwork:
         world.at(to.last, to.process, to.arrive)
 
     def undisturbed(self, end: SimulatedConduit) -> bool:
-        """Return whether the other process of a connection lives and runs, and nothing is between the two."""
+        """Return whether the other process of a connection lives and runs, and no partition separates the two."""
         other, now = end.other.process, self._clockwork.time
         parted = {(end.process.rank, other.rank), (other.rank, end.process.rank)} & self._parted.keys()
         standing = other.over or other.paused_until > now or end.over
@@ -229,7 +229,7 @@ class SimulatedNetwork:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
 
     def held(self, one: Timeline, other: Timeline) -> float:
-        """Return for how many seconds one process gets no answer of another one."""
+        """Return the seconds for which a partition separates two processes, in either direction."""
         ways = (one.rank, other.rank), (other.rank, one.rank)
         return max(0.0, *(self._parted.get(way, 0.0) - self._clockwork.time for way in ways))
 
@@ -238,7 +238,7 @@ class SimulatedNetwork:
         return latency
 
     def cut(self, one: SimulatedConduit) -> None:
-        """End a connection: both ends lose what is on its way, and notice a moment later."""
+        """Cut a connection: frames on their way are lost, and both ends notice a moment later."""
         for end in (one, one.other):
             end.cut = True
             end.coming.clear()
@@ -246,7 +246,7 @@ class SimulatedNetwork:
                 end.process.later(self._latency(), end.end, False)
 
     def die(self, process: Timeline) -> None:
-        """End the connections of a process that has died: some of what it has sent last is lost."""
+        """End the connections of a process that has died: some of its last frames are lost."""
         for mine in [it for it in self._conduits if it.process is process]:
             theirs = mine.other
             mine.over = True
@@ -274,7 +274,7 @@ class SimulatedNetwork:
             del self._conduits[mine]
 
     def part(self, source: int, target: int, seconds: float) -> None:
-        """Let nothing get from one rank to another for some seconds."""
+        """Stop all traffic from one rank to another for some seconds."""
         ends = self._clockwork.time + seconds
         self._parted[source, target] = max(ends, self._parted.get((source, target), 0.0))
 
@@ -285,6 +285,6 @@ class SimulatedNetwork:
                 self.cut(end)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all connections and listeners."""
         self._conduits.clear()
         self._listeners.clear()

@@ -1,4 +1,4 @@
-"""The lines of a simulated program at which its tasks wait, or at which it does what is refused."""
+"""The lines of a simulated program where its tasks wait, or where it makes a refused call."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 
 def of_program(frame: FrameType) -> bool:
-    """Return whether a line is neither this library's nor of the standard library or an installed package."""
+    """Return whether a frame is of the program, not of this library, the standard library or an installed package."""
     path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
     ours = module == "aiocomms" or module.startswith(("aiocomms.", "aiocomms_"))
     return not ours and not path.startswith("<") and "/lib/python" not in path
 
 
 def line(frame: FrameType) -> str:
-    """Return a line in words."""
+    """Return the text of a frame's line: its file, its number and its function."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_qualname}"
 
 
 def waits_at(coroutine: Any) -> str:
-    """Return the innermost line of the program in a suspended coroutine, or else the innermost one; empty: none."""
+    """Return the innermost line of the program in a suspended coroutine, or else the innermost of all; empty: none."""
     frames = list(_frames(coroutine))
     own = [frame for frame in frames if of_program(frame)]
     return line((own or frames)[-1]) if frames else ""
 
 
 def in_program(coroutine: Any) -> bool:
-    """Return whether the program has a part in a suspended coroutine."""
+    """Return whether a suspended coroutine has a frame of the program."""
     return any(map(of_program, _frames(coroutine)))
 
 

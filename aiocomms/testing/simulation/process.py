@@ -1,4 +1,4 @@
-"""A simulated process: its clock, its loop, its threads, and what it has once."""
+"""A simulated process: its clock, its loop, its threads, and its state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from aiocomms.testing.simulation.threads import Killed, kill_all, started
 
 _T = TypeVar("_T")
 _MOST_WAITS = 20
-"""Waits in ``finally`` blocks of one task that the end of a history breaks off."""
+"""The most waits in ``finally`` blocks of one task that the end of a history breaks off."""
 
 
 class SimulatedWatchdog(deadlines.Watchdog):
-    """The watchdog of a process: a thread of it runs when a deadline has passed, and at no other time."""
+    """The watchdog of a process. Its thread runs only when a deadline has passed."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -38,7 +38,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
 
     @property
     def leaving(self) -> list[Any]:
-        """No thread outlives its calls."""
+        """The ending threads: none, as no thread outlives its calls."""
         return []
 
     def wake_by(self, deadline: float) -> None:
@@ -48,13 +48,13 @@ class SimulatedWatchdog(deadlines.Watchdog):
             self._timeline.at(deadline + deadlines.GRACE, self.wake, deadline)
 
     def wake(self, deadline: float) -> None:
-        """Look which deadlines have passed, if this is the next one."""
+        """Check which deadlines have passed, if ``deadline`` is the next one."""
         if deadline != self.wakes_at:  # An earlier deadline has come since.
             return
         now = self._timeline.now()
         if all(who.calm(now) for who in self._owners):
             self._timeline.clockwork.only_looks = all(who.due() == float("inf") for who in self._owners)
-            self._look()  # Nothing ends by this, so no thread is needed: most calls are of this kind.
+            self._look()  # No deadline has passed, so no thread is needed. Most calls are of this kind.
         else:
             started(self._timeline, self._look)
 
@@ -68,7 +68,7 @@ class Process(Timeline):
     """One incarnation of a rank."""
 
     def __init__(self, clockwork: Clockwork, rank: int, restarts: int) -> None:
-        """Set it up; :meth:`begin` has it run.
+        """Set up the process; :meth:`begin` starts its program.
 
         :param restarts: how often the rank has been started before.
         """
@@ -77,10 +77,10 @@ class Process(Timeline):
         self.state: dict[str, Any] = {deadlines.SIMULATED: SimulatedWatchdog(self)}
         self.main: asyncio.Task[Any] | None = None
         self.ended = float("inf")
-        """The time of its end, by the time of the world."""
+        """The time of the world at which the process has ended; infinity until then."""
 
     def begin(self, program: Callable[[], Awaitable[Any]], left: Callable[[Process], object]) -> None:
-        """Run the program; on its loop.
+        """Start the program on the loop of the process.
 
         :param left: called when the program and its tasks have ended.
         """
@@ -98,7 +98,7 @@ class Process(Timeline):
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.report({"message": "it was raised while its task was cancelled", "exception": error, "task": task})
         if self.main is not None and not self.main.cancelled():
-            self.main.exception()  # The history raises this one.
+            self.main.exception()  # The history raises this error.
         self.loop.report_unseen()
         if names := self.left_open():
             opened = ", ".join(map(repr, names))
@@ -109,23 +109,23 @@ class Process(Timeline):
         left(self)
 
     def end(self) -> None:
-        """Note that nothing of it runs any more."""
+        """Record that the process has ended."""
         self.over, self.ended = True, self.clockwork.time
 
     def left_open(self) -> list[str]:
-        """Return the names of its communicators that are neither closed nor lost."""
+        """Return the names of the process's communicators that are neither closed nor lost."""
         opened: dict[str, list[Any]] = self.state.get("communicators", {})
         return [name for name, comms in opened.items() if not all(comm.aborted for comm in comms)]
 
     def waiting(self) -> str:
-        """Return which tasks of it wait, and where; those of the library only if there are no others."""
+        """Describe the tasks that wait, and their lines. The library's tasks appear only if there are no others."""
         tasks = self.loop.tasks()
         own = [task for task in tasks if in_program(task.get_coro())]
         words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
 
     def idle(self, coming: Occurrence) -> bool:
-        """Return whether a call that is to come is none that anybody waits for."""
+        """Return whether a scheduled call is one that no task waits for."""
         if self.over:
             return True
         if coming.call != self._punctually:
@@ -137,7 +137,7 @@ class Process(Timeline):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of its program, or one that nobody has caught, or what it has left undone."""
+        """The error of the program, or the first one without a caller; None if there is none."""
         main = self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")
@@ -149,7 +149,7 @@ class Process(Timeline):
         return None
 
     def note(self, error: BaseException) -> str:
-        """Return what is to be said with an error that no call has raised; empty: nothing."""
+        """Return the note for an error that no call has raised; empty for any other error."""
         for context in self.unraised:
             if context.get("exception") is error:
                 task = context.get("task") or context.get("future")
@@ -159,11 +159,11 @@ class Process(Timeline):
 
     @property
     def result(self) -> Any:
-        """The result of its program; None if it has died."""
+        """The result of the program; None if the process has died."""
         return None if self.dead or self.main is None else self.main.result()
 
     def dispose(self) -> None:
-        """Give up what is left of it when the history is over. Its ``finally`` blocks run now, and reach nothing."""
+        """End the rest of the process when the history is over. ``finally`` blocks run now, with no effect outside."""
         self.over = True
         kill_all(self)
         for comms in self.state.get("communicators", {}).values():
@@ -171,18 +171,18 @@ class Process(Timeline):
                 comm._disown()
         for task in self.loop.tasks():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            # Its ``finally`` blocks run in the task: anyio's scopes keep what they are not left in.
+            # The ``finally`` blocks must run in their task: anyio leaves a scope only in the task that entered it.
             asyncio.tasks._enter_task(self.loop, task)
             _end(task.get_coro())
             asyncio.tasks._leave_task(self.loop, task)
-            _task_states.pop(task, None)  # A scope that was not left keeps its task, and that all of this process.
-        kill_all(self)  # The ``finally`` blocks may have started some.
+            _task_states.pop(task, None)  # A scope that was not left keeps its task, and the task keeps the process.
+        kill_all(self)  # The ``finally`` blocks may have started threads.
 
 
 def _end(coroutine: Any) -> None:
     """End a coroutine where it waits, and where its ``finally`` blocks wait.
 
-    ``close`` would leave those as they are, which the collector of garbage complains of.
+    ``close`` would leave ``finally`` blocks that wait as they are, and the garbage collector would report them.
     """
     for _ in range(_MOST_WAITS):
         try:

@@ -1,4 +1,4 @@
-"""The refusal of what cannot be simulated: real threads, sockets, processes and sleeps, with the line that did it."""
+"""The refusal of calls that cannot be simulated, such as real threads, sockets, processes and sleeps."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _EVENTS: Final = {
     "subprocess.Popen": "another process",
     "time.sleep": "a sleep that blocks",
 }
-"""The events of :func:`sys.addaudithook` that are refused, and the words for them."""
+"""The refused events of :func:`sys.addaudithook`, and their names in errors."""
 
 _here = threading.local()
-"""The note of each thread that it runs a simulated program."""
+"""The flag of each thread: ``on`` is True while the thread runs a simulated program."""
 _installed: list[bool] = []
 
 
 def refuse(what: str) -> SimulationError:
-    """Return the error for something that cannot be simulated, with the line of the program that did it."""
+    """Return the error for a call that cannot be simulated, with the line of the program that made it."""
     return SimulationError(f"{what} cannot be simulated: {_line()}")
 
 
 def watch(on: bool) -> bool:
-    """Refuse what cannot be simulated on this thread from now on, or do not; return what was so before."""
+    """Turn the refusal on or off for this thread, and return its previous state."""
     if not _installed:
         sys.addaudithook(_audit)
         _installed.append(True)
@@ -56,7 +56,7 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Hear of sleeps and threads, which are no audit events of Python before 3.13 and 3.12."""
+    """Audit sleeps and starts of threads, which are no audit events of Python before 3.13 and 3.12."""
     with ExitStack() as stack:
         for owner, name, event in _UNHEARD if sys.version_info < (3, 13) else ():
             stack.enter_context(_heard(owner, name, event))

@@ -1,4 +1,4 @@
-"""The search for a seed by which a program fails, and for the least faults with which it still does."""
+"""The search for a seed with which a program fails, and for the fewest faults with which it still fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocomms.testing.simulation.faults import SimulatedFault, kept
 from aiocomms.testing.simulation.trial import SimulatedTrial
 
 _HALVINGS: Final = 15
-"""Times that a duration is halved at most: of 20 s, 0.6 ms are left."""
+"""The most times that a duration is halved: 20 s become 0.6 ms."""
 _PATIENCE: Final = 1.0
-"""Seconds, in reality, after which a failure of pytest's may be its timeout, and the history would hang again."""
+"""Real seconds after which a failure from pytest may be its timeout. Another run of the history would hang again."""
 _FOR_CALLER = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class FailedHistory(NamedTuple):
-    """A history that has failed, with no more faults than it needs."""
+    """A history that has failed: its seed, its faults and its error."""
 
     seed: str
     plan: list[SimulatedFault]
@@ -27,9 +27,9 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Read a seed: its number, and those of the faults that are kept, with how often they are halved; None: all are.
+    """Return the number of a seed, and the kept faults: how often each is halved, by the fault's number; None: all.
 
-    :raises ArgumentError: it is none.
+    :raises ArgumentError: the seed is wrong.
     """
     head, slash, rest = str(seed).partition("/")
     try:
@@ -42,14 +42,14 @@ def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
 
 
 def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
-    """Write a seed of which some faults are kept, as :func:`read_seed` reads it."""
+    """Return the text of a seed and its kept faults, as :func:`read_seed` reads it."""
     return f"{seed}/" + ",".join(f"{number}~{times}" if times else f"{number}" for number, times in chosen.items())
 
 
 def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    """Return seeds, of which perhaps only the number is given.
+    """Return the seeds; for an int, so many seeds from 0 on.
 
-    :raises ArgumentError: there is none, or one is no int.
+    :raises ArgumentError: ``seeds`` is neither an int of at least 1 nor an iterable of seeds.
     """
     wanted = f"seeds is {seeds!r}, wanted how many as an int of at least 1, or the seeds"
     if type(as_int(seeds)) is int:
@@ -62,7 +62,7 @@ def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
 
 
 def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
-    """Run histories until one fails, which is shrunk; return how many have not failed, and that one."""
+    """Run histories until one fails; return how many have passed, and the failed one, shrunk, or None."""
     count = 0
     for seed in seeds:
         number, chosen = read_seed(seed)

@@ -1,4 +1,4 @@
-"""The stores at which simulated ranks meet: the world's, and those that ranks serve when it is gone."""
+"""The stores where simulated ranks meet: the launcher's store, and stores that ranks serve when it has died."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from aiocomms.testing.simulation.network import KEEPALIVE, SimulatedNetwork
 
 
 class StoreService:
-    """The service of one store. It answers at once, or, when it has died, not any more."""
+    """The service of one store. It answers at once until it dies."""
 
     def __init__(self, process: Timeline | None = None) -> None:
-        """Begin, with nothing in it.
+        """Begin with an empty store.
 
-        :param process: the one that serves it, and with which it ends; None: it is on a host without ranks.
+        :param process: the process that serves the store. The service ends with it. None: a host without ranks.
         """
         self.process = process
         self.dead = False
@@ -29,7 +29,7 @@ class StoreService:
 
     @property
     def over(self) -> bool:
-        """True if nobody answers any more."""
+        """True if the service does not answer any more."""
         return self.dead or (self.process is not None and self.process.over)
 
     def perform(self, what: str, args: tuple[Any, ...]) -> Any:
@@ -38,12 +38,12 @@ class StoreService:
 
 
 class SimulatedStore(JobStore):
-    """A store as the processes of a world use it. A partition between one and the store's delays its answers."""
+    """The client of a store. A partition between its process and the serving process delays the answers."""
 
     def __init__(self, service: StoreService, network: SimulatedNetwork, running: Callable[[], Timeline]) -> None:
         """Use a service.
 
-        :param running: returns the process that runs.
+        :param running: returns the running process.
         """
         Store.__init__(self)
         self._service, self._network, self._running = service, network, running
@@ -52,7 +52,7 @@ class SimulatedStore(JobStore):
         self.set_timeout(timedelta(seconds=300))
 
     def reach(self, seconds: float) -> bool:
-        """Wait until the service can be reached; return whether it answers within some seconds. Blocks."""
+        """Block until the service can be reached; return whether it answers within some seconds."""
         there, ends = self._service.process, clock.now() + seconds
         while there is not None and not self._service.over:
             held = self._network.held(self._running(), there)

@@ -1,4 +1,4 @@
-"""The surroundings of a simulated program beside its loop: the module ``time``, the end of its generators."""
+"""The surroundings of a simulated program beside its loop: the module ``time``, and the end of async generators."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from aiocomms.testing.simulation.refusing import watched
 
 @contextmanager
 def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
-    """End an asynchronous generator that is forgotten in a task of its process, as asyncio does.
+    """End a forgotten asynchronous generator by a task of its process, as asyncio does.
 
-    One of a process that is over ends without a step. It is finalized once, so what keeps it now may drop it.
+    A generator of a process that has ended runs no further step: the list ``forgotten`` keeps it until the end. Python
+    calls its finalizer only once.
 
-    :param running: returns the process that runs; None: none does.
+    :param running: returns the running process, or None.
     """
     forgotten: list[AsyncGenerator[Any, Any]] = []
 
@@ -47,7 +48,7 @@ def _generators_end(running: Callable[[], Timeline | None]) -> Iterator[None]:
 
 @contextmanager
 def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterator[None]:
-    """Have the module ``time`` tell a simulated program its virtual time, and other threads the real one."""
+    """Make the module ``time`` return virtual time to simulated programs, and real time to other threads."""
     before = {name: getattr(time, name) for name in ("monotonic", "perf_counter", "time")}
 
     def replace(name: str, real: Callable[[], float], virtual: Callable[[], float]) -> None:
@@ -67,10 +68,10 @@ def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterat
 def simulated_surroundings(
     running: Callable[[], Timeline | None], now: Callable[[], float], wall: Callable[[], float]
 ) -> Iterator[None]:
-    """Have all of it be simulated.
+    """Simulate the surroundings of a program within the context.
 
-    :param running: returns the process that runs; None: none does.
-    :param now: returns its monotonic clock.
+    :param running: returns the running process, or None.
+    :param now: returns the time of its monotonic clock.
     :param wall: returns the seconds since 1970.
     """
     replace_backend()

@@ -1,8 +1,8 @@
-"""The threads of simulated processes: threads of the system of which one runs at a time, when the world says so.
+"""The threads of simulated processes: system threads that run one at a time, when the world resumes them.
 
-Code that blocks keeps its stack while it waits, so it need not be written for a simulation. A thread goes on until it
-waits for a :class:`SimulatedEvent`; then the world goes on. Both hand a lock to each other, on one processor: a thread
-that has to be woken on another one costs ten times as much (docs/benchmarks/core.md).
+Blocking code keeps its stack while it waits, so it runs in a simulation unchanged. A thread runs until it waits for a
+:class:`SimulatedEvent`; then the world continues. The thread and the world hand locks to each other on one processor.
+To wake a thread on another processor costs ten times as much (docs/benchmarks/core.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _here = threading.local()
 
 
 _PATIENCE: Final = 60.0
-"""Seconds, in reality, for which a simulated thread may run until it waits or ends."""
+"""Real seconds for which a simulated thread may run until it waits or ends."""
 
 
 def _taken() -> _thread.LockType:
@@ -42,11 +42,11 @@ _T = TypeVar("_T")
 
 
 class Killed(BaseException):
-    """The process of a thread has died, or the history is over: the thread ends where it waits."""
+    """The exception that ends a thread where it waits: its process has died, or the history is over."""
 
 
 class _Runner:
-    """A thread of the system that runs one simulated thread after another."""
+    """A system thread that runs one simulated thread after another."""
 
     def __init__(self) -> None:
         self.go, self.back = _taken(), _taken()
@@ -54,7 +54,7 @@ class _Runner:
         threading.Thread(target=self._run, name="aiocomms simulated thread", daemon=True).start()
 
     def where(self) -> str:
-        """Return the line where the thread is."""
+        """Return the line that the thread runs."""
         frame = sys._current_frames().get(self._ident)
         return "it has ended" if frame is None else traceback.format_stack(frame, limit=1)[0].strip()
 
@@ -86,11 +86,11 @@ _idle: Final[list[_Runner]] = []
 _alive: Final[dict[SimulatedThread, None]] = {}
 """The threads that have not ended, in the order of their starts."""
 _tids: Final[list[int]] = []
-"""The runners' numbers in the system."""
+"""The system's ids of the runners' threads."""
 
 
 def _forget() -> None:
-    """Forget the threads, of which a forked child has none."""
+    """Forget the threads, as a forked child has none of them."""
     _idle.clear()
     _tids.clear()
 
@@ -100,12 +100,12 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def on_one_processor() -> Iterator[None]:
-    """Keep this thread and the runners on the processor where it is, unless torch computes by several threads."""
+    """Keep this thread and the runners on the current processor, unless torch uses several threads."""
     if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         yield
         return
     before, here = os.sched_getaffinity(0), {ctypes.CDLL(None).sched_getcpu()}
-    for thread in (0, *_tids):  # Threads that start from here on have what this one has.
+    for thread in (0, *_tids):  # Threads that start later inherit this thread's processor.
         os.sched_setaffinity(thread, here)
     try:
         yield
@@ -123,7 +123,7 @@ class SimulatedThread:
         self.killed = False
 
     def resume(self) -> None:
-        """Let it run until it waits or ends. The world calls this."""
+        """Run the thread until it waits or ends. The world calls this."""
         runner = self.runner
         if runner is None:
             before = watch(False)
@@ -135,9 +135,9 @@ class SimulatedThread:
             raise SimulationError(f"a thread of {self.timeline} has blocked for {_PATIENCE:g} s: {runner.where()}")
 
     def park(self) -> None:
-        """Wait until the world lets it go on. The thread itself calls this.
+        """Wait until the world resumes the thread. The thread itself calls this.
 
-        :raises Killed: it is to end.
+        :raises Killed: the thread must end.
         """
         runner = self.runner
         assert runner is not None
@@ -148,14 +148,14 @@ class SimulatedThread:
             raise Killed
 
     def kill(self) -> None:
-        """End it where it waits."""
+        """End the thread where it waits."""
         self.killed = True
         if self.runner is not None:
             self.resume()
 
 
 class SimulatedEvent:
-    """An event for threads of one process, as :class:`threading.Event` is."""
+    """An event for threads of one process, like :class:`threading.Event`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -167,14 +167,14 @@ class SimulatedEvent:
         return self._set
 
     def set(self) -> None:
-        """See :class:`threading.Event`. Those that wait go on a moment later."""
+        """See :class:`threading.Event`. Waiting threads resume a moment later."""
         self._set = True
         waiting, self._waiting = self._waiting, {}
         for thread in waiting:
             self._timeline.soon(thread.resume)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See :class:`threading.Event`. On the loop's thread it is refused, for there it would block the loop."""
+        """See :class:`threading.Event`. A wait on the loop's thread is refused, as it would block the loop."""
         thread: SimulatedThread | None = getattr(_here, "thread", None)
         if self._set:
             return True
@@ -192,14 +192,14 @@ class SimulatedEvent:
 
 
 def started(timeline: Timeline, target: Callable[[], object]) -> None:
-    """Start a thread of a process, which runs a moment later."""
+    """Start a thread of a process. It begins to run a moment later."""
     thread = SimulatedThread(timeline, target)
     _alive[thread] = None
     timeline.soon(thread.resume)
 
 
 async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
-    """Make a blocking call in a thread of a process, whose loop runs this; a cancelled wait leaves that behind."""
+    """Make a blocking call in a thread of a process, and await it on the process's loop. Cancellation abandons it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 

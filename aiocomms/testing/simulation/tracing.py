@@ -1,4 +1,4 @@
-"""The files of a history that has failed: the flight recorders of its ranks, and what has happened in its world."""
+"""The files of a failed history: the flight recorders of its ranks, and the events in its world."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseException) -> None:
-    """Write the files, for ``aiocomms trace``. Nothing is replaced: it is an error if they are there already.
+    """Write the files of a failed history for ``aiocomms trace``. Existing files are not replaced.
 
-    :raises OSError: they cannot be written.
+    :raises OSError: a file exists already, or cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = itertools.count(1)
@@ -39,7 +39,7 @@ def write_trace(world: SimulatedWorld, folder: Path, seed: str, error: BaseExcep
 
 
 def _snapshots(world: SimulatedWorld, process: Process, reason: str) -> Iterator[Snapshot]:
-    """Describe the communicators of a process: one that was lost as it was then, any other as it is at the end."""
+    """Yield a snapshot of each communicator of a process: at its loss, or else at the end of the process."""
     records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
     if process.over:
         reason = "the rank has died" if process.dead else "the rank has ended"

@@ -1,4 +1,4 @@
-"""A program to be simulated, with all that its histories have in common, and the run of one history."""
+"""The trial of a program: the arguments that its histories share, and the run of one history."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Program = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class History:
-    """A history: all that has happened.
+    """The record of one run of a program in a simulation.
 
-    :param seed: the seed, with the numbers of the faults where some were left out: ``"7/0,2"``.
-    :param seconds: how long it took, in its own time.
-    :param results: what the program has returned on each rank; None for one that has died.
+    :param seed: the seed as text. If faults were left out, it has the numbers of the kept ones: ``"7/0,2"``.
+    :param seconds: the virtual seconds that the history took.
+    :param results: the results of the program on each rank; None for a rank that has died.
     :param faults: the faults, in words.
-    :param trace: the lines of all that has happened.
+    :param trace: the events, as lines of text.
     """
 
     seed: str
@@ -48,7 +48,7 @@ class History:
 
 @dataclass(frozen=True)
 class SimulatedTrial:
-    """A program, and the arguments of :func:`simulate` but for the seed."""
+    """A program, and the arguments of :func:`simulate` except the seed."""
 
     program: Program
     ranks: int
@@ -57,9 +57,9 @@ class SimulatedTrial:
     longest: float
 
     def __post_init__(self) -> None:
-        """Check the arguments, and that there may be a simulation now.
+        """Check the arguments, and that a simulation may start now.
 
-        :raises ArgumentError: one is wrong.
+        :raises ArgumentError: an argument is wrong.
         :raises SimulationError: this process has open communicators, or a simulation runs already.
         """
         if not callable(self.program):
@@ -80,7 +80,7 @@ class SimulatedTrial:
             raise SimulationError("this process has open communicators, wanted none during a simulation: close them")
 
     def plan(self, seed: int) -> list[SimulatedFault]:
-        """Draw the faults of a seed. They are to happen while the program runs, so it runs without them at first."""
+        """Draw the faults of a seed. Without ``within``, the program first runs without faults, to measure its time."""
         if not self.faults.any:
             return []
         within = self.faults.within
@@ -91,9 +91,9 @@ class SimulatedTrial:
     def run(self, seed: int, plan: list[SimulatedFault], text: str, trace: Path | None = None) -> History:
         """Run one history.
 
-        :param text: the seed, and which of its faults these are.
-        :param trace: the folder that gets the flight recorders if it fails.
-        :raises Exception: what a rank has raised, with notes.
+        :param text: the text of the seed and the kept faults.
+        :param trace: the folder for the trace files if the history fails.
+        :raises Exception: the error that a rank has raised, with notes.
         """
         for name in ("aiocomms.communicator.formation", "aiocomms.endpoints.endpoint"):
             loading.load_now(name)
@@ -101,7 +101,7 @@ class SimulatedTrial:
             return self._run(SimulatedWorld(seed, self.ranks, self.latency), plan, text, trace)
 
     def _run(self, world: SimulatedWorld, plan: list[SimulatedFault], text: str, trace: Path | None) -> History:
-        # Not one function with the above: its variables would be of an older generation, and keep all from collection.
+        # This is a function of its own: variables of run() would be in an older generation, and keep the world alive.
         around = simulated_surroundings(lambda: world.current, world.now, world.wall)
         with clock.simulated_by(world), calls_audited(), around, on_one_processor():
             before = watch(True)
@@ -133,12 +133,12 @@ def _is_latency(value: object) -> bool:
 
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
-    """Have what a program draws by itself depend on the seed, and nothing on when memory is collected."""
-    gc.collect(1)  # The history before, which its end has left in the second generation.
+    """Make the program's own random draws depend on the seed, and turn the garbage collector off."""
+    gc.collect(1)  # The end of the previous history has left its objects in the second generation.
     collecting, state, torchs = gc.isenabled(), random.getstate(), torch.get_rng_state()
     gc.disable()
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each other device, for good.
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would keep a stack for each other device.
     try:
         with torch.inference_mode(False):  # Processes begin without the caller's modes.
             yield
@@ -150,7 +150,7 @@ def _repeatable(seed: int) -> Iterator[None]:
 
 
 def _history(world: SimulatedWorld, plan: list[SimulatedFault], seed: str) -> History:
-    """Return what has happened, or raise what a rank has."""
+    """Return the history, or raise the error of the first rank that has failed."""
     if world.failed is not None:
         error = world.failed.error
         assert error is not None

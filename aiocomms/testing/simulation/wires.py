@@ -1,6 +1,6 @@
-"""The wires of endpoints in a simulated world: see :mod:`aiocomms.lowlevel.lines`, whose protocols these classes have.
+"""The wires of endpoints in a simulated world. The classes have the protocols of :mod:`aiocomms.lowlevel.lines`.
 
-What blocks in them blocks a simulated thread, by the events of its process.
+A blocking call blocks a simulated thread by an event of its process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aiocomms.testing.simulation.network import SimulatedConduit, SimulatedNetwo
 
 
 class Proof(NamedTuple):
-    """The first words of a call: they prove that it is of the job."""
+    """The first frame of a call: it proves that the caller belongs to the job."""
 
     key: bytes
 
@@ -40,10 +40,10 @@ class SimulatedLine:
     """See :class:`aiocomms.lowlevel.lines.EndpointLine`."""
 
     def __init__(self, conduit: SimulatedConduit, host: str, seconds: float = 0) -> None:
-        """Take a connection, and close it in the end.
+        """Take over a connection, which :meth:`close` closes.
 
-        :param host: the other end's.
-        :param seconds: the time that it has.
+        :param host: the host of the other end.
+        :param seconds: the time for all waits on the line, until :meth:`extend`.
         """
         self._conduit, self.host = conduit, host
         self._ends = clock.now() + seconds
@@ -64,7 +64,7 @@ class SimulatedLine:
         return what
 
     def next(self) -> Any:
-        """Wait for the next frame, as for a message."""
+        """Wait for the next frame of any kind, and return it."""
         while not self._closed and not self._heard and not self._over:
             self._news = clock.event()
             if not self._news.wait(max(0.0, self._ends - clock.now())):
@@ -197,7 +197,7 @@ class SimulatedWires:
         self._network = network
 
     def find(self, host: str) -> Callable[[ReceptionDriver], SimulatedReception]:
-        """See :meth:`Wires.find`. Any name is taken for this host's, so that a program runs unchanged."""
+        """See :meth:`Wires.find`. Any name counts as this host's, so that a program runs unchanged."""
         if not host or _everywhere(host):
             raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
         return functools.partial(SimulatedReception, self._network, host)

@@ -1,4 +1,4 @@
-"""The world of a simulation: virtual time, what happens next, and the processes that live in it."""
+"""The world of a simulation: its virtual time, its events and its processes."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ from aiocomms.testing.simulation.threads import SimulatedEvent, run_in_thread, s
 from aiocomms.testing.simulation.wires import SimulatedWires
 
 JOB: Final = "job"
-"""The name of a process's job in its state: the job's store, and the rank and size there."""
+"""The key of the job in a process's state. Its value is the job's store, the process's rank and the job's size."""
 EPOCH: Final = 1_800_000_000.0
-"""Seconds since 1970 at which a history begins."""
+"""The time at which a history begins, in seconds since 1970."""
 _STILL: Final = 60.0
-"""Seconds after which ranks that only look whether the others live wait for ever: no silence lasts as long."""
+"""Seconds after which ranks that only check whether the others live are stuck. No silence lasts as long."""
 _START: Final = 1e-3
 """Seconds within which all processes start."""
 
 
 class SimulatedWorld(Clockwork):
-    """All that a history needs; see :class:`aiocomms.lowlevel.clock.Simulation`."""
+    """The world of one history; see :class:`aiocomms.lowlevel.clock.Simulation`."""
 
     def __init__(self, seed: int, ranks: int, latency: tuple[float, float]) -> None:
-        """Create it, without a process.
+        """Create a world without processes.
 
-        :param latency: the least and the most seconds that a message takes.
+        :param latency: the least and the greatest latency of a message, in seconds.
         """
         super().__init__(seed)
         self.ranks = ranks
         self.network = SimulatedNetwork(self, lambda: self.process, latency)
         self._services = [StoreService()]
-        """The services of stores, by their ports. The first is the launcher's."""
+        """The services of stores, by port. The first is the launcher's."""
         self.store = self._store(0)
         self.processes: list[Process] = []
         """The incarnations of all ranks, in the order of their starts."""
         self._living = 0
-        """The number of those that have not ended."""
+        """The number of processes that have not ended."""
         self.current: Process | None = None
         self._stores: dict[str, SimulatedStore] = {}
         self.failed: Process | None = None
         """The first process that has ended with an error."""
         self._program: Callable[[], Awaitable[Any]] | None = None
         self._happened = 0.0
-        """The time of the last call that was more than a look whether other ranks live."""
+        """The time of the last call that did more than check whether other ranks live."""
 
-    # ----------------------------------------------------------------------------------------------- its course
+    # ------------------------------------------------------------------------------------- course of the history
 
     def wall_at(self, time: float) -> float:
-        """Return the seconds since 1970 at some time of the world."""
+        """Return a time of the world in seconds since 1970."""
         return EPOCH + time
 
     def lines(self) -> list[str]:
-        """Return the trace, in lines of text."""
+        """Return the trace as lines of text."""
         return [f"{time:.9f} {who}: {what}" for time, who, what in self.trace]
 
     def run(self, program: Callable[[], Awaitable[Any]], longest: float) -> None:
-        """Run the program on all ranks, until each has ended.
+        """Run the program on all ranks, until all processes have ended or one has failed.
 
-        :param longest: the seconds of its time that it may take.
-        :raises SimulationError: some rank has not ended by then, or waits for what cannot come.
+        :param longest: the virtual seconds that the history may take.
+        :raises SimulationError: a rank has not ended by then, or all ranks wait and nothing can happen.
         """
         self._program = program
         for rank in range(self.ranks):
@@ -88,7 +88,7 @@ class SimulatedWorld(Clockwork):
                 return
 
     def step(self) -> None:
-        """Make the next call, and let its process go on until it waits."""
+        """Make the next call, and run its process until it waits."""
         coming = self.next()
         if coming is None:
             return
@@ -104,21 +104,21 @@ class SimulatedWorld(Clockwork):
             self._happened = self.time
 
     def _stands_still(self) -> bool:
-        """Return whether the ranks do nothing any more but look whether the others live."""
-        self._happened = self.time  # If not, this is asked again after as long a time.
+        """Return whether the ranks only check whether the others live, and will do nothing else."""
+        self._happened = self.time  # If not, the next check comes after _STILL seconds.
         paused = any(process.paused_until > self.time for process in self.alive())
         return not paused and all(isinstance(it.timeline, Process) and it.timeline.idle(it) for it in self.to_come)
 
     def enter(self, process: Process | None) -> None:
-        """Make a process the one that runs."""
+        """Make a process the running one; None: no process runs."""
         if process is not self.current:
             self.current = process
             _set_running_loop(None if process is None else process.loop)
 
-    # ------------------------------------------------------------- processes, and what may happen to them
+    # ----------------------------------------------------------------------- processes, and their faults
 
     def start(self, rank: int, after: float = 0.0) -> Process:
-        """Start a rank, anew if it has ended."""
+        """Start a rank, or restart it if it has ended."""
         before = [process for process in self.processes if process.rank == rank]
         process = Process(self, rank, len(before))
         self.processes.append(process)
@@ -138,13 +138,13 @@ class SimulatedWorld(Clockwork):
             self.failed = process
 
     def living(self, rank: int) -> Process | None:
-        """Return the process of a rank; None: it has ended, or died."""
+        """Return the process of a rank; None if it has ended or died."""
         return next((process for process in self.alive() if process.rank == rank), None)
 
     def kill(self, rank: int, restart: float | None = None) -> None:
-        """Have a rank die as by SIGKILL: nothing of it runs any more, and no ``finally`` either.
+        """Kill a rank as by SIGKILL: none of its code runs any more, not even a ``finally`` block.
 
-        :param restart: the seconds after which it is started anew; None: it is not.
+        :param restart: the seconds until the rank restarts; None: it does not restart.
         """
         if (process := self.living(rank)) is not None:
             process.dead = True
@@ -156,29 +156,29 @@ class SimulatedWorld(Clockwork):
                 self.start(rank, restart)
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Have a rank stand still for some seconds, as by SIGSTOP."""
+        """Stop a rank for some seconds, as by SIGSTOP."""
         if (process := self.living(rank)) is not None:
             self.note(process, "stands still")
             process.paused_until = max(process.paused_until, self.time + seconds)
 
     def slow(self, rank: int, seconds: float) -> None:
-        """Have whatever a rank does from now on come up to so many seconds late."""
+        """Make each later event of a rank up to ``seconds`` late."""
         if (process := self.living(rank)) is not None:
             self.note(process, "is slow")
             process.slowness = seconds
 
     def part(self, source: int, target: int, seconds: float) -> None:
-        """Let nothing get from one rank to another for some seconds."""
+        """Stop all traffic from one rank to another for some seconds."""
         self.note(f"rank {source}", f"does not reach rank {target}")
         self.network.part(source, target, seconds)
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the connections of two ranks: what is on its way is lost, and both notice."""
+        """Cut the connections of two ranks: frames on their way are lost, and both ranks notice."""
         self.note(f"rank {one}", f"loses its connections with rank {other}")
         self.network.cut_between(one, other)
 
     def lose_store(self) -> None:
-        """Have the store die, for good."""
+        """Kill the launcher's store for good."""
         self.note("the store", "dies")
         self._services[0].dead = True
 
@@ -190,10 +190,10 @@ class SimulatedWorld(Clockwork):
         return "\n".join(f"  {process.waiting()}" for process in self.alive())
 
     def end(self) -> None:
-        """End all that is left of the history, as if it had never been: no effect of it reaches anything."""
+        """End the rest of the history without any effect outside it."""
         before = logging.root.manager.disable
         if any(process.loop.tasks() for process in self.processes):
-            logging.disable()  # Coroutines that are ended so may break anything.
+            logging.disable()  # Coroutines that end in this way may log anything.
         for process in self.processes:
             self.enter(process)
             process.dispose()
@@ -204,7 +204,7 @@ class SimulatedWorld(Clockwork):
         self.network.clear()
         gc.collect(0)
 
-    # -------------------------------------------------------------------------- what aiocomms.lowlevel.clock asks for
+    # ---------------------------------------------------------------------------- calls of aiocomms.lowlevel.clock
 
     def now(self) -> float:
         """See :class:`aiocomms.lowlevel.clock.Simulation`."""
@@ -271,7 +271,7 @@ class SimulatedWorld(Clockwork):
         return job or (self.store, self.process.rank, self.ranks)
 
     def store_of(self, job: str) -> SimulatedStore:
-        """Return the store of a job, where processes are of several."""
+        """Return the store of one of several jobs."""
         if job not in self._stores:
             self._services.append(StoreService())
             self._stores[job] = self._store(len(self._services) - 1)
@@ -279,6 +279,6 @@ class SimulatedWorld(Clockwork):
 
     @property
     def process(self) -> Process:
-        """The process that runs."""
+        """The running process."""
         assert self.current is not None
         return self.current

@@ -1,17 +1,17 @@
-"""Agreement: the ranks compare their calls of each collective before gloo gets any of its bytes.
+"""The agreement of the ranks: they compare their calls of each collective before gloo gets any of its bytes.
 
-In gloo a mismatch would abort the process, hang or compute nonsense. So every rank announces to every other rank what
-it calls, and the data of a small collective travels inside the announcement.
+In gloo a mismatch would abort the process, hang or give wrong results. So every rank announces its call to every other
+rank. The data of a small collective travels inside the announcement.
 
-A large collective then runs on the group, where one rule holds: *all ranks start the same ops in the same order*. A
-rank starts an op when it has the announcements of all ranks and has started all its earlier large calls, so it starts
-large ops in the order of its calls. Whether a call is large follows from what the ranks agreed on, and is the same on
-all ranks. Announcements travel beside the group and wait for nothing. So the first op that is not finished is one that
-every rank has started or is free to start: ops can neither deadlock nor be paired with others.
+A large collective then runs on the group, where *all ranks start the same ops in the same order*. A rank starts an op
+when it has the announcements of all ranks and has started all its earlier large calls. So it starts large ops in the
+order of its calls. The agreed call determines whether it is large, so all ranks find the same. Announcements travel
+outside the group and do not wait. So every rank has started the first unfinished op, or is free to start it. Ops cannot
+deadlock, and gloo cannot match them with other ops.
 
-When a rank loses the communicator, its program may use the tensors again at once, while gloo may still be sending them.
-So a large call is complete only when gloo is done with it on every rank, and a rank that has lost the communicator by
-then does not tell the others that gloo is done.
+When a rank loses the communicator, its program may reuse the tensors at once, while gloo may still be sending them.
+So a large call completes only when gloo is done with it on every rank. A rank that has lost the communicator does not
+tell the other ranks that gloo is done.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, C10dFrame, C10dHeader
 _EMPTY = buffers.empty(0, dtype=torch.uint8, device="cpu")
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
-"""Most bytes that a rank sends to all peers together for a small op, where the group would move fewer bytes."""
+"""The most bytes that a rank sends to all peers for a small op if the group would move fewer bytes."""
 _AHEAD: Final = 2**20
 """The number of collectives by which a rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
@@ -47,7 +47,7 @@ _BLAME_PEER: Final = 1.0
 
 
 class _Announcement(NamedTuple):
-    """The announcement of one rank about one collective."""
+    """One rank's announcement of one collective."""
 
     text: bytes
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class _AnnouncedCall:
 
 
 class Agreement:
-    """The collectives of one rank: announced, compared, and started when all ranks agree."""
+    """The collectives of one rank. They are announced, compared, and started when all ranks agree."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Agreement:
     ) -> None:
         """Start with no calls.
 
-        :param fail: reports, on any thread, that the communicator is lost.
-        :param lost: set as soon as the loss is reported, before any work fails for it.
+        :param fail: reports the loss of the communicator. Any thread may call it.
+        :param lost: the event that is set when the loss is reported, before any work fails.
         """
         self._group = group
         self._connections = connections
@@ -92,11 +92,11 @@ class Agreement:
         self._lock = threading.Lock()
         self._count = 0
         self._calls: dict[int, _AnnouncedCall] = {}  # The calls on which the ranks have not agreed yet.
-        self._early: dict[int, dict[int, _Announcement]] = {}  # announcements of calls that this rank has not made yet
-        self._large: deque[_AnnouncedCall] = deque()  # calls that are large or may turn out so, in order
-        self._running: set[_AnnouncedCall] = set()  # The calls whose tensors gloo has.
-        self._landing: dict[int, _AnnouncedCall] = {}  # The calls that gloo has done on this rank, but not on all.
-        # The ranks on which gloo is done, by number of call.
+        self._early: dict[int, dict[int, _Announcement]] = {}  # announcements of other ranks' later calls
+        self._large: deque[_AnnouncedCall] = deque()  # calls that are or may be large, in order
+        self._running: set[_AnnouncedCall] = set()  # The calls whose tensors gloo uses.
+        self._landing: dict[int, _AnnouncedCall] = {}  # The calls that gloo has completed on this rank.
+        # The ranks on which gloo is done, by the number of the call.
         self._landed: defaultdict[int, set[int]] = defaultdict(set)
         self._jobs: SimpleQueue[_AnnouncedCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class Agreement:
             conclude(work, outcome)
 
     def _announce(self, call: _AnnouncedCall) -> None:
-        """Announce to every rank what this rank calls, with its part of the data if that is small."""
+        """Announce this rank's call to every rank. The announcement has the data of a small call."""
         plan = call.plan
         small = self._is_small(plan, plan.nbytes)
         frame: Tensor | None = None
@@ -139,7 +139,7 @@ class Agreement:
             connection.send(frame)
 
     def _finish(self, call: _AnnouncedCall) -> None:
-        """Perform a small op with the data that came in the announcements."""
+        """Perform a small op with the data from the announcements."""
         if not call.work.done():
             announcements = call.announcements
             call.plan.finish([announcements[rank].payload for rank in range(self._group.size)])
@@ -167,7 +167,7 @@ class Agreement:
             self._inbox.put(conclude, call.work, outcome)
 
     def handle_landed(self, rank: int, number: int) -> None:
-        """Note that a rank is done with a large collective: gloo does not read its tensors any more."""
+        """Note that a rank is done with a large collective. Gloo no longer reads that rank's tensors."""
         if not 0 <= number < self._count:
             raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
         with self._lock:
@@ -179,7 +179,7 @@ class Agreement:
         self._inbox.put(conclude, call.work)
 
     def dispute(self, number: int, error: MismatchError) -> None:
-        """Fail a collective because another rank has found that the ranks disagree on it."""
+        """Fail a collective because another rank has found a mismatch."""
         with self._lock:
             if self._mismatch_error is not None:
                 return
@@ -202,11 +202,11 @@ class Agreement:
     # ------------------------------------------------------------------------------------------- under the lock
 
     def _evaluate(self, call: _AnnouncedCall, peers: Iterable[int]) -> object | None:
-        """Look at a call again after new announcements.
+        """Compare a call with new announcements, and start large calls on which all ranks agree.
 
-        :returns: an error; :data:`_SMALL` if the call is small and can be finished now; None if neither.
+        :returns: an error; or :data:`_SMALL` if the call is small and can be finished now; else None.
         """
-        if self._mismatch_error is not None:  # the first dispute ends all other calls too, with the communicator
+        if self._mismatch_error is not None:  # the first mismatch loses the communicator, which ends other calls
             if call.number != self.disputed:
                 return None
             del self._calls[call.number]
@@ -242,7 +242,7 @@ class Agreement:
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
     def _start_agreed(self) -> None:
-        """Pass the large calls that all ranks start next to the thread that starts them."""
+        """Pass the next large calls on which all ranks agree to the thread that starts them."""
         while self._large and self._large[0].agreed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
@@ -261,7 +261,7 @@ class Agreement:
     def _run(self) -> None:
         while (call := self._jobs.get()) is not None:
             self._start(call)
-            del call  # The thread does not keep the tensors of this call while it waits for the next one.
+            del call  # The thread must not keep the tensors of this call while it waits for the next call.
 
     def _start(self, call: _AnnouncedCall) -> None:
         try:
@@ -279,14 +279,14 @@ class Agreement:
                 future.value()
                 if next(ended) == len(works):
                     self._end(call)
-            except Exception as error:  # an exception that a callback raises goes unnoticed
+            except Exception as error:  # torch ignores an exception of a callback
                 self._report_gloo_failure(error)
 
         for work in works:
             work.get_future().add_done_callback(land)
 
     def _end(self, call: _AnnouncedCall) -> None:
-        """Tell the other ranks that gloo is done with a call on this rank; it is complete when that holds on all."""
+        """Tell the other ranks that gloo is done with a call. The call completes when gloo is done on all ranks."""
         self._running.discard(call)
         if self._lost.is_set():
             return
@@ -298,16 +298,16 @@ class Agreement:
         self.handle_landed(self._group.rank, call.number)
 
     def _report_gloo_failure(self, error: Exception) -> None:
-        """Report that an op failed in gloo. A lost peer's connection reports the loss at once, and better."""
+        """Report that an op failed in gloo, unless the connection to a lost peer soon reports the cause."""
         if not self._lost.wait(_BLAME_PEER):
             failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
             failure.__cause__ = error
             self._fail(failure)
 
     def join(self, timeout: float | None) -> None:
-        """End the thread, and release all tensors. The group must have been poisoned before.
+        """End the thread, and release all tensors. The caller must poison the group before.
 
-        :param timeout: seconds to wait for the thread; None: as long as it takes.
+        :param timeout: seconds to wait for the thread; None means no limit.
         """
         self._jobs.put(None)
         if self._thread is not None:
@@ -329,7 +329,7 @@ def _describe(op: ops.Op) -> bytes:
 
 
 def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
-    """Describe where a rank sends another number of bytes than the receiver wants, given both for each rank."""
+    """Return the text of the first mismatch between sent and wanted bytes, given both for each rank; None if none."""
     size = len(sizes)
     for rank in range(size):
         if len(sizes[rank]) != count:

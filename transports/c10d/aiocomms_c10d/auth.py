@@ -1,7 +1,7 @@
 """Authentication for gloo: its records in the store are signed, and each of its connections proves the job's key.
 
-gloo itself authenticates no peer. It also keeps listening when every rank is connected, and keeps a descriptor for each
-process that connects. So its listening socket is told to drop all new connections.
+gloo itself authenticates no peer. It also listens after every rank has connected, and keeps a descriptor for each
+process that connects. So this module makes its listening socket drop all new connections.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from aiocomms.lowlevel import MAX_RECORD, Unshared, buffers, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2
-"""The gloo tag of the proofs, other than the tags of the frames."""
+"""The gloo tag of the proofs, which no frame uses."""
 _SO_ATTACH_FILTER: Final = 26
 
 
 class SignedStore(Store):
-    """A store that signs what it writes and checks what it reads. It has the methods that gloo uses."""
+    """A store that signs the values that it writes and checks the values that it reads. It has gloo's methods only."""
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
         self._store = store
         self._key = key
         self.unshared = Unshared()
-        """The addresses of all ranks: what gloo writes contains them."""
+        """The values of all ranks, which contain gloo's addresses."""
         self.written = b""
-        """All values that were written, one behind the other."""
+        """The concatenation of all written values."""
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value, given as bytes or text."""
+        """Write a value of bytes or text."""
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self.written += raw
         self.unshared.add(raw)
@@ -68,11 +68,11 @@ class SignedStore(Store):
 
 
 def prove(group: Any, rank: int, size: int, key: bytes) -> None:
-    """Prove to every rank that this rank knows the key, and check that each of them knows it. Blocks.
+    """Prove to every rank that this rank knows the key, and check the proofs of all ranks. This function blocks.
 
-    :param group: a gloo group that has just connected. gloo takes the first that connects in a rank's place for it.
+    :param group: a gloo group that has just connected. gloo accepts any process that connects in a rank's place.
     :raises AuthError: a peer does not know the key.
-    :raises RuntimeError: a connection broke, or a proof did not come in time.
+    :raises RuntimeError: a connection broke, or a proof did not arrive in time.
     """
     peers = [peer for peer in range(size) if peer != rank]
     sent = [_proof(key, rank, peer) for peer in peers]
@@ -89,15 +89,15 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
 def stop_listening(written: bytes) -> None:
     """Drop all new connections to the socket on which gloo listens.
 
-    gloo's socket cannot be closed behind gloo's back, but a socket filter can make it drop whatever arrives. Existing
-    connections are not affected.
+    Only gloo can close its socket, but a socket filter makes the socket drop new connections. Existing connections are
+    not affected.
 
-    :param written: what gloo has written to the store. It contains gloo's address in the kernel's format.
+    :param written: the bytes that gloo has written to the store. They contain gloo's address in the kernel's format.
     """
-    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # the BPF program "return 0"
     program = struct.pack("HP", 1, ctypes.addressof(drop_all))
     for entry in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the descriptor may have been closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor may be closed by now
             if str(entry.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as candidate:
                     internet = candidate.family in (socket.AF_INET, socket.AF_INET6)
@@ -107,7 +107,7 @@ def stop_listening(written: bytes) -> None:
 
 
 def _address(listener: socket.socket) -> bytes:
-    """Return a socket's address as a struct sockaddr_in, or as a sockaddr_in6 without its scope."""
+    """Return a socket's address as a ``struct sockaddr_in``, or as a ``sockaddr_in6`` without its scope."""
     host, port, *flow = listener.getsockname()
     head = struct.pack("=H", listener.family) + struct.pack("!H", port) + (struct.pack("!I", flow[0]) if flow else b"")
     return head + socket.inet_pton(listener.family, host.partition("%")[0])

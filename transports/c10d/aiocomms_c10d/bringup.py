@@ -1,4 +1,4 @@
-"""Bring-up: opens a gloo process group in which each rank listens on one address only."""
+"""Bring-up of a gloo process group in which each rank listens on only one address."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from aiocomms_c10d.auth import SignedStore, prove, stop_listening
 from aiocomms_c10d.control import FOREVER
 
 _THREADS: Final = 2
-"""gloo's threads for collectives. Each runs one collective at a time, in the order in which they were started."""
+"""The number of gloo's threads for collectives. Each thread runs one collective at a time, in the order of starts."""
 _CONNECT: Final = 120.0
-"""Seconds that connecting may take once every rank is known to have arrived."""
+"""The most seconds for connecting after every rank has arrived."""
 _SHARE: Final = 0.5
-"""Share of the remaining time of the rank that began first. The rest is for finding out which rank is missing."""
+"""The share of the least remaining time of a rank, for connecting. The rest is for the search for missing ranks."""
 _HELLO: Final = 512
-"""Bytes of a record that is gathered by a process group."""
+"""The bytes of a record that a process group gathers."""
 
 
 def hello(adopt: bool, left: float) -> bytes:
-    """Return what this rank tells the others first.
+    """Return this rank's first record for the other ranks.
 
-    :param left: seconds that this rank still has for connecting.
-    :returns: the version of its frames and its byte order, whether it would adopt a group, the milliseconds that are
-        left, a nonce that makes the key of this group a new one, the identity of its host, and the host's name.
+    :param adopt: whether this rank would run its collectives over another group.
+    :param left: the seconds that this rank still has for connecting.
+    :returns: the version of its frames and its byte order, ``adopt``, the remaining milliseconds, a nonce that makes
+        the key of this group unique, the identity of its host, and the host's name.
     """
     left_ms = max(0, int(left * 1000))
     once = secrets.token_hex(16)
@@ -63,8 +64,8 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :param adopt: whether this rank would run its collectives over another group.
     :returns: the gloo group, and whether all ranks would run their collectives over another group.
     :raises ArgumentError: the address of this host cannot be determined.
-    :raises CommTimeoutError: a rank did not come, or could not be reached.
-    :raises ProtocolError: a rank speaks another version.
+    :raises CommTimeoutError: a rank is missing or could not be reached.
+    :raises ProtocolError: a rank uses another version.
     :raises AuthError: a rank does not have this job's token.
     """
     began = clock.now()
@@ -86,17 +87,17 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
             return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
         except CommTimeoutError as error:
             late = error
-    await rendezvous.exchange("c10d waits", b"")  # gloo does not name missing ranks; this call does.
+    await rendezvous.exchange("c10d waits", b"")  # gloo does not name missing ranks, but this call does.
     raise late
 
 
 def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     """Return the address on which this rank listens.
 
-    That is loopback if all ranks share a host, else an address that the other hosts can reach.
+    The address is loopback if all ranks share a host, else an address that the other hosts can reach.
 
-    :param hellos: every rank's :func:`hello`.
-    :param store: the store at which the ranks met; all of them can reach its host.
+    :param hellos: the :func:`hello` of every rank.
+    :param store: the store through which the ranks met. All ranks can reach its host.
     """
     *_, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
     if len(set(hosts)) == 1:
@@ -106,9 +107,9 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
 
 
 def _fewest_seconds(hellos: Sequence[bytes]) -> float:
-    """Return the seconds left to the rank that has the fewest.
+    """Return the least remaining seconds of any rank.
 
-    So all ranks give up connecting at the same time, and that rank can still ask which rank is missing.
+    With this limit all ranks stop connecting at the same time, and each rank can still ask which rank is missing.
     """
     return min(int(_parse(peer, value)[2]) for peer, value in enumerate(hellos)) / 1000
 
@@ -132,7 +133,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
     options._threads = _THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
-        # gloo gets a connection of its own: while it waits there for a rank, it blocks all others that share it.
+        # gloo gets its own connection, because its waits for ranks block all other users of the connection.
         signed = SignedStore(PrefixStore("c10d/gloo", _with_own_connection(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
         signed.unshared.belongs_to(group)
@@ -161,9 +162,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def poison(group: Any) -> None:
-    """Break every connection of a gloo group, so that all pending operations fail, on this rank and on its peers.
+    """Break every connection of a gloo group, so that all pending operations fail on this rank and on its peers.
 
-    gloo's ``abort`` does nothing. A wait that expires makes gloo close its connections.
+    gloo's ``abort`` does nothing, but gloo closes its connections when a wait expires.
     """
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([buffers.empty(1, dtype=torch.uint8, device="cpu")], 2**31 - 1).wait(
@@ -172,9 +173,9 @@ def poison(group: Any) -> None:
 
 
 def store_over(group: Any, timeout: float) -> Store:
-    """Make a store that the ranks of a process group share, by collectives of that group. Blocks.
+    """Make a store for the ranks of a process group, with collectives of that group. This function blocks.
 
-    Rank 0 serves the store, on one address.
+    Rank 0 serves the store on one address.
 
     :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts could reach the store, and the
         job has no token.
@@ -189,7 +190,7 @@ def store_over(group: Any, timeout: float) -> Store:
             host = listen_on(hellos, None)
             server, port = serve_store(host, timeout)
             address = f"{host} {port}".encode()
-        except Exception as error:  # the other ranks must not be left waiting in the group: it is the user's
+        except Exception as error:  # the other ranks must not wait in the user's group without end
             failure = error
     place = _all_gather(group, size, address)[0].decode()
     if failure is not None:

@@ -1,4 +1,4 @@
-"""The collectives: small ones are carried out by the data in the announcements, large ones by the group."""
+"""The collectives. Small collectives use the data in the announcements, and large collectives use the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocomms_c10d.group import C10dGroup
 from aiocomms_c10d.wire import flat
 
 Parts = Sequence[Tensor]
-"""The bytes that each rank sent to this rank. The entry of this rank itself is empty."""
+"""The bytes that each rank sent to this rank. This rank's own entry is empty."""
 
 
 class C10dCall:
@@ -29,11 +29,11 @@ class C10dCall:
     """
 
     nbytes: int = 0
-    """The most bytes that one rank sends to another, as far as this rank can tell."""
+    """The most bytes that one rank sends to another, as known to this rank."""
     sizes: tuple[int, ...] = ()
-    """The bytes that this rank sends to each rank, then those that it wants from each, if ranks may disagree."""
+    """The bytes that this rank sends to each rank, then those that it wants from each; empty if ranks cannot differ."""
     spread: ClassVar[bool] = False
-    """True if the announcements move more bytes than the group would, so that the limit for small calls is lower."""
+    """True if the announcements move more bytes than the group would. Then the limit for small calls is lower."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         self.op = op
@@ -41,22 +41,22 @@ class C10dCall:
         self.size = size
 
     def part(self, dst: int) -> Tensor | None:
-        """Return what this rank sends to rank ``dst``, as bytes."""
+        """Return the bytes that this rank sends to rank ``dst``; None if it sends none."""
         return None
 
     def finish(self, parts: Parts) -> None:
-        """Perform the op with what the ranks have sent."""
+        """Perform the op with the bytes that the ranks have sent."""
 
     def start(self, group: C10dGroup) -> list[Any]:
-        """Start the op on the group. Returns the ``torch.distributed.Work`` of each part of it."""
+        """Start the op on the group. Return the ``torch.distributed.Work`` of each part of the op."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Do what is left when all parts that :meth:`start` returned are done."""
+        """Finish the op after all parts that :meth:`start` returned are done."""
 
 
 class _Barrier(C10dCall):
-    """No rank goes on before all ranks have called."""
+    """A barrier, which completes when all ranks have called it."""
 
 
 class _Broadcast(C10dCall):
@@ -82,8 +82,8 @@ class _Broadcast(C10dCall):
 class _AllReduce(C10dCall):
     """A reduction of all ranks' tensors on all ranks.
 
-    A small call is reduced by each rank, in rank order. A large call is reduced in place by gloo. Where gloo would get
-    it wrong, the ranks do it in two steps, a reduce_scatter and an all_gather.
+    Each rank reduces a small call, in rank order. gloo reduces a large call in place. If gloo would compute a wrong
+    result, the ranks use two steps, a reduce_scatter and an all_gather.
     """
 
     spread = True
@@ -112,7 +112,7 @@ class _AllReduce(C10dCall):
 
 
 class _Reduce(_AllReduce):
-    """An all_reduce whose result only the root gets."""
+    """An all_reduce that gives the result only to the root."""
 
     spread = False
 
@@ -137,9 +137,9 @@ class _Reduce(_AllReduce):
 
 
 class _Scan(_AllReduce):
-    """A reduction of the tensors of the ranks up to this one, in rank order.
+    """A prefix reduction: this rank's result is from the tensors of the ranks up to it, in rank order.
 
-    In a large call each rank does so for one piece of all ranks' tensors, and gives every rank its result.
+    In a large call each rank reduces one piece of all ranks' tensors, and gives every rank its result.
     """
 
     def part(self, dst: int) -> Tensor | None:
@@ -158,7 +158,7 @@ class _Scan(_AllReduce):
 
 
 class _SendAllGather(C10dCall):
-    """A gathering of every rank's bytes on all ranks."""
+    """An all_gather of every rank's bytes."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -182,7 +182,7 @@ class _SendAllGather(C10dCall):
 
 
 class _SendGather(C10dCall):
-    """A gathering of every rank's bytes on the root."""
+    """A gather of every rank's bytes on the root."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -201,7 +201,7 @@ class _SendGather(C10dCall):
 
 
 class _Scatter(C10dCall):
-    """A scattering of the root's bytes, a chunk to each rank."""
+    """A scatter of the root's bytes, one chunk to each rank."""
 
     def __init__(self, op: ops.Scatter, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -220,7 +220,7 @@ class _Scatter(C10dCall):
 
 
 class _SendAllToAll(C10dCall):
-    """An exchange of each rank's bytes, a chunk to each rank."""
+    """An all_to_all of each rank's bytes, one chunk to each rank."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -251,7 +251,7 @@ class _SendAllToAll(C10dCall):
 
 
 class _SendReduceScatter(C10dCall):
-    """An exchange in which each rank gets its chunk from all ranks, and reduces what it gets, in rank order."""
+    """An exchange in which each rank gets its chunk from all ranks, and reduces these chunks in rank order."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -301,7 +301,7 @@ def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
 
 
 def _reduce(plan: C10dCall, parts: Parts, own: Tensor | None, out: Tensor) -> None:
-    """Reduce all ranks' bytes into ``out``. This rank's own tensor takes the place of its bytes if it is given."""
+    """Reduce all ranks' bytes into ``out``. The tensor ``own``, if given, replaces this rank's bytes."""
     given = [
         own if own is not None and src == plan.rank else part.view(out.dtype).view(out.shape)
         for src, part in enumerate(parts)
@@ -311,9 +311,9 @@ def _reduce(plan: C10dCall, parts: Parts, own: Tensor | None, out: Tensor) -> No
 
 
 def _pieces(group: C10dGroup, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each rank one piece of the tensor of every rank. Blocks.
+    """Give each rank one piece of the tensor of every rank. This function blocks.
 
-    :returns: memory of the tensor's elements, padded to equal pieces; and what this rank got, a row from each rank.
+    :returns: a copy of the tensor's elements, padded to equal pieces; and this rank's pieces, one row from each rank.
     """
     n = tensor.numel()
     length = -(-n // group.size)
@@ -326,9 +326,9 @@ def _pieces(group: C10dGroup, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduce_scatter(group: C10dGroup, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce one piece of the tensor on each rank. Blocks.
+    """Reduce one piece of the tensor on each rank. This function blocks.
 
-    :returns: memory for the whole result, padded to equal pieces; and this rank's piece of the result, a view of it.
+    :returns: memory for the whole result, padded to equal pieces; and a view of this rank's piece of the result.
     """
     whole, pieces = _pieces(group, tensor)
     piece = whole.view(group.size, -1)[group.rank]

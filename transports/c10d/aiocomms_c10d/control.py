@@ -18,24 +18,24 @@ from aiocomms_c10d import wire
 from aiocomms_c10d.wire import ACK, C10dFrame, C10dHeader
 
 FOREVER: Final = timedelta(days=100)
-"""The timeout of every wait. gloo closes all connections of a rank when one wait expires, so none may expire.
+"""The timeout of every wait. gloo closes all connections of a rank when one wait expires, so no wait may expire.
 
-A wait that blocks is ended by ``poison``."""
+``poison`` ends a wait that blocks."""
 
 _FRAMES, _DATA = 0, 1
 """The gloo tags of frames and of large messages' data."""
 _RING: Final = 4
-"""The number of receives that are posted ahead: gloo sends nothing before the peer has posted a receive for it."""
+"""The number of receives that are posted in advance. gloo sends no frame before the peer has posted its receive."""
 _UNACKED: Final = 16
-"""The number of frames after which they are acknowledged. Until then the peer keeps them in memory."""
+"""The number of frames after which this rank acknowledges them. Until then the peer keeps the frames in memory."""
 
 
 class ControlConnection:
     """The connection to one peer, for sends and receives. Frames arrive in the order in which they were sent.
 
     gloo reports the end of a receive only to a thread that waits for it, so one thread waits for the next frame. No
-    thread waits for the end of a send: if the peer turns out to be gone when gloo takes a send up, gloo loses that send
-    and the wait for it never ends. What is sent is kept until the peer confirms it, or until :meth:`join`.
+    thread waits for the end of a send. If the peer is gone when gloo begins a send, gloo loses that send, and a wait
+    for it never ends. A frame is kept until the peer confirms it, or until :meth:`join`.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class ControlConnection:
         on_frame: Callable[[C10dFrame], None],
         on_lost: Callable[[CommError | None], None],
     ) -> None:
-        """Take up a connection.
+        """Store the group. :meth:`start` starts the reader's thread.
 
         :param on_frame: called on the reader's thread with each frame.
-        :param on_lost: called once on the reader's thread, when no frame will come any more: with the peer's fault, or
-            with None if the peer is gone.
+        :param on_lost: called once on the reader's thread, after the last frame, with an error, or with None if the
+            peer is gone.
         """
         self.peer = peer
         self.flushed = clock.event()
-        """The event that is set when the peer has received everything that was sent to it, or never will."""
+        """The event that is set when the peer has received all frames, or when the connection has ended."""
         self._group = group
         self._on_frame = on_frame
         self._on_lost = on_lost
@@ -62,7 +62,7 @@ class ControlConnection:
         self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
         self._unacked = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._sending = threading.Lock()  # The lock gives _sent the order in which gloo sends.
+        self._sending = threading.Lock()  # The lock keeps _sent in the order of gloo's sends.
         self._thread = threading.Thread(target=self._read, name=f"aiocomms c10d reads from {peer}", daemon=True)
 
     def start(self) -> None:
@@ -70,25 +70,25 @@ class ControlConnection:
         self._thread.start()
 
     def send(self, frame: Tensor) -> None:
-        """Send a frame, from any thread, without blocking. It does not report failures: the reader notices them too."""
+        """Send a frame without blocking. Any thread may call this method. The reader reports failures."""
         with self._sending:
             work = self._send(frame, _FRAMES)
             if work is not None:
                 self._sent.append((work, frame))
 
     def send_data(self, tensor: Tensor, frame: Tensor) -> Any:
-        """Send a large message's bytes, which the peer receives by :meth:`receive_data`, and then a frame behind them.
+        """Send a large message's bytes and then a frame. The peer receives the bytes by :meth:`receive_data`.
 
-        :returns: an object to keep, with the tensor, until the peer confirms the message.
+        :returns: an object that must be kept, with the tensor, until the peer confirms the message.
         """
         work = self._send(tensor, _DATA)
         self.send(frame)
         return work
 
     def receive_data(self, tensor: Tensor) -> Any:
-        """Start to receive a large message's bytes. Several messages arrive in the order of these calls.
+        """Start to receive a large message's bytes. Messages arrive in the order of these calls.
 
-        :returns: the receive, to ``wait`` for.
+        :returns: the receive, which has a ``wait`` method.
         :raises RuntimeError: the peer is lost.
         """
         return self._group.recv([tensor], self.peer, _DATA)
@@ -96,12 +96,12 @@ class ControlConnection:
     def send_last(self, frame: Tensor) -> Any:
         """Send a frame before the group is poisoned.
 
-        :returns: the send, to ``wait`` for; None if the peer is lost.
+        :returns: the send, which has a ``wait`` method; None if the peer is lost.
         """
         return self._send(frame, _FRAMES)
 
     def join(self) -> None:
-        """Wait for the reader's thread to end, and release the group. The group must have been poisoned before."""
+        """Wait for the reader's thread to end, and release the group. The caller must poison the group before."""
         if self._thread.ident is not None:
             self._thread.join()
         with self._sending:
@@ -135,7 +135,7 @@ class ControlConnection:
         self._on_lost(error)
 
     def _wait_for_frame(self) -> bool:
-        """Wait for the next frame. Returns False if none will come."""
+        """Wait for the next frame. Return False if no more frames arrive."""
         try:
             return bool(self._slots) and self._slots[0][0].wait(FOREVER)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""The collectives of a torch.distributed process group. A call starts one, and its future tells when it is done."""
+"""The collectives of a ``torch.distributed`` process group. A call starts one, and its future reports the end."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OPS: Final[dict[str, Any]] = {
     "bxor": dist.ReduceOp.BXOR,
     "avg": dist.ReduceOp.AVG,
 }
-# The reductions that gloo computes correctly. gloo loses NaN in MIN and MAX. It adds float16 in float16, and bool to
-# nothing sensible. It refuses int16, and most operators for complex numbers.
+# gloo computes these reductions correctly. gloo loses NaN in MIN and MAX. It adds float16 in float16, and its sums of
+# bool are wrong. It refuses int16, and most operators for complex numbers.
 _INTEGER: Final = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
 _RIGHT: Final = {
     torch.uint8: _INTEGER,
@@ -37,7 +37,7 @@ _RIGHT: Final = {
 
 
 class C10dGroup:
-    """The starter of collectives, whose calls each return a ``torch.distributed.Work``.
+    """The collectives of a process group. Each call starts one and returns its ``torch.distributed.Work``.
 
     Data that is only moved travels as bytes.
     """
@@ -48,11 +48,11 @@ class C10dGroup:
         self.size = size
 
     def release(self) -> None:
-        """Release the process group. Its sockets live as long as anything refers to it."""
+        """Release the process group, because any reference to it keeps its sockets open."""
         self._group = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Return whether the group reduces ``dtype`` with ``op`` as torch does."""
+        """Return whether the group's result of ``op`` for ``dtype`` equals torch's result."""
         return op.kind in _RIGHT.get(dtype, ())
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
@@ -62,7 +62,7 @@ class C10dGroup:
         return self._group.allreduce([tensor], options)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Any:
-        """Reduce in place on the root; elsewhere ``tensor`` is left undefined."""
+        """Reduce in place on the root. On other ranks ``tensor`` is undefined afterwards."""
         options = dist.ReduceOptions()
         options.reduceOp = _OPS[op.kind]
         options.rootRank = root

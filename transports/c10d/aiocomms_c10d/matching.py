@@ -1,12 +1,11 @@
-"""Matching: the messages of one peer with this rank's receives.
+"""The matching of one peer's messages with this rank's receives.
 
-A small message travels with its header (eager), and the receiver keeps it until a receive takes it. A large one is
-announced (rendezvous), and sent straight into the tensor of the receive that matches it. A match is made on whichever
-thread brings its second half, so matching does not wait for a busy loop.
+A small message travels with its header (eager), and the receiver keeps it until a receive takes it. A large message is
+announced (rendezvous), and sent into the tensor of the matching receive. The thread that brings the second half of a
+match makes the match, so matching does not wait for a busy loop.
 
-When a sender abandons the communicator, its program may use the tensor again at once, while gloo may still be sending
-it. So a frame behind the bytes says whether they are valid. A receive to which no frame says so does not complete by
-itself, but ends with the communicator.
+When a sender abandons the communicator, its program may reuse the tensor at once, while gloo may still be sending it.
+So a frame after the bytes confirms that they are valid. A receive without this confirmation ends with the communicator.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from aiocomms_c10d.wire import (
 )
 
 Key = tuple[int, int]
-"""Channel and tag."""
+"""The channel and the tag of a message."""
 
 _CREDIT: Final = 1024 * 1024
-"""Bytes of unexpected small messages that a peer keeps. Beyond that, all messages are announced."""
+"""The bytes of unexpected small messages that a peer keeps. Beyond this limit, all messages are announced."""
 _OVERHEAD: Final = 256
-"""Bytes that keeping a message costs besides its payload."""
+"""The bytes of memory that a kept message costs besides its payload."""
 
 _PENDING = object()
 """The outcome of an op that is not complete yet."""
@@ -66,16 +65,16 @@ class PeerMatcher:
         self._sending: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
         self._receiving: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
         self._last_ident = 0
-        self._credit = _CREDIT  # bytes that the peer will still keep for this rank
-        self._credit_owed = 0  # bytes of the peer's that were delivered since the last CREDIT frame
+        self._credit = _CREDIT  # the bytes that the peer still has room for
+        self._credit_owed = 0  # the peer's bytes that were delivered since the last CREDIT frame
         self._abandoned = False
-        self._close_error: CommError | None = None  # the error of all later ops, once the peer has closed
+        self._close_error: CommError | None = None  # the error of all ops after the peer has closed
         self._handlers = {
             EAGER: self._match,
             RTS: self._match,
             CTS: self._send_data,
             DATA: self._finish_recv,
-            VOID: lambda _: None,  # the peer has lost the communicator: it tells why, or nothing more
+            VOID: lambda _: None,  # the peer has lost the communicator, and may send the reason
             DONE: self._finish_send,
             CREDIT: self._add_credit,
         }
@@ -92,7 +91,7 @@ class PeerMatcher:
             close_error = self._close_error
             eager = nbytes <= INLINE and cost <= self._credit
             if close_error is not None:
-                pass  # the work fails below: completing a work may post the next op, so it is not done under the lock
+                pass  # the work fails below, without the lock, because its end may post the next op
             elif eager:
                 self._credit -= cost
                 self._connection.send(pack(header, payload=payload))
@@ -106,7 +105,7 @@ class PeerMatcher:
             work.complete()
 
     def recv(self, op: ops.Recv, work: Completion) -> None:
-        """Take the oldest matching message, or keep the receive until one comes."""
+        """Take the oldest matching message, or keep the receive until one arrives."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -123,14 +122,14 @@ class PeerMatcher:
             conclude(work, outcome)
 
     def take(self, op: ops.Take, work: Completion) -> None:
-        """Take the oldest matching message, if one is there: none goes but on this thread."""
+        """Take the oldest matching message if there is one. Only this thread removes messages."""
         if (op.channel, op.tag) in self._unexpected:
             self.recv(op, work)
         else:
             work.complete(False)
 
     def probe(self, op: ops.Probe, work: Completion) -> None:
-        """Tell of the oldest message that a receive would take, or keep the probe until one comes."""
+        """Complete a probe with the oldest message that a receive would take, or keep the probe until one arrives."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -143,7 +142,7 @@ class PeerMatcher:
         conclude(work, outcome)
 
     def try_cancel(self, work: Completion) -> bool:
-        """Forget a receive or a probe. Returns False if a message has already matched it."""
+        """Withdraw a receive or a probe. Return False if a message has already matched it."""
         op = work.op
         if not isinstance(op, (ops.Recv, ops.Probe)):
             return False
@@ -164,14 +163,14 @@ class PeerMatcher:
     def handle(self, frame: C10dFrame) -> None:
         """Act on a frame of the peer.
 
-        :raises ProtocolError: the frame makes no sense.
+        :raises ProtocolError: the frame is invalid.
         """
         self._handlers[frame.header.kind](frame)
 
     def close(self, error: CommError) -> None:
-        """Fail all ops that wait for the peer, and all that are posted later, because the peer has closed.
+        """Fail all ops that wait for the peer, and all later ops, because the peer has closed.
 
-        Eager messages that the peer sent before can still be received. Messages that it only announced will not come.
+        Receives can still take the peer's earlier eager messages. Messages that are only announced do not arrive.
         """
         with self._lock:
             self._close_error = error
@@ -189,7 +188,7 @@ class PeerMatcher:
             self._inbox.put(conclude, work, error)
 
     def has_transfer_under_way(self) -> bool:
-        """Return whether a large message is under way from the peer or to it."""
+        """Return whether a large message is being sent to the peer or received from it."""
         with self._lock:
             return bool(self._receiving or self._sending)
 
@@ -211,7 +210,7 @@ class PeerMatcher:
             self._inbox.put(conclude, work, outcome)
 
     def _deliver(self, header: C10dHeader, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
-        """Deliver a message or, if it was only announced, request its data."""
+        """Deliver an eager message, or request the data of an announced message."""
         buffer = flat(op.tensor)
         outcome = _outcome_of(header, op, self._connection.peer)
         short = outcome is OP_RESULT or isinstance(outcome, MessageTruncatedError)
@@ -250,7 +249,7 @@ class PeerMatcher:
         behind = pack(C10dHeader(DATA, ident=header.ident))
         with self._lock:
             self._sending[header.ident] = (payload, work, behind, None)
-        # Either abandon() has seen the frame behind the data, or this line sees that abandon() was called.
+        # Either abandon() sees the frame that follows the data, or this line sees the call of abandon().
         if not self._abandoned:
             sent = self._connection.send_data(payload[: header.nbytes], behind)
             with self._lock:
@@ -266,7 +265,7 @@ class PeerMatcher:
         try:
             received.wait(FOREVER)
         except RuntimeError:
-            return  # The receive stays in _receiving, which keeps the tensor; the reader notices that the peer is lost.
+            return  # The receive stays in _receiving, which keeps the tensor. The reader reports the lost peer.
         with self._lock:
             self._receiving.popleft()
         # DONE is sent first, so that it reaches the peer even if the loop closes as soon as the work is complete.
@@ -285,16 +284,16 @@ class PeerMatcher:
             self._credit = min(_CREDIT, self._credit + frame.header.ident)
 
     def abandon(self) -> None:
-        """Invalidate all messages that are being sent: the program may write into their tensors from now on.
+        """Invalidate all messages that are being sent, because the program may write into their tensors from now on.
 
-        Any thread or a signal handler may call this, so it takes no lock.
+        Any thread or a signal handler may call this method, so it takes no lock.
         """
         self._abandoned = True
         for _, _, frame, _ in list(self._sending.values()):
             void(frame)
 
     def clear(self) -> None:
-        """Release all tensors. The group is poisoned and its threads have ended."""
+        """Release all tensors, after the group is poisoned and its threads have ended."""
         self._receiving.clear()
         self._announced.clear()
         self._sending.clear()
@@ -304,7 +303,7 @@ class PeerMatcher:
 
 
 def _seen(probe: ops.Probe, header: C10dHeader) -> ops.Message:
-    """Return what a probe ends with that has found a message."""
+    """Return the result of a probe that has found a message."""
     return probe.message(header.nbytes, header.type)
 
 

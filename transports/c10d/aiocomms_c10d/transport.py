@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank's control connections, its messages and collectives, and how it ends."""
+"""The plug-in: one rank's control connections, messages and collectives, and its abort and close."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from aiocomms_c10d.matching import PeerMatcher
 from aiocomms_c10d.wire import C10dFrame, C10dHeader
 
 _ABORT_PATIENCE: Final = 2.0
-"""Seconds that telling all peers the reason of an abort may take, on however busy a machine: a peer whose connection
-breaks before it has heard the reason takes this rank for dead. Only a peer that reads nothing takes so long."""
+"""The most seconds for sending the reason of an abort to all peers. A peer whose connection breaks before it has
+received the reason considers this rank dead. Only a peer that does not read takes so long."""
 _GOODBYE: Final = 2.0
-"""Seconds in which all peers must confirm that they have received everything. They do so without their loops."""
+"""Seconds within which all peers must confirm that they have received all frames. Their loops need not run."""
 
 _RELEASE: Final = 1.0
-"""Seconds that gloo has to end its threads, which takes it some milliseconds."""
+"""Seconds within which gloo must end its threads. It usually needs some milliseconds."""
 _log = logging.getLogger("aiocomms")
 
 
 class C10dTransport(Transport):
     """The transport over a gloo process group, its own or a user's.
 
-    Point-to-point messages and the agreement on collectives are frames between threads, two of them per peer. Large
-    collectives are gloo's own. Only the completion of a rank's works waits for that rank's loop; nothing else does.
+    Point-to-point messages and the agreement on collectives are frames, which one thread for each peer receives. Large
+    collectives are gloo's. Only the completion of a rank's works waits for that rank's loop.
     """
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.SCANS)
 
     def __init__(self, rank: int, size: int, gloo: Any, group: Any) -> None:
-        """Start the reader's threads.
+        """Start the reader threads.
 
         :param gloo: this communicator's own group, for frames; None if there is only one rank.
-        :param group: the group that collectives run on: the same one, or the user's.
+        :param group: the group for large collectives: the same one, or the user's.
         """
         self._rank = rank
         self._gloo = gloo
@@ -59,7 +59,7 @@ class C10dTransport(Transport):
         self._lost = clock.event()
         self._abort_error: CommError | None = None  # the error of the first abort
         self._stop_lock = threading.Lock()
-        self._stopped = False  # True once the loss of a peer is not reported any more.
+        self._stopped = False  # True once the loss of a peer is no longer reported
         self._closed: frozenset[int] = frozenset()  # the peers that have closed
         peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
         self._connections = {peer: self._connection(peer, size) for peer in peers}
@@ -94,7 +94,7 @@ class C10dTransport(Transport):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`. It is the choice where there is no faster transport."""
+        """See :meth:`Transport.preference`. This transport is used if there is no faster one."""
         return 10 if device.type == "cpu" else 0
 
     @classmethod
@@ -109,7 +109,7 @@ class C10dTransport(Transport):
         if size == 1:
             return cls(rank, size, None, None)
         group = options.get("adopt")
-        # A second communicator over one group would mix up its collectives with those of the first.
+        # Two communicators over one group would confuse their collectives.
         adopt = cls.adopts(group) and not any(other is group for other in _adopted_groups)
         if adopt:
             _adopted_groups.append(group)
@@ -176,7 +176,7 @@ class C10dTransport(Transport):
         return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. The reader's thread hears it, whatever the loop is doing."""
+        """See :meth:`Transport.say`. The reader's thread receives the note, also while the loop is busy."""
         if not self._lost.is_set() and rank in self._connections:
             self._connections[rank].send(wire.pack(C10dHeader(wire.NOTE), note))
         return not self._lost.is_set()
@@ -210,7 +210,7 @@ class C10dTransport(Transport):
         self._fail(error)
 
     def _lose_peer(self, peer: int, error: CommError | None) -> None:
-        """Handle that no frame will come from a peer any more."""
+        """Handle the end of the frames of a peer."""
         if self._stopped:
             return
         if error is not None:
@@ -223,12 +223,12 @@ class C10dTransport(Transport):
             self._fail(gone(peer))
 
     def _fail_if_needed(self, peer: int) -> None:
-        """Lose the communicator if a collective needs a peer that has closed. A message that needs it fails alone."""
+        """Lose the communicator if a collective needs a peer that has closed. Messages of the peer fail alone."""
         if self._agreement.waits_for(peer):
             self._fail(closed_by(peer))
 
     def _fail(self, error: CommError) -> None:
-        """Report that the communicator is lost, on the loop, after the works that were complete before."""
+        """Report the loss of the communicator on the loop, after earlier completions of works."""
         self._lost.set()
         self._inbox.put(lambda: self.on_failure(error))
 
@@ -250,7 +250,7 @@ class C10dTransport(Transport):
         """See :meth:`Transport.aclose`."""
         try:
             await run_in_thread(self._close, anyhow=True)
-        finally:  # if the close is cancelled, the thread that it leaves behind needs no inbox
+        finally:  # if the close is cancelled, its thread continues and needs no inbox
             self._inbox.drain()
             self._inbox.close()
 
@@ -270,7 +270,7 @@ class C10dTransport(Transport):
         _let_go(groups)
 
     def _say_goodbye(self) -> None:
-        """Say goodbye to all peers, and wait until they have received everything that was sent."""
+        """Send BYE to all peers, and wait until they have received all frames."""
         for connection in self._connections.values():
             connection.send(wire.pack(C10dHeader(wire.BYE)))
         ends = clock.now() + _GOODBYE
@@ -278,7 +278,7 @@ class C10dTransport(Transport):
             connection.flushed.wait(max(0.0, ends - clock.now()))
 
     def _stop(self) -> None:
-        """Break all connections; tell the peers the reason before, if there is one. Idempotent."""
+        """Break all connections. After an abort, first send the reason to the peers. A second call does nothing."""
         with self._stop_lock:
             if self._stopped:
                 return
@@ -300,10 +300,10 @@ class C10dTransport(Transport):
 def _let_go(groups: list[Any]) -> None:
     """Release the last reference to a gloo group, which ends gloo's threads.
 
-    That may take for ever: if a peer turns out to be gone when gloo takes up a send of a collective, gloo loses that
-    send, and the thread that waits for its end notices neither the peer's loss nor that the group was poisoned.
+    The release may never end. If a peer is gone when gloo begins a send of a collective, gloo loses that send. The
+    thread that waits for its end notices neither the loss of the peer nor the poison.
 
-    :param groups: a list of the group, which is emptied.
+    :param groups: a list with the group. It is emptied.
     """
     try:
         thread = threading.Thread(target=groups.clear, name="aiocomms c10d lets go", daemon=True)
@@ -321,7 +321,7 @@ def _let_go(groups: list[Any]) -> None:
 
 @unaffected
 def _aliased(op: ops.Op) -> ops.Op:
-    """Return the op with aliases of its tensors: meanwhile the program may give its own tensors other memory."""
+    """Return the op with aliases of its tensors, because the program may give its tensors other memory."""
     aliases: dict[str, Any] = {}
     for name in op.__struct_fields__:
         value = getattr(op, name)
@@ -334,11 +334,11 @@ def _aliased(op: ops.Op) -> ops.Op:
 
 _open_transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
 _adopted_groups: list[Any] = []
-"""The users' groups that a communicator runs over."""
+"""The users' groups that communicators use."""
 
 
 def _stop_all() -> None:
-    """Stop all transports at exit: a reader that wakes up in an interpreter half torn down may crash the process."""
+    """Stop all transports at exit, because a reader that wakes up during the interpreter's shutdown may crash."""
     for transport in list(_open_transports):
         transport._stop()
         for connection in transport._connections.values():

@@ -1,6 +1,6 @@
 """The wire format: frames, each with a fixed header and a body that the header describes.
 
-Every frame is received into a buffer of one fixed size. A header that does not fit this buffer is refused before use.
+Every frame is received into a buffer of a fixed size. A frame whose header exceeds this buffer is refused.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, AC
 
 EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
 while it is being sent (VOID), and received (DONE). CREDIT gives back room for eager messages. CALL is one rank's
-announcement of a collective, and LANDED says that gloo is done with that rank's tensors. ABORT ends the communicator
-for a reason, BYE without one, and BYE_ACK confirms a BYE. ACK says how many frames have arrived. NOTE is what the core
-of one rank says to the other's."""
+announcement of a collective. LANDED reports that gloo is done with that rank's tensors. ABORT ends the communicator
+with a reason, BYE without one, and BYE_ACK confirms a BYE. ACK has the number of frames that have arrived. NOTE is a
+note from one rank's core to another rank's core."""
 
 INLINE: Final = 64 * 1024
-"""Most bytes of payload that a frame carries. Larger tensors travel outside of frames."""
+"""The most bytes of payload in a frame. Larger tensors travel outside of frames."""
 
 TEXT: Final = 3072
-"""Most bytes of text in a frame."""
+"""The most bytes of text in a frame."""
 
 _HEADER = struct.Struct("<4sBBBBqHHqq")
 _MAGIC: Final = b"aioC"
@@ -60,7 +60,7 @@ _DTYPES: Final = (
     torch.float8_e8m0fnu,
 )
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
-"""The numbers that stand for dtypes."""
+"""The numbers of the dtypes in frames."""
 
 _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError", "DriverLostError")
 
@@ -90,7 +90,7 @@ class C10dHeader(NamedTuple):
 
 
 class C10dFrame(NamedTuple):
-    """A frame as it was received. Its payload is a view of a buffer that a later frame overwrites."""
+    """A received frame. Its payload is a view of a buffer that a later frame overwrites."""
 
     header: C10dHeader
     text: bytes
@@ -107,7 +107,7 @@ def pack(header: C10dHeader, text: bytes = b"", sizes: Sequence[int] = (), paylo
     """Make a frame.
 
     :param payload: flat and of dtype uint8.
-    :returns: the frame's bytes, in memory of their own.
+    :returns: the frame's bytes, in new memory.
     """
     start = _HEADER.size + len(text) + 8 * len(sizes)
     buffer = bytearray(start + (0 if payload is None else payload.numel()))
@@ -126,16 +126,16 @@ def pack(header: C10dHeader, text: bytes = b"", sizes: Sequence[int] = (), paylo
 
 
 def void(frame: Tensor) -> None:
-    """Turn a DATA frame into a VOID frame. It has an effect until gloo sends the frame: gloo reads it only then."""
+    """Turn a DATA frame into a VOID frame. This has an effect only before gloo sends the frame."""
     frame[_KIND] = VOID
 
 
 def unpack(buffer: bytearray, tensor: Tensor) -> C10dFrame:
     """Read a frame.
 
-    :param buffer: the memory into which it was received.
-    :param tensor: the same memory.
-    :raises ProtocolError: the frame makes no sense.
+    :param buffer: the memory with the received frame.
+    :param tensor: a tensor of the same memory.
+    :raises ProtocolError: the frame is invalid.
     """
     magic, version, *fields = _HEADER.unpack_from(buffer)
     if magic == _MAGIC and version != VERSION:
@@ -166,9 +166,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def pack_error(error: CommError, rank: int, call: int) -> Tensor:
-    """Make the frame that tells a peer why this rank aborts.
+    """Make the frame that tells a peer the reason of this rank's abort.
 
-    :param call: the number of the collective that ranks disagree on, or -1.
+    :param call: the number of the collective on which ranks disagree, or -1.
     """
     reason = Reason.of(error, rank)
     header = C10dHeader(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)

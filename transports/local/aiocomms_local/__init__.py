@@ -1,8 +1,8 @@
-"""Transport ``local``: the ranks are tasks of one process. It is the reference for what every operation means.
+"""Transport ``local``: the ranks are tasks of one process. It is the reference for the meaning of every operation.
 
-It is written to be read. :mod:`~aiocomms_local.semantics` says in a few lines what each collective does to the ranks'
+The code is meant to be read. :mod:`~aiocomms_local.semantics` defines the effect of each collective on the ranks'
 tensors. :mod:`~aiocomms_local.matching` matches the operations that the ranks call. :mod:`~aiocomms_local.transport`
-is the plug-in itself.
+is the plug-in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matching: sends with receives, and the ranks' calls of one collective with each other."""
+"""Matching of sends with receives, and of the ranks' calls of each collective."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from aiocomms_local.semantics import perform
 from aiocomms_local.window import LocalWindow
 
 Done = list[tuple[int, Completion, Any]]
-"""The works that are complete now: the rank of each, the work, and its value or its :class:`CommError`."""
+"""The works that are complete now. Each entry is a rank, its work, and the work's value or :class:`CommError`."""
 
 Key = tuple[int, int, int, int]
 """Source, destination, channel and tag. A send and a receive match if these are equal."""
 
 
 class LocalRank(Protocol):
-    """One rank, as the others reach it."""
+    """The interface through which other ranks reach one rank."""
 
     def settle(self, work: Completion, value: Any) -> None:
         """Complete a work of this rank, on this rank's thread."""
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """Hear a note of another rank."""
+        """Receive a note from another rank."""
 
     def on_failure(self, error: CommError) -> None:
-        """Hear that the communicator is lost."""
+        """Handle the loss of the communicator."""
 
 
 class SharedMatcher:
-    """The state that the ranks share. They may live in several threads: every method is called under :attr:`lock`."""
+    """The state that the ranks share.
+
+    The ranks may run in several threads, so every method is called under :attr:`lock`.
+    """
 
     def __init__(self, size: int) -> None:
-        # The lock is reentrant because a signal handler may abort: under the lock, an abort only stores the failure.
+        # The lock is reentrant because a signal handler may abort. Under the lock, an abort only stores the failure.
         self.lock = threading.RLock()
         self.size = size
         self.ranks: list[LocalRank | None] = [None] * size
@@ -48,15 +51,15 @@ class SharedMatcher:
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
-        """The probes for which there is no send."""
+        """The probes that no send matches yet."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
-        """The collectives that some ranks have not called yet: by number, then by rank."""
+        """The collectives that some ranks have not called yet, by number and then by rank."""
         self._windows: list[LocalWindow] = []
 
     # ------------------------------------------------------------------------------------------ point to point
 
     def send(self, rank: int, op: ops.Send, work: Completion) -> Done:
-        """Match a rank's send with the oldest matching receive, or keep the send until there is one."""
+        """Match a rank's send with the oldest matching receive, or keep the send until such a receive is posted."""
         key = (rank, op.dst, op.channel, op.tag)
         recvs = self._recvs.get(key)
         if not recvs:
@@ -72,7 +75,7 @@ class SharedMatcher:
         return [(rank, work, OP_RESULT), (op.dst, other_work, outcome)]
 
     def recv(self, rank: int, op: ops.Recv, work: Completion) -> Done:
-        """Match a rank's receive with the oldest matching send, or keep the receive until there is one."""
+        """Match a rank's receive with the oldest matching send, or keep the receive until such a send is posted."""
         key = (op.src, rank, op.channel, op.tag)
         sends = self._sends.get(key)
         if not sends:
@@ -87,11 +90,11 @@ class SharedMatcher:
         return [(op.src, other_work, OP_RESULT), (rank, work, outcome)]
 
     def take(self, rank: int, op: ops.Take, work: Completion) -> Done:
-        """Match a rank's receive with the oldest matching send, if there is one."""
+        """Match a rank's receive with the oldest matching send, or complete the receive with False if none matches."""
         return self.recv(rank, op, work) if (op.src, rank, op.channel, op.tag) in self._sends else [(rank, work, False)]
 
     def probe(self, rank: int, op: ops.Probe, work: Completion) -> Done:
-        """Tell a rank of the oldest send that a receive would match, or keep the probe until there is one."""
+        """Complete a probe with the oldest send that a receive would match, or keep the probe until there is one."""
         key = (op.src, rank, op.channel, op.tag)
         if sends := self._sends.get(key):
             tensor = sends[0][0].tensor
@@ -102,7 +105,7 @@ class SharedMatcher:
         return []
 
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
-        """Forget a receive, a probe or a wait. Returns False if a send or a signal has already matched it."""
+        """Withdraw a receive, a probe or a wait. Return False if a send or a signal has already matched it."""
         if isinstance(op, ops.WaitSignal):
             window: LocalWindow = op.window.handle
             return window.withdraw(op, rank, work)
@@ -120,13 +123,13 @@ class SharedMatcher:
     # --------------------------------------------------------------------------------------------- collectives
 
     def join(self, rank: int, index: int, op: Any, work: Completion) -> Done:
-        """Take a rank's call of its ``index``-th collective. The last rank that calls performs it for all."""
+        """Record a rank's call of its ``index``-th collective. The call of the last rank performs the collective."""
         calls = self._collectives.setdefault(index, {})
         for other, (record, _) in calls.items():
             if record.signature() != op.signature():
                 calls[rank] = (op, work)
                 return self._lose(calls, disagreement(other, _show(record), rank, _show(op)))
-            break  # one comparison is enough: the earlier calls agree with each other
+            break  # one comparison is enough, because the earlier calls agree with each other
         calls[rank] = (op, work)
         for absent in self.left - calls.keys():
             self.failure = closed_by(absent)
@@ -151,23 +154,23 @@ class SharedMatcher:
         return [(r, w, value) for r, (_, w) in calls.items()]
 
     def waiting_for(self, op: Any, work: Completion) -> list[int]:
-        """Return the ranks that a pending op waits for."""
+        """Return the ranks for which a pending op waits."""
         for calls in self._collectives.values():
             if any(w is work for _, w in calls.values()):
                 return [r for r in range(self.size) if r not in calls]
         return [peer for peer in (_peer(op),) if peer is not None]
 
     def _lose(self, calls: dict[int, tuple[Any, Completion]], error: CommError) -> Done:
-        """Lose the communicator because a collective cannot be performed, such as one that the ranks disagree on."""
+        """Lose the communicator because a collective cannot be performed, for example because ranks disagree on it."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
     # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
-        """Close a rank, and fail the works that still need it, and no others.
+        """Close a rank, and fail only the works that still need this rank.
 
-        If one of them is a collective, the whole communicator is lost.
+        If one of these works is a collective, the whole communicator is lost.
         """
         self.left.add(rank)
         self.ranks[rank] = None
@@ -192,19 +195,19 @@ class SharedMatcher:
                 self.failure = self.failure or error
                 done += [(r, work, error) for r, (_, work) in calls.items()]
         if self.failure is not None:
-            self._collectives.clear()  # nothing of a lost communicator keeps its tensors
+            self._collectives.clear()  # a lost communicator keeps no tensors
         if len(self.left) == self.size:
             self._windows.clear()
         return done
 
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
-    """Copy one message. Returns the outcome of the receive: its result, or an error."""
+    """Copy one message. Return the outcome of the receive: its result, or an error."""
     return copy_message(send.tensor, recv.tensor, src) or OP_RESULT
 
 
 def _resized(records: Sequence[ops.Op]) -> CommError | None:
-    """Return the error of a collective with a tensor without memory, for which torch would crash; None: it has none."""
+    """Return the error of a collective if one of its tensors has lost its memory, else None. Torch would crash."""
     for rank, record in enumerate(records):
         if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):
             return _too_small(rank)

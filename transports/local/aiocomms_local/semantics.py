@@ -1,4 +1,4 @@
-"""The semantics of each collective: its effect on the tensors in the ranks' records, given in rank order."""
+"""The semantics of each collective: its effect on the tensors in the ranks' records, which are in rank order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Records = Sequence[Any]
 def perform(records: Records) -> None:
     """Perform a collective that all ranks have called.
 
-    :param records: one record per rank; all are of one kind.
-    :raises MismatchError: the ranks' tensors do not fit each other. Nothing was written.
+    :param records: one record per rank, all of the same kind.
+    :raises MismatchError: the ranks' tensors do not fit each other. No tensor was written.
     """
     _SEMANTICS[records[0].kind](records)
 
@@ -80,7 +80,7 @@ def _scatter(records: Records) -> None:
 
 def _reduce_scatter(records: Records) -> None:
     inputs = [record.ins(len(records)) for record in records]
-    # All results are computed before the first is written: a rank's output may be one of its inputs.
+    # All results are computed before the first is written, because a rank's output may be one of its inputs.
     results = [torch.empty_like(record.output) for record in records]
     for rank, result in enumerate(results):
         reductions.reduce(records[0].op, [chunks[rank].view(result.shape) for chunks in inputs], result)

@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank of a communicator, which shares a :class:`SharedMatcher` with the others."""
+"""The plug-in: one rank of a communicator, which shares a :class:`SharedMatcher` with the other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aiocomms_local.matching import Done, SharedMatcher
 from aiocomms_local.semantics import perform
 
 _forming: dict[bytes, SharedMatcher] = {}
-"""Matchers of communicators that are opening, by token. Every rank looks up the token that rank 0 hands out."""
+"""Matchers of communicators that are opening, by token. Every rank looks up the token of rank 0."""
 _forming_lock = threading.Lock()
 
 _PERFORMED: frozenset[type[ops.Op]] = ops.COLLECTIVES | ops.SCANS
@@ -26,11 +26,11 @@ _COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowC
 
 
 class LocalTransport(Transport):
-    """Ranks that are tasks of one process, in one event loop or in several threads' loops.
+    """The transport between ranks that are tasks of one process, in one event loop or in the loops of several threads.
 
-    All work is done inside ``post``: whichever rank posts last, of the two ends of a message or of all calls of a
-    collective, moves the data and completes the other ranks' works. A send of any size waits for its receive, so a
-    program that relies on buffering hangs on this transport first.
+    ``post`` does all the work. The last of the two ends of a message, or of the calls of a collective, moves the data
+    and completes the works of all ranks. A send of any size waits for its receive, so this transport exposes programs
+    that rely on buffering.
     """
 
     capabilities = Capabilities(
@@ -85,7 +85,7 @@ class LocalTransport(Transport):
             with matcher.lock:
                 matcher.ranks[rendezvous.rank] = self
             try:
-                # Every rank has found rank 0's matcher when this returns, so that its token can be forgotten.
+                # After this exchange every rank has found rank 0's matcher, so the token is no longer needed.
                 await rendezvous.exchange("local-found", b"")
             except BaseException:
                 self._inbox.close()
@@ -162,7 +162,7 @@ class LocalTransport(Transport):
         return self._matcher.join(self._rank, self._calls, op, work)
 
     def _deliver(self, done: Done) -> None:
-        """Complete works of this rank and of others, each on the thread of its own rank."""
+        """Complete works of this rank and of other ranks, each on the thread of its own rank."""
         for rank, work, value in done:
             owner = self._matcher.ranks[rank]
             if owner is None:
@@ -178,7 +178,7 @@ class LocalTransport(Transport):
             self._inbox.put(conclude, work, value)
 
     def _spread(self, failure: CommError) -> None:
-        """Tell every other rank that the communicator is lost."""
+        """Tell every rank that is open that the communicator is lost."""
         for transport in list(self._matcher.ranks):
             if transport is not None and transport is not self:
                 transport.on_failure(failure)

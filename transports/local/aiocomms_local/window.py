@@ -1,4 +1,4 @@
-"""The semantics of the one-sided operations: each reads or writes the target's tensor directly."""
+"""The semantics of the one-sided operations, which read and write the target's tensor directly."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiocomms.transport import OP_RESULT, Completion
 
 
 class LocalWindow:
-    """Every rank's part of one window, and the signals between the ranks."""
+    """All ranks' parts of one window, and the signals between the ranks."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.mapped = range(len(tensors))
-        """The ranks whose memory this process has."""
+        """The ranks whose memory this process can access."""
         self.signals: Counter[tuple[int, int]] = Counter()
         """The number of signals that no wait has consumed yet, by source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
@@ -27,7 +27,7 @@ class LocalWindow:
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
         """Perform an operation of rank ``rank``.
 
-        :returns: the works that are complete now: the rank of each, the work, and its value.
+        :returns: the works that are complete now, each with its rank and its value.
         """
         match op:
             case ops.Put():
@@ -55,10 +55,10 @@ class LocalWindow:
                 return [(rank, work, OP_RESULT), *self._signal(rank, op.dst)]
             case ops.WaitSignal():
                 return self._wait(op.src, rank, work)
-        return [(rank, work, OP_RESULT)]  # a put or a get is complete by now, and so a flush has nothing to wait for
+        return [(rank, work, OP_RESULT)]  # every put and get completes at its call, so a flush waits for nothing
 
     def withdraw(self, op: ops.WaitSignal, rank: int, work: Completion) -> bool:
-        """Forget a wait. Returns False if a signal has already ended it."""
+        """Withdraw a wait. Return False if a signal has already ended it."""
         waiting = self.waiting[op.src, rank]
         if work not in waiting:
             return False

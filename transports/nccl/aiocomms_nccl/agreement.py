@@ -1,8 +1,8 @@
-"""The ranks' agreement: they compare the collectives that they call, and notice ranks that close, abort or die.
+"""The agreement of the ranks: they compare the collectives that they call, and notice ranks that close, abort or die.
 
-NCCL waits for ever for a rank that calls another collective. A quick collective costs no frame: this rank only keeps
-its description, for a while. A collective that has waited for some milliseconds is described to the other ranks, which
-compare the description with their own. One frame to each rank describes all collectives that were called until then.
+NCCL waits without end for a rank that calls another collective. A quick collective costs no frame, and its rank keeps
+only a description for a while. A rank sends the description to the other ranks after some milliseconds of waiting.
+They compare the description with their own. One frame to each rank describes all collectives called until then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from aiocomms_nccl.matching import Matcher
 
 _NONE: Final = -1
 _KEPT: Final = 32
-"""The number of its last calls that a rank remembers."""
+"""The number of latest calls that a rank remembers."""
 TELL_AFTER: Final = 0.005
-"""Seconds for which a collective waits before the others are told of it: most are over by then, and cost no frame."""
+"""Seconds after which a waiting collective is described to the other ranks. Most collectives end sooner."""
 _TEXT: Final = 1000
-"""Most characters of a description."""
+"""The most characters of a description."""
 
 
 class LaneFrames(Protocol):
@@ -35,7 +35,7 @@ class LaneFrames(Protocol):
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
         """Act on a frame about lanes.
 
-        :raises ProtocolError: the frame makes no sense.
+        :raises ProtocolError: the frame is invalid.
         """
 
     def leave(self, rank: int) -> None:
@@ -50,13 +50,13 @@ class NcclAgreement:
     ) -> None:
         """Start with no calls.
 
-        :param detects_mismatch: whether a collective is complete only when all ranks have told that they call it.
+        :param detects_mismatch: whether a collective completes only after all ranks have announced their calls.
         :param fail: called when the communicator is lost.
         """
         self.matcher: Matcher
-        """The matcher, to which messages' frames are passed. The transport sets it before the first frame comes."""
+        """The matcher that handles the frames of messages. The transport sets it before the first frame arrives."""
         self.lanes: LaneFrames
-        """The handler of frames about lanes. The transport sets it before the first frame comes."""
+        """The handler of frames about lanes. The transport sets it before the first frame arrives."""
         self.pending: dict[int, Completion] = {}
         """The collectives that are not done, by number."""
         self._control = control
@@ -64,10 +64,10 @@ class NcclAgreement:
         self._detects_mismatch = detects_mismatch
         self._fail = fail
         self._log = _CallLog(rank, control.peers)
-        self._data_moved: dict[int, Completion] = {}  # collectives that are done as far as NCCL knows
+        self._data_moved: dict[int, Completion] = {}  # collectives whose data NCCL has moved, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had called
         self._disputed = _NONE  # the number of the collective in which ranks disagree
-        self._owed: set[int] = set()  # the ranks that wait to hear what this one has called
+        self._owed: set[int] = set()  # the ranks to which this rank must describe its calls
         self._waits = 0  # the number of own calls when the reminder was set
 
     # ----------------------------------------------------------------------------------------- this rank's own part
@@ -90,7 +90,7 @@ class NcclAgreement:
         return index
 
     def data_moved(self, index: int) -> None:
-        """Complete a collective whose data NCCL has moved, or keep it until all ranks have told that they call it."""
+        """Complete a collective whose data NCCL has moved, or keep it until all ranks have announced their calls."""
         if self._detects_mismatch and self._log.waiting_for(index):
             self._data_moved[index] = self.pending[index]
         else:
@@ -102,16 +102,16 @@ class NcclAgreement:
             work.complete()
 
     def number_of(self, work: Completion) -> int | None:
-        """Return the number of a collective that is not done; None if the work is of no such collective."""
+        """Return the number of a pending collective; None if the work belongs to no pending collective."""
         return next((index for index, other in self.pending.items() if other is work), None)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """Return the ranks that a pending collective waits for. Any thread may call this."""
+        """Return the ranks for which a pending collective waits. Any thread may call this method."""
         found = [index for index, other in list(self.pending.items()) if other is work]
         return self._log.waiting_for(found[0]) if found else ()
 
     def tell_soon(self) -> None:
-        """Tell the other ranks before long which collectives this rank has called, because one of them has to wait."""
+        """Schedule a description of this rank's calls for the other ranks, because one of its collectives waits."""
         if not self._control.reminds and self._log.has_news:
             self._remind()
 
@@ -130,12 +130,12 @@ class NcclAgreement:
             self._control.send(peer, wire.NcclBye(self._log.calls, self.matcher.progress_with(peer)))
 
     def send_abort(self, error: CommError) -> None:
-        """Tell the other ranks that this rank has aborted. Any thread may call this."""
+        """Tell the other ranks that this rank has aborted. Any thread may call this method."""
         for peer in self._control.peers:
             self._control.send(peer, wire.NcclAbort(Reason.of(error, self._rank), self._disputed))
 
     def closed_by(self, peer: int) -> CommError | None:
-        """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
+        """Return the error of ops that need a rank if the rank has closed, else None."""
         return closed_by(peer) if peer in self._left else None
 
     # -------------------------------------------------------------------------------------------- frames of the others
@@ -147,7 +147,7 @@ class NcclAgreement:
     ) -> None:
         """Act on the frames and errors that :meth:`Control.poll` has returned.
 
-        :param on_note: called with a rank and the note that it has sent.
+        :param on_note: called with the sender's rank and its note.
         """
         for peer, frame in frames:
             try:
@@ -161,7 +161,7 @@ class NcclAgreement:
             self._tell_due()
 
     def _tell_due(self) -> None:
-        """Tell all ranks if a collective has waited since the reminder was set, else only those that told this one."""
+        """Describe this rank's calls to all ranks if a collective has waited since the reminder, else to owed ranks."""
         owed, self._owed = self._owed, set()
         first = next(iter(self.pending), self._waits)
         for peer in self._control.peers if first < self._waits else owed:
@@ -217,7 +217,7 @@ class NcclAgreement:
             self._fail_if_needed(index)
 
     def _fail_if_needed(self, index: int) -> None:
-        """Fail a pending collective if it needs a rank that has closed before calling it."""
+        """Fail a pending collective if a rank has closed without calling it."""
         for peer, calls in self._left.items():
             if index >= calls:
                 self._dispute(index, closed_by(peer))
@@ -233,7 +233,7 @@ class NcclAgreement:
 
 
 class OwnCall(msgspec.Struct):
-    """One of this rank's calls, without its tensors."""
+    """The description of one call of this rank, without its tensors."""
 
     signature: tuple[object, ...]
     gives: list[int]
@@ -242,35 +242,35 @@ class OwnCall(msgspec.Struct):
     """Bytes that this rank receives from each rank, under the same condition."""
 
     def text(self) -> str:
-        """Return the description for the other ranks."""
+        """Return the text that describes the call to other ranks."""
         name, *rest = self.signature
         return f"{name}({', '.join(map(str, rest))})"[:_TEXT]
 
 
 def own_call(op: Any, size: int) -> OwnCall:
-    """Return the description of a collective that this rank calls, among ``size`` ranks."""
+    """Return the description of a collective that this rank calls in a communicator of ``size`` ranks."""
     if op.kind != ops.AllToAll.kind:
         return OwnCall(op.signature(), [], [])
     return OwnCall(op.signature(), [t.nbytes for t in op.ins(size)], [t.nbytes for t in op.outs(size)])
 
 
 class _CallLog:
-    """The collectives that this rank has called, and what the other ranks have told of theirs."""
+    """The collectives that this rank has called, and the descriptions of other ranks' calls."""
 
     def __init__(self, rank: int, peers: Sequence[int]) -> None:
         self.calls = 0
         """The number of collectives that this rank has called."""
         self._rank = rank
         self._size = len(peers) + 1
-        self._heard = dict.fromkeys(peers, 0)  # each rank's number of calls, as far as this rank knows
-        self._told = dict.fromkeys(peers, 0)  # the number of own calls that each rank was told of
+        self._heard = dict.fromkeys(peers, 0)  # the known number of calls of each rank
+        self._told = dict.fromkeys(peers, 0)  # the number of own calls that each rank knows
         self._mine: dict[int, OwnCall] = {}
         self._others: dict[int, dict[int, wire.DescribedCall]] = {}  # the others' calls that this rank has not made yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
         """Note that this rank calls a collective.
 
-        :returns: its number; and the error, if a rank is known to call something else.
+        :returns: the number of the collective; and the error, if a rank is known to call another collective.
         """
         index = self.calls
         self.calls = index + 1
@@ -283,11 +283,11 @@ class _CallLog:
 
     @property
     def has_news(self) -> bool:
-        """True if some rank has not been told of the last call."""
+        """True if some rank does not know this rank's last call."""
         return any(told < self.calls for told in self._told.values())
 
     def news_for(self, peer: int) -> wire.Calls | None:
-        """Return the calls that a rank has not been told yet; None if there are none."""
+        """Return the calls that a rank does not know yet; None if it knows all calls."""
         told = self._told.get(peer, self.calls)
         if told == self.calls:
             return None
@@ -299,9 +299,9 @@ class _CallLog:
         return wire.Calls(self.calls, last)
 
     def hear(self, peer: int, news: wire.Calls) -> tuple[int, MismatchError] | None:
-        """Compare what a rank has called with what this rank has called.
+        """Compare the calls of a rank with this rank's calls.
 
-        :returns: the number and the error of the first collective in which they differ; None if there is none.
+        :returns: the number and the error of the first call that differs; None if all calls match.
         """
         self._heard[peer] = max(self._heard.get(peer, 0), news.count)
         for index, described in enumerate(news.last, news.count - len(news.last)):
@@ -312,7 +312,7 @@ class _CallLog:
         return None
 
     def waiting_for(self, index: int) -> list[int]:
-        """Return the ranks that have not called a collective, as far as this rank knows. Any thread may call this."""
+        """Return the ranks that are not known to have called a collective. Any thread may call this method."""
         return [peer for peer, count in list(self._heard.items()) if count <= index]
 
     def _compare(self, index: int, peer: int, described: wire.DescribedCall) -> MismatchError | None:

@@ -1,4 +1,4 @@
-"""Bring-up: the ranks tell each other who they are, open control connections, and share NCCL's unique id."""
+"""Bring-up: the ranks exchange their descriptions, open control connections, and share NCCL's unique id."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 _log = logging.getLogger("aiocomms")
 _HELLO: Final = struct.Struct("<I32s")  # the rank that connects, and the token of the rank to which it connects
 _SHARE: Final = 0.9
-"""Share of the remaining time for connecting. The rest is for reporting which ranks did not connect."""
-_MPS: Final = "/tmp/nvidia-mps"  # noqa: S108 - where CUDA looks for it
+"""The share of the remaining time for connecting. The rest is for the report of ranks that did not connect."""
+_MPS: Final = "/tmp/nvidia-mps"  # noqa: S108 - CUDA looks for MPS in this folder
 _PATIENCE: Final = 2.0
-"""Seconds in which a new connection must present its rank and token."""
+"""Seconds within which a new connection must present its rank and token."""
 
 
 class NcclHello(msgspec.Struct, array_like=True):
@@ -38,17 +38,17 @@ class NcclHello(msgspec.Struct, array_like=True):
     host: str
     name: str
     gpu: str
-    """The identifier of the rank's GPU, different from that of every other GPU."""
+    """The identifier of the rank's GPU, unique among all GPUs."""
     nccl: int
     several: bool
     """True if the rank lets NCCL put several ranks on one GPU."""
     host_override: str
-    """The value of NCCL_HOSTID."""
+    """The value of ``NCCL_HOSTID``."""
     token: bytes
 
 
 class NcclPlace(msgspec.Struct, array_like=True):
-    """The address at which a rank accepts connections; and from rank 0, NCCL's unique id."""
+    """The address at which a rank accepts connections. The record of rank 0 also has NCCL's unique id."""
 
     address: str
     port: int
@@ -72,7 +72,8 @@ def hello(gpu: str, library: Nccl) -> NcclHello:
 async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclHello]:
     """Exchange hellos with all ranks.
 
-    :raises ArgumentError: the ranks cannot work together. The message says what to change.
+    :raises ArgumentError: the ranks cannot work together. The message says how to fix this.
+    :raises ProtocolError: the ranks have different byte orders or versions.
     """
     raw = await rendezvous.exchange("nccl", wire.dialect().head + HELLOS.encode(mine))
     hellos = [HELLOS.decode(wire.dialect().check(value, f"rank {peer}", peer), peer) for peer, value in enumerate(raw)]
@@ -82,7 +83,7 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: NcclHello) -> list[NcclH
 
 
 def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
-    """Log that this rank shares a GPU without MPS, which works and is slow."""
+    """Log a warning if this rank shares a GPU without MPS, which is slow."""
     other = next((n for n, it in enumerate(hellos) if it.gpu == hellos[rank].gpu and n != rank), None)
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS))
     if other is not None and not (folder / "control").exists():
@@ -95,7 +96,8 @@ def _advise(rank: int, hellos: Sequence[NcclHello]) -> None:
 def check(hellos: Sequence[NcclHello]) -> None:
     """Check that the ranks can work together.
 
-    :raises ArgumentError: they cannot. The message says what to change.
+    :raises ArgumentError: the ranks cannot work together. The message says how to fix this.
+    :raises ProtocolError: the ranks have different byte orders.
     """
     first = hellos[0]
     for rank, record in enumerate(hellos):
@@ -135,7 +137,7 @@ def _check_shared_gpu(hellos: Sequence[NcclHello], a: int, b: int) -> None:
 async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: Nccl | None) -> tuple[Any, bytes]:
     """Connect to all other ranks.
 
-    :param library: makes NCCL's unique id; None if no unique id is needed.
+    :param library: the library that makes NCCL's unique id; None if no unique id is needed.
     :returns: the connections by rank, and NCCL's unique id.
     :raises CommTimeoutError: a rank did not connect.
     """
@@ -154,7 +156,7 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[NcclHello], library: 
 
 
 def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
-    """Return the address at which the others reach this rank. Blocks if some are on other hosts."""
+    """Return the address at which the other ranks reach this rank. It blocks if ranks are on other hosts."""
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
     return reachable_address(others, rendezvous.store) if others else LOOPBACK
@@ -163,7 +165,7 @@ def _address(rendezvous: Rendezvous, hellos: Sequence[NcclHello]) -> str:
 def _connect_all(
     rendezvous: Rendezvous, listener: socket.socket, hellos: Sequence[NcclHello], places: Sequence[NcclPlace]
 ) -> dict[int, socket.socket]:
-    """Connect to all lower ranks, and accept connections from all higher ranks. Blocks."""
+    """Connect to all lower ranks, and accept connections from all higher ranks. This function blocks."""
     rank, size = rendezvous.rank, rendezvous.size
     ends = clock.now() + _SHARE * rendezvous.left()
     sockets: dict[int, socket.socket] = {}
@@ -190,7 +192,7 @@ def _connect_all(
 
 
 def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-    """Return the next connection and its rank, or -1 in its place if the connection did not present the token."""
+    """Return the rank of the next connection, or -1 if it did not present the token, and the connection."""
     connection, _ = listener.accept()
     connection.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):

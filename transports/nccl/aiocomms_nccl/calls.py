@@ -1,4 +1,4 @@
-"""Plans as data: each op as a list of calls of NCCL and CUDA, in numbers. Launchers carry plans out."""
+"""The plans of ops. A plan is a list of NCCL and CUDA calls, given as numbers, which launchers carry out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 COPY, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV = range(8)
-"""The numbers of the functions; the native launcher has the same. :data:`COPY` is ``cudaMemcpyAsync``."""
+"""The numbers of the functions, the same as in the native launcher. :data:`COPY` is ``cudaMemcpyAsync``."""
 NONE: Final = 0
-"""The value in place of a number that a call does not have."""
+"""The value of a field that a call does not use."""
 
 Call = tuple[int, int, int, int, int, int, int]
 """One call: the function's number, source, target, count, dtype, operator, and root or other rank.
 
-Source and target are addresses. The count of a copy is one of bytes, any other one of elements of the dtype.
+Source and target are addresses. The count of a copy is in bytes. Every other count is in elements of the dtype.
 """
 Kernel = Callable[[], object]
 """A function that enqueues torch's kernels on the current stream."""
 
 
 class CallPlan(NamedTuple):
-    """All that is enqueued for an op, in order: kernels, copies, calls of NCCL in one group, and kernels again."""
+    """The work that is enqueued for an op, in order: kernels, copies, NCCL calls in one group, and more kernels."""
 
     calls: list[Call]
     before: Sequence[Kernel] = ()

@@ -1,10 +1,9 @@
-"""The channels of lanes: a few NCCL communicators of all ranks, each with a stream of its own, so that lanes overlap.
+"""The channels of lanes: a few NCCL communicators of all ranks, each with its own stream, so that lanes overlap.
 
-The ranks form the channels when the log has its first entry: all ranks have called that collective, and wait for it.
-The number of a lane selects its channel, always the same one. So the collectives of a lane run one after the other, and
-no rank has to name the channel. All collectives are launched in the order of the log, whatever their channel. CUDA has
-fewer queues than there are streams, and may make one collective wait for another. In the one order of the log, the
-later collective waits on all ranks.
+The ranks form the channels when the log gets its first entry, because all ranks then wait for that collective.
+The number of a lane determines its channel. So the collectives of a lane run one after the other, and ranks need not
+agree on the channel. Each rank launches the collectives of all channels in the order of the log. CUDA has fewer queues
+than streams, so one collective may wait for another. In the order of the log, the later collective waits on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.direction import AT_ONCE, Forming
 
 CHANNELS: Final = 4
-"""The number of channels, and so of lanes with a kernel at once. Each costs the GPU memory of a NCCL communicator."""
+"""The number of channels, and so of lanes that run at the same time. Each costs the memory of a NCCL communicator."""
 
 
 class PostedInLane:
@@ -36,15 +35,15 @@ class PostedInLane:
         self.work = work
         self.plan = plan
         self.after = after
-        """The point of the caller's stream for which the collective waits."""
+        """The point in the caller's stream for which the collective waits."""
         self.end: Any = None
-        """The end of the collective, for streams to wait for, once it is launched."""
+        """The end of the collective, for which streams can wait; None before the launch."""
         self.error: CommError | None = None
         """The error with which the collective ends, if its lane was given up."""
 
 
 class LaneChannel:
-    """One channel that is formed."""
+    """One formed channel."""
 
     __slots__ = ("comm_stream", "under_way")
 
@@ -66,7 +65,7 @@ class ChannelsOwner(Forming, Protocol):
 
 
 class LaneChannels:
-    """All channels of one rank. Its methods run on the loop's thread unless they say otherwise."""
+    """All channels of one rank. Methods run on the loop's thread, unless their docstring says otherwise."""
 
     def __init__(self, owner: ChannelsOwner, ended: Callable[[PostedInLane], object]) -> None:
         """Start with channels that are not formed.
@@ -81,19 +80,19 @@ class LaneChannels:
         self._ordered: deque[PostedInLane] = deque()
 
     def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
-        """Return the communicators that are formed. Any thread may call this.
+        """Return the communicators that are formed. Any thread may call this method.
 
-        :param busy: return only those with collectives under way.
+        :param busy: whether to return only communicators with running collectives.
         """
         return [it.comm_stream for it in list(self._channels) if it.under_way or not busy]
 
     def add(self, posted: PostedInLane) -> None:
-        """Launch a collective that the log has named, behind all others."""
+        """Launch a collective that is in the log, after all earlier ones."""
         self._ordered.append(posted)
         self._flush()
 
     def clear(self) -> None:
-        """Drop the collectives that were not launched, at the end."""
+        """Drop the collectives that were not launched. The transport calls this method at its end."""
         self._ordered.clear()
 
     def form(self, unique_ids: Callable[[], Sequence[bytes]]) -> None:
@@ -121,7 +120,7 @@ class LaneChannels:
         self._flush()
 
     def _flush(self) -> None:
-        """Launch collectives in the order of the log, while CUDA has room: it blocks a thread that enqueues more."""
+        """Launch collectives in the order of the log, up to the limit at which CUDA would block the thread."""
         channels, ordered, launcher = self._channels, self._ordered, self._owner.launcher
         while channels and ordered:
             posted = ordered[0]

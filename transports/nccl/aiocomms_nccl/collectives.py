@@ -1,4 +1,4 @@
-"""The plan of each collective; :class:`CommStream` carries plans out on one stream of the GPU."""
+"""The plan of each collective. :class:`CommStream` carries plans out on one stream of the GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTHING: Final = CallPlan([])
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """Return the error of an op that needs GPU memory beside its tensors, and gets none."""
+    """Return the error of an op for whose temporary GPU memory there is no room."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
@@ -68,13 +68,13 @@ class CommStream:
         self.stream: Stream = cuda.stream(-1 if high else 0)
         self.handle = self.stream.cuda_stream
         self.line: Any = None
-        """The key by which a launcher knows this communicator."""
+        """The launcher's key of this communicator."""
         self._given = scratch[:1].data_ptr()
         self._got = scratch[1:].data_ptr()
         self._scratch = scratch
         self._high = high
         self.meeting: Final = CallPlan([(ALL_REDUCE, self._given, self._got, 1, nccl.UINT8, nccl.SUM, NONE)])
-        """Makes the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
+        """The plan of a barrier between the ranks' streams. NCCL ignores empty collectives, so it reduces one byte."""
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return a stream for another communicator of this rank, with the same options."""
@@ -85,7 +85,7 @@ class CommStream:
     def carry_out(self, plan: CallPlan) -> None:
         """Enqueue a plan on the stream: call NCCL, CUDA's copy and torch's kernels on this thread."""
         if len(plan.calls) == 1 and plan.calls[0][0] != COPY and not plan.before and not plan.after:
-            self._call(*plan.calls[0])  # most plans are a single call
+            self._call(*plan.calls[0])  # most plans have a single call
             return
         for kernel in plan.before:
             self.cuda.enqueue(self.stream, kernel)
@@ -128,9 +128,9 @@ class CommStream:
             comm.recv(recv, count, dtype, peer, stream)
 
     def warm(self, sends: bool | None = None) -> None:
-        """Open all of NCCL's connections. Blocks, off the loop. Otherwise NCCL's first calls would block.
+        """Open all of NCCL's connections, which NCCL's first calls would open and block. It blocks, off the loop.
 
-        :param sends: on one end of a direction, whether it is the sender's end; None: every rank sends to every rank.
+        :param sends: whether this rank is the sender of a direction; None if every rank sends to every rank.
         """
         if sends is None:
             self.carry_out(self.meeting)
@@ -148,12 +148,12 @@ class CommStream:
     # ----------------------------------------------------------------------------------------------- parts of plans
 
     def copies(self, out: Tensor, source: Tensor) -> list[Call]:
-        """Return the call that copies one tensor to another; none if there is nothing to copy."""
+        """Return the call that copies one tensor to another, or an empty list if there is nothing to copy."""
         given, taken, nbytes = source.data_ptr(), out.data_ptr(), out.nbytes
         return [(COPY, given, taken, nbytes, NONE, NONE, NONE)] if nbytes and given != taken else []
 
     def send(self, tensor: Tensor, peer: int) -> Call:
-        """Return a send to a rank. An empty tensor is sent as one byte, so that it synchronises too."""
+        """Return a send to a rank. An empty tensor is sent as one byte, so that its send also synchronises."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
         return SEND, pointer, NONE, nbytes, nccl.UINT8, NONE, peer
 
@@ -165,9 +165,9 @@ class CommStream:
     def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Kernel]]:
         """Return the tensors that NCCL reads, and the kernels that write them.
 
-        The tensors are those given, or their products with the factor, in temporary memory of the stream.
+        The tensors are the given ones, or their products with the factor in temporary memory of the stream.
 
-        :raises torch.OutOfMemoryError: there is no memory. Nothing was enqueued.
+        :raises torch.OutOfMemoryError: there is no memory. No kernel was enqueued.
         """
         if not how.scaled:
             return tensors, []
@@ -198,7 +198,7 @@ def _keep_lowest_bit(out: Tensor) -> None:
 def open_comm_stream(
     cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool
 ) -> CommStream:
-    """Form NCCL's communicator and open its connections. Blocks."""
+    """Form NCCL's communicator and open its connections. This function blocks."""
     scratch = buffers.zeros(2, dtype=torch.uint8, device=rendezvous.device)
     comm_stream = CommStream(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
     comm_stream.warm()
@@ -206,7 +206,7 @@ def open_comm_stream(
 
 
 Start = Callable[[CommStream, Any], CallPlan]
-"""A function that plans a collective. It enqueues nothing. It may raise ``torch.OutOfMemoryError``."""
+"""A function that plans a collective and enqueues no call. It may raise ``torch.OutOfMemoryError``."""
 
 
 def barrier(cs: CommStream, op: ops.Op) -> CallPlan:
@@ -215,7 +215,7 @@ def barrier(cs: CommStream, op: ops.Op) -> CallPlan:
 
 
 def broadcast(cs: CommStream, op: ops.Broadcast) -> CallPlan:
-    """Plan NCCL's broadcast, of bytes."""
+    """Plan NCCL's broadcast of bytes."""
     pointer = op.tensor.data_ptr()
     if not op.tensor.nbytes:
         return NOTHING
@@ -248,7 +248,7 @@ def reduce(cs: CommStream, op: ops.Reduce) -> CallPlan:
 
 
 def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> CallPlan:
-    """Plan NCCL's all-gather, of bytes."""
+    """Plan NCCL's all-gather of bytes."""
     if not op.input.numel():
         return cs.meeting
     return CallPlan([(ALL_GATHER, op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, NONE, NONE)])
@@ -291,7 +291,7 @@ def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> CallPlan:
 
 
 def all_to_all(cs: CommStream, op: ops.AllToAll) -> CallPlan:
-    """Plan a group of sends and receives, one of each per peer. This rank's own part is copied."""
+    """Plan a group with one send and one receive for each peer. This rank's own part is copied."""
     ins, outs = op.ins(cs.size), op.outs(cs.size)
     calls = cs.copies(outs[cs.rank], ins[cs.rank])
     for peer in range(cs.size):

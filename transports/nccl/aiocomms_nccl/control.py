@@ -1,4 +1,4 @@
-"""The control connections, one to each other rank. They carry frames, and a connection ends when its rank does."""
+"""The control connections, one to each other rank. They carry frames. A connection ends when its rank ends."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from aiocomms.lowlevel import Waker
 from aiocomms_nccl.wire import Frame, pack, unpack
 
 _PIECE: Final = 64 * 1024
-"""Most bytes that are read from a connection at a time."""
+"""The most bytes that are read from a connection at a time."""
 _MONOTONIC: Final = 1  # CLOCK_MONOTONIC
 
 
 class _Reminder:
-    """A descriptor that is readable some time after it was set, once (``timerfd``): transports have no timers."""
+    """A timer as a descriptor (``timerfd``), which becomes readable once. Transports have no other timers."""
 
     def __init__(self) -> None:
         """Make the descriptor, with no time set.
 
-        :raises OSError: there is no descriptor left.
+        :raises OSError: the process has no free descriptor.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
-        self._when = (ctypes.c_long * 4)()  # struct itimerspec; its first half, the interval, stays 0
+        self._when = (ctypes.c_long * 4)()  # struct itimerspec: the first half, the interval, stays 0
         self.fd: int = libc.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
 
     def set(self, seconds: float) -> None:
-        """Make the descriptor readable after ``seconds``, more than 0."""
+        """Make the descriptor readable after ``seconds``, which is more than 0."""
         self._when[2], self._when[3] = divmod(round(seconds * 1e9), 10**9)
         self._settime(self.fd, 0, self._when, None)
 
@@ -46,12 +46,12 @@ class _Reminder:
             os.read(self.fd, 8)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self.fd)
 
 
 class Control:
-    """All control connections, and a descriptor that wakes the loop when one is readable or after :meth:`wake`."""
+    """All control connections, and a descriptor that wakes the loop for a frame, a reminder or :meth:`wake`."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         """Take over connections.
@@ -61,7 +61,7 @@ class Control:
         self._sockets = dict(sockets)
         self._waker = Waker()
         self.wake = self._waker.wake
-        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt a send, and abort
+        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt a send and abort
         self._pushing = False
         self._unsent = {peer: bytearray() for peer in sockets}
         self._received = {peer: bytearray() for peer in sockets}
@@ -74,17 +74,17 @@ class Control:
         self.fileno = self._epoll.fileno
         self._reminder: _Reminder | None = None
         self.reminds = False
-        """True from :meth:`remind` until :meth:`reminded` returns True."""
+        """True from a call of :meth:`remind` until :meth:`reminded` returns True."""
         self._due = False
 
     def watch(self, fd: int) -> None:
-        """Wake the loop when another descriptor is readable, too."""
+        """Wake the loop also when another descriptor is readable."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def remind(self, seconds: float) -> None:
-        """Wake the loop once, after ``seconds`` or on its next turn if 0, and have :meth:`reminded` return True then.
+        """Wake the loop once after ``seconds``, and let :meth:`reminded` return True then; 0 means the next turn.
 
-        A second call before that changes nothing. The loop's thread calls this.
+        A second call before that time has no effect. Only the loop's thread calls this method.
         """
         if self.reminds:
             return
@@ -102,7 +102,7 @@ class Control:
             self.wake()
 
     def reminded(self) -> bool:
-        """Return whether the time of :meth:`remind` has come. It returns True once."""
+        """Return True once after the time of :meth:`remind` has come, else False."""
         if not self._due:
             return False
         self._due = self.reminds = False
@@ -114,16 +114,16 @@ class Control:
         return list(self._sockets)
 
     def send(self, peer: int, frame: Frame) -> None:
-        """Send a frame, from any thread, without blocking. It reports no failure, for :meth:`poll` does."""
+        """Send a frame without blocking. Any thread may call this method. :meth:`poll` reports failures."""
         with self._lock:
             if peer in self._sockets:
                 self._unsent[peer] += pack(frame)
                 self._push(peer)
 
     def poll(self) -> list[tuple[int, Frame | ProtocolError | None]]:
-        """Return ranks and the frames that came from them.
+        """Return the frames that have arrived, each with its sender's rank.
 
-        In place of a frame, an error says that the rank's bytes make no sense, and None that its connection has ended.
+        An error in place of a frame means that the rank's bytes are invalid. None means that its connection has ended.
         """
         self._waker.clear()
         frames: list[tuple[int, Frame | ProtocolError | None]] = []
@@ -163,7 +163,7 @@ class Control:
 
     def _push(self, peer: int) -> None:
         if self._pushing:
-            return  # this call is in a signal handler that interrupted a push, and that push goes on afterwards
+            return  # a signal handler has interrupted a push, which continues after this call
         connection, unsent = self._sockets[peer], self._unsent[peer]
         self._pushing = True
         try:
@@ -185,9 +185,9 @@ class Control:
         connection.close()
 
     def close(self, patience: float) -> None:
-        """Send what is unsent, and close all connections. Blocks, off the loop.
+        """Send all unsent frames, and close all connections. It blocks, off the loop.
 
-        :param patience: seconds that sending may take for each rank.
+        :param patience: the most seconds for the sends to each rank.
         """
         with self._lock:
             for peer in list(self._sockets):

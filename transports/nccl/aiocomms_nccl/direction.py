@@ -1,8 +1,8 @@
-"""A direction from one rank to another: a NCCL communicator of the two, with a stream of its own.
+"""A direction from one rank to another: a NCCL communicator of the two ranks, with its own stream.
 
-The receiver makes the communicator's id and sends it to the sender, and both join it, each in a thread. NCCL gives up
-neither a join for which the other rank does not come, nor a message that the other rank does not carry. So a rank that
-closes tells the other one how far it has come in each direction, and the other one ends the messages beyond that.
+The receiver makes the communicator's id and sends it to the sender. Both ranks join the communicator, each in a thread.
+NCCL never gives up a join or a message for which the other rank does not come. So a rank that closes tells the other
+rank its progress in each direction, and the other rank ends the messages beyond that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from aiocomms_nccl.launcher import Launcher
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 _SENDER: Final = 0
-"""The sender's rank in a direction's communicator. The receiver's is 1."""
+"""The sender's rank in a direction's communicator. The receiver's rank is 1."""
 AT_ONCE: Final = 16
 """The most messages of a direction, or collectives of a channel, that NCCL has at once.
 
-CUDA blocks a thread that enqueues more than it has room for. Two ranks whose loops are blocked, each by its receives,
-would never come to the sends for which the receives wait."""
+CUDA blocks a thread that enqueues too many calls. If receives blocked the loops of two ranks, neither rank would post
+the sends for which these receives wait."""
 
 
 class Forming(Protocol):
@@ -41,7 +41,7 @@ class Forming(Protocol):
     aborted: bool
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
+        """Run a blocking call in a thread, then call ``then`` on the loop's thread. An error loses the communicator."""
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Return a communicator with a stream."""
@@ -51,7 +51,7 @@ class Forming(Protocol):
 
 
 class Posted:
-    """A send or a receive, and the point of the caller's stream for which it waits."""
+    """A send or a receive, and the point in the caller's stream for which it waits."""
 
     __slots__ = ("after", "op", "work")
 
@@ -62,15 +62,15 @@ class Posted:
 
 
 class Direction:
-    """The messages that one rank sends another. Methods run on the loop's thread unless they say otherwise."""
+    """The messages from one rank to another. Methods run on the loop's thread, unless they say otherwise."""
 
     def __init__(self, owner: Forming, sends: bool) -> None:
-        """Make a direction that is not formed yet: messages wait.
+        """Make a direction that is not formed yet. Messages wait until it is.
 
         :param sends: whether this rank is the sender.
         """
         self.comm_stream: CommStream | None = None
-        """The communicator, once it is formed and until it is ended."""
+        """The communicator; None before it is formed and after it is ended."""
         self.begun = False
         """True once this rank has begun to form the communicator."""
         self.carried = 0
@@ -82,7 +82,7 @@ class Direction:
         self._finished = 0
         self._most: int | None = None  # the number of messages that the other rank has carried, if it has closed
         self._error: CommError | None = None
-        self._joining = b""  # the id of the communicator that a thread joins now
+        self._joining = b""  # the id of the communicator that a thread is joining
         self._lock = threading.Lock()  # orders the start of a join and the close of the other rank
 
     def form(self, unique_id: Callable[[], bytes]) -> None:
@@ -119,7 +119,7 @@ class Direction:
             self._flush()
 
     def add(self, posted: Posted, nbytes: int, outcome: Any) -> None:
-        """Carry a message, behind all others of the direction. Both ranks add the messages in the same order."""
+        """Carry a message after all earlier messages of the direction. Both ranks add messages in the same order."""
         self._waiting.append((posted, nbytes, outcome))
         self._flush()
 
@@ -145,7 +145,7 @@ class Direction:
         self._flush()
 
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
-        """End what the other rank, which has closed, does not carry.
+        """End the messages that the other rank does not carry, because it has closed.
 
         :param carried: the number of messages that the other rank has given to NCCL.
         :param begun: whether the other rank has begun to form the direction.
@@ -163,17 +163,17 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """End the communicator once all messages that a closed rank has carried are done, if more wait for it."""
+        """End the communicator if only messages are left that the closed rank does not carry."""
         comm_stream = self.comm_stream
         if self._most is not None and comm_stream is not None and self.carried > self._finished >= self._most:
             self.comm_stream = None
             self._owner.end(comm_stream)
 
     def release(self, error: CommError) -> bool:
-        """Release a thread that waits for a rank which does not come: another thread joins in that rank's place.
+        """Release a thread that waits for a missing rank: another thread joins in the place of that rank.
 
-        NCCL has no other way to end a join. It refuses two ranks that use one GPU. If it accepts them, the threads
-        abort the communicator. Any thread may call this.
+        NCCL has no other way to end a join. If NCCL accepts two ranks on one GPU, the threads abort the communicator.
+        Otherwise both joins fail. Any thread may call this method.
 
         :returns: whether a thread waits.
         """

@@ -1,8 +1,8 @@
-"""The reductions that NCCL can do, and the dtypes and operators of NCCL that stand for torch's.
+"""The reductions that NCCL can do, and the NCCL dtypes and operators that represent torch's.
 
-Data that is only moved travels as bytes. A reduction is native where NCCL has the dtype, or another dtype with the same
+Data that is only moved travels as bytes. A reduction is native if NCCL has the dtype, or another dtype with the same
 arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: its minimum is "and", its
-maximum is "or", and its sum is odd where "xor" is true. The core expresses every other reduction in messages.
+maximum is "or", and its sum is odd if "xor" is true. The core expresses every other reduction as messages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reduction(NamedTuple):
 
     dtype: int
     parts: int
-    """The number of NCCL's elements in one of torch's."""
+    """The number of NCCL elements in one torch element."""
     op: int
     scaled: bool
     """True if each rank's contribution is multiplied by the operator's factor first."""
@@ -64,7 +64,7 @@ class Reduction(NamedTuple):
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
-    """Return how NCCL does a reduction that is in :data:`REDUCTIONS`."""
+    """Return NCCL's way to do a reduction that is in :data:`REDUCTIONS`."""
     return _reduction(op.kind, dtype)
 
 

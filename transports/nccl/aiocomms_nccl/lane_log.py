@@ -1,9 +1,9 @@
-"""The collectives of lanes on one rank: those that it has called, and the log of all ranks that orders their launch.
+"""The collectives of lanes on one rank, and the common log of all ranks that orders their launch.
 
-Each rank tells the sequencer, on rank 0, which collectives it calls. The sequencer sends the log to all ranks in frames
-on the control connections. All ranks have called each collective that the log names. A rank that gives a lane up tells
-the sequencer, which answers where the lane ends in the log. The lane's collectives before that end run to completion
-on all ranks, and none behind it is ever launched.
+Each rank announces its calls to the sequencer on rank 0. The sequencer sends the log to all ranks in frames on the
+control connections. All ranks have called each collective in the log. A rank that gives a lane up tells the sequencer,
+and the sequencer answers with the lane's end in the log. The lane's collectives before that end complete on all ranks.
+No later collective of the lane is launched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aiocomms_nccl.sequencer import Sequencer
 SEQUENCER: Final = 0
 """The rank that makes the log."""
 _TURNS: Final = 8
-"""The turns of the loop without frames after which waiting ranks are told for whom they wait: most waits end sooner."""
+"""The turns of the loop without frames after which waiting ranks learn which ranks they wait for."""
 
 
 class LaneOwner(ChannelsOwner, Protocol):
@@ -38,28 +38,28 @@ class LaneOwner(ChannelsOwner, Protocol):
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: there is no memory for it.
+        :raises CommError: the collective needs GPU memory, and there is none.
         """
 
 
 class _Lane:
-    """One lane's collectives that this rank has called and that have not ended."""
+    """The collectives of one lane that this rank has called and that have not ended."""
 
     __slots__ = ("error", "missing", "ordered", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[PostedInLane] = deque()
-        """The collectives that the log has not named, in the order of the calls."""
+        """The collectives that are not in the log, in the order of the calls."""
         self.ordered: list[PostedInLane] = []
-        """The collectives that the log has named."""
+        """The collectives that are in the log."""
         self.error: CommError | None = None
-        """The error with which the lane was given up. :attr:`waiting` ends with it when the sequencer ends the lane."""
+        """The error with which the lane was given up. It ends :attr:`waiting` when the sequencer ends the lane."""
         self.missing: Sequence[int] = ()
-        """The ranks that have not called the first collective in :attr:`waiting`, as far as this rank was told."""
+        """The ranks that are known not to have called the first collective in :attr:`waiting`."""
 
 
 class LaneLog:
-    """The lanes of one rank. Its methods run on the loop's thread unless they say otherwise."""
+    """The lanes of one rank. Methods run on the loop's thread, unless they say otherwise."""
 
     def __init__(self, owner: LaneOwner) -> None:
         self._owner = owner
@@ -67,8 +67,8 @@ class LaneLog:
         self._posted: dict[Completion, PostedInLane] = {}
         self._channels = LaneChannels(owner, self._ended)
         self._sequencer = Sequencer(owner.size, self) if owner.rank == SEQUENCER else None
-        self._calls: list[wire.LaneCall] = []  # calls that were not sent to the sequencer yet
-        self._entries: list[int] = []  # entries that were neither sent to the other ranks nor launched here yet
+        self._calls: list[wire.LaneCall] = []  # calls that are not sent to the sequencer yet
+        self._entries: list[int] = []  # entries that are neither sent nor launched yet
         self._fresh = True  # True until something is sent in this turn of the loop
         self._vain = 0
         self._closed = False  # True once the sequencer's rank has closed
@@ -124,14 +124,14 @@ class LaneLog:
                 self._end(lane)
 
     def end_of(self, work: Completion) -> Any:
-        """Return the end of a launched collective, for :meth:`Launcher.wait_stream`; None if it is not launched."""
+        """Return the end of a launched collective for :meth:`Launcher.wait_stream`; None if it is not launched."""
         posted = self._posted.get(work)
         return None if posted is None else posted.end
 
     def waiting_for(self, work: Completion) -> Sequence[int] | None:
-        """Return the ranks for which a collective, or an earlier one of its lane, waits. Any thread may call this.
+        """Return the ranks for which a collective or an earlier one of its lane waits. Any thread may call this method.
 
-        :returns: the ranks; None if the collective is of no lane.
+        :returns: the ranks; None if the collective belongs to no lane.
         """
         posted = self._posted.get(work)
         found = None if posted is None else self._lanes.get(posted.lane)
@@ -142,14 +142,14 @@ class LaneLog:
         return found.missing if self._sequencer is None else self._sequencer.missing(posted.lane)
 
     def comm_streams(self, *, busy: bool = False) -> list[CommStream]:
-        """Return the communicators of the channels. Any thread may call this.
+        """Return the communicators of the channels. Any thread may call this method.
 
-        :param busy: return only those with collectives under way.
+        :param busy: whether to return only communicators with running collectives.
         """
         return self._channels.comm_streams(busy=busy)
 
     def clear(self) -> None:
-        """Drop everything, at the end."""
+        """Drop all collectives. The transport calls this method at its end."""
         self._lanes.clear()
         self._posted.clear()
         self._channels.clear()
@@ -157,7 +157,7 @@ class LaneLog:
     # -------------------------------------------------------------------------------------------- frames to other ranks
 
     def _soon(self) -> None:
-        """Send the first call or entry of a turn of the loop at once, and the others together in the next turn."""
+        """Send the first call or entry of a turn of the loop at once. Send the others together in the next turn."""
         if self._fresh and (self._calls or self._entries):
             self._fresh = False
             self._flush()
@@ -165,9 +165,9 @@ class LaneLog:
             self._owner.control.wake()
 
     def turn(self, came: bool) -> None:
-        """Send the calls and entries of this turn of the loop. It runs in every turn, after all frames were handled.
+        """Send the calls and entries of this turn of the loop. The transport calls this after it handles all frames.
 
-        :param came: whether frames came in this turn.
+        :param came: whether frames arrived in this turn.
         """
         self._flush()
         self._fresh = True
@@ -179,7 +179,7 @@ class LaneLog:
                 self._tell_news(self._sequencer)
 
     def _flush(self) -> None:
-        """Send calls to the sequencer and entries to all ranks. Then launch the entries, for frames take longer."""
+        """Send calls to the sequencer and entries to all ranks. Then launch the entries, because frames take longer."""
         calls, self._calls = self._calls, []
         entries, self._entries = self._entries, []
         control = self._owner.control
@@ -208,7 +208,7 @@ class LaneLog:
     def handle(self, peer: int, frame: wire.LaneFrame) -> None:
         """Act on a frame about lanes.
 
-        :raises ProtocolError: the frame makes no sense.
+        :raises ProtocolError: the frame is invalid.
         """
         if isinstance(frame, (wire.LaneCalls, wire.LaneGivenUp)):
             if self._sequencer is None:
@@ -242,7 +242,7 @@ class LaneLog:
     def _hear(self, sequencer: Sequencer, peer: int, frame: wire.LaneCalls | wire.LaneGivenUp) -> None:
         if isinstance(frame, wire.LaneGivenUp):
             sequencer.give_up(peer, frame.lane)
-            self._flush()  # the entries that are in the log by now come before the end
+            self._flush()  # the present entries of the log come before the end of the lane
             self._owner.control.send(peer, wire.LaneEnd(frame.lane))
             return
         for call in frame.calls:
@@ -257,7 +257,7 @@ class LaneLog:
         self._entries.append(lane)
 
     def _make_channels(self) -> list[bytes]:
-        """Have all ranks form the channels. Runs in a thread."""
+        """Make the channels' ids, and send them to all ranks. This method runs in a thread."""
         unique_ids = [self._owner.library.unique_id() for _ in range(CHANNELS)]
         for peer in self._owner.control.peers:
             self._owner.control.send(peer, wire.FormChannels(unique_ids))
@@ -266,13 +266,13 @@ class LaneLog:
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
         """See :meth:`Sequenced.refuse`."""
         if rank == SEQUENCER:
-            self._flush()  # launches the log's entries: the refused call is none of them
+            self._flush()  # launches the log's entries, which do not include the refused call
             self._fail(lane, error)
         else:
             self._owner.control.send(rank, wire.LaneFault(lane, Reason.of(error, SEQUENCER)))
 
     def _launch(self, lane: int) -> None:
-        """Launch a lane's next collective, which the log names."""
+        """Launch the next collective of a lane that is in the log."""
         found = self._lanes.get(lane)
         if found is None or not found.waiting:
             raise ProtocolError(f"rank {SEQUENCER} orders a collective of a lane that was not called", peer=SEQUENCER)
@@ -285,7 +285,7 @@ class LaneLog:
     # ---------------------------------------------------------------------------------------------- ends of collectives
 
     def _ended(self, posted: PostedInLane) -> None:
-        """End a collective that the GPU has done. Until then the collective keeps its tensors."""
+        """End a collective that the GPU has completed. The collective keeps its tensors until then."""
         found = self._lanes[posted.lane]
         found.ordered.remove(posted)
         self._forget(posted, found)
@@ -297,7 +297,7 @@ class LaneLog:
             del self._lanes[posted.lane]
 
     def _end(self, lane: int) -> None:
-        """End the waiting collectives of a lane that was given up: the log will not name them."""
+        """End the waiting collectives of a lane that was given up. They do not enter the log."""
         found = self._lanes.get(lane)
         while found is not None and found.waiting:
             posted = found.waiting.popleft()
@@ -306,7 +306,7 @@ class LaneLog:
             conclude(posted.work, found.error)
 
     def _fail(self, lane: int, error: CommError) -> None:
-        """Fail the first waiting collective of a lane, and so lose the communicator."""
+        """Fail the first waiting collective of a lane. This loses the communicator."""
         found = self._lanes.get(lane)
         if found is not None and found.waiting and found.error is None:
             conclude(found.waiting[0].work, error)

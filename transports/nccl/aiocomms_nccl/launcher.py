@@ -1,8 +1,8 @@
 """The interface of launchers, and the reference launcher, which calls NCCL on the loop's thread with CuPy and torch.
 
-A launcher has NCCL called for the ops of one transport, and tells the loop when the ops are done. There are two:
-:class:`PythonLauncher` here, and :class:`aiocomms_nccl.native.NativeLauncher`, whose native thread calls NCCL. The
-transport does not know which one it has.
+A launcher calls NCCL for the ops of one transport, and tells the loop when the ops are done. There are two launchers.
+:class:`PythonLauncher` calls NCCL on the loop's thread, :class:`aiocomms_nccl.native.NativeLauncher` in a native
+thread. The transport uses both in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiocomms_nccl.collectives import CommStream
 from aiocomms_nccl.nccl import Nccl
 
 Then = Callable[[], object]
-"""The function that the loop's thread calls when an op is done. It refers to all that the op uses, until the call."""
+"""The function that the loop's thread calls when an op is done. It keeps all objects of the op alive until then."""
 
 
 class LauncherOwner(Protocol):
@@ -29,7 +29,7 @@ class LauncherOwner(Protocol):
     aborted: bool
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL. Returns False if the call failed and the communicator is lost."""
+        """Call NCCL. Return False if the call failed and the communicator is lost."""
 
     def lose(self, error: CommError) -> None:
         """Lose the communicator."""
@@ -39,69 +39,70 @@ class LauncherOwner(Protocol):
 
 
 class Launcher(Protocol):
-    """The interface of launchers. Its methods are called on the loop's thread unless they say otherwise."""
+    """The interface of launchers. Methods are called on the loop's thread, unless they say otherwise."""
 
     @property
     def parked(self) -> bool:
-        """True while the ops under way take so long that threads sleep on them."""
+        """True while threads sleep until the running ops end."""
 
     spin: int
-    """The turns of the loop for which :meth:`poll` is worth calling; 0 if it needs no polls to wake the loop."""
+    """The turns of the loop that should call :meth:`poll` before threads sleep; 0 if no polls are needed."""
 
     def __len__(self) -> int:
-        """Return the number of ops under way."""
+        """Return the number of running ops."""
 
     def adopt(self, cs: CommStream) -> None:
-        """Register a communicator, before its first op."""
+        """Register a communicator before its first op."""
 
     def mark(self) -> Any:
-        """Return a point at the present end of the caller's stream, for one :meth:`launch`."""
+        """Return the present end of the caller's stream as a point for one call of :meth:`launch`."""
 
     def launch(self, cs: CommStream, what: str, plan: CallPlan, after: Any, then: Then) -> Any:
-        """Have a plan carried out, behind all plans that were launched on this communicator before.
+        """Carry out a plan after all plans that were launched on this communicator before.
 
-        A failure of NCCL or CUDA loses the communicator, now or when :meth:`poll` hears of it.
+        A failure of NCCL or CUDA loses the communicator, at once or when :meth:`poll` notices the failure.
 
         :param what: the name of the op, for errors.
         :param after: the point for which the communicator's stream waits.
+        :param then: called when the op is done.
         :returns: the op's end, for :meth:`wait_stream`; None if the communicator is lost.
         """
 
     def wait_stream(self, end: Any, stream: Any) -> None:
-        """Make a stream wait for an op's end. Blocks until NCCL was called for the op."""
+        """Make a stream wait for an op's end. Block until NCCL has been called for the op."""
 
     def settle(self) -> None:
-        """Block until NCCL was called for all launched plans, because the caller makes the next calls itself."""
+        """Block until NCCL has been called for all launched plans. Then the caller may call NCCL itself."""
 
     def poll(self) -> bool:
-        """Call the functions of the ops that are done. Returns whether there was anything to do."""
+        """Call the functions of the ops that are done. Return whether any op or failure was handled."""
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """Have NCCL called no more, for one communicator or for all. Any thread may call this."""
+        """Make no more NCCL calls for one communicator or for all of them. Any thread may call this method."""
 
     def leave(self, cs: CommStream, patience: float) -> bool:
-        """Wait until a communicator has no call to make and none under way. Runs in a thread.
+        """Wait until a communicator has neither waiting nor running calls. This method runs in a thread.
 
-        :returns: False if that takes longer than ``patience`` seconds.
+        :returns: False if the wait takes longer than ``patience`` seconds.
         """
 
     def quiet(self, cs: CommStream) -> Callable[[], None]:
-        """Return a function that waits for all ops launched on a communicator so far. It is called in a thread."""
+        """Return a function, for a thread, that waits for all ops launched on a communicator until now."""
 
     def drain(self) -> None:
-        """Wait until all ops have ended, and drop them. Runs in a thread, at the end."""
+        """Wait until all ops have ended, and drop them. This method runs in a thread at the transport's end."""
 
     def close(self) -> None:
-        """Release threads and descriptors. Runs in a thread, at the end."""
+        """Release threads and descriptors. This method runs in a thread at the transport's end."""
 
 
 def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -> None:
-    """Abort or destroy a communicator, once its launcher has left it. Blocks.
+    """Abort or destroy a communicator after its launcher has left it. This function blocks.
 
-    A launcher that does not leave in time is held in a call of NCCL by the GPU, which only an abort stops. The
+    If the launcher does not leave in time, the GPU blocks it in an NCCL call. Only an abort ends that call, so the
     communicator is then aborted in any case.
 
-    :param patience: the seconds for which the launcher may stay.
+    :param patience: the most seconds to wait for the launcher.
     """
     left = launcher.leave(cs, patience)
     launcher.cut(cs)
@@ -112,13 +113,13 @@ def end_comm(launcher: Launcher, cs: CommStream, abort: bool, patience: float) -
 
 
 class PythonLauncher:
-    """The launcher that calls NCCL at once, on the loop's thread. See :class:`Launcher`."""
+    """The launcher that calls NCCL at once on the loop's thread. See :class:`Launcher`."""
 
     def __init__(self, owner: LauncherOwner, wake: Callable[[], None], spin: int) -> None:
         """Start with no ops.
 
-        :param wake: makes the loop call :meth:`poll`; it is called on any thread.
-        :param spin: the number of polls without result after which threads sleep on events.
+        :param wake: makes the loop call :meth:`poll`. Any thread may call it.
+        :param spin: the number of polls without a result after which threads sleep on events.
         """
         self.spin = spin
         """See :attr:`Launcher.spin`."""
@@ -147,7 +148,7 @@ class PythonLauncher:
         return self.carry_out(cs, what, plan, functools.partial(self._finish, after, then))
 
     def carry_out(self, cs: CommStream, what: str, plan: CallPlan, then: Then) -> Event | None:
-        """Carry out a plan, whose stream waits for the caller's stream already."""
+        """Carry out a plan on a stream that already waits for the caller's stream."""
         if not self._owner.call_nccl(what, functools.partial(cs.carry_out, plan)):
             return None
         return self._completions.add(cs.stream, functools.partial(_done, then, plan.kept) if plan.kept else then)
@@ -168,7 +169,7 @@ class PythonLauncher:
         return self._completions.poll()
 
     def cut(self, cs: CommStream | None = None) -> None:
-        """See :meth:`Launcher.cut`. It does nothing: the transport holds its lock while it calls NCCL."""
+        """See :meth:`Launcher.cut`. It does nothing, because the transport holds its lock during NCCL calls."""
 
     def leave(self, cs: CommStream, patience: float) -> bool:
         """See :meth:`Launcher.leave`."""
@@ -190,5 +191,5 @@ class PythonLauncher:
 
 
 def _done(then: Then, kept: object) -> None:
-    """Call ``then``. A partial of this function keeps ``kept`` until that call."""
+    """Call ``then``. A partial of this function keeps ``kept`` alive until the call."""
     then()

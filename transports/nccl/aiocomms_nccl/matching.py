@@ -1,12 +1,11 @@
-"""The matching of sends with receives, on the host. NCCL then carries the data.
+"""The matching of sends with receives on the host. NCCL then carries the data.
 
-NCCL has no tags: its sends and receives match in the order of the calls, wait for ever where sizes differ, and cannot
-be withdrawn. So a sender announces a message on the control connection, the receiver matches it and tells the sender
-that it takes the message, and only then do both call NCCL.
+NCCL has no tags. Its sends and receives match in the order of the calls, hang if sizes differ, and cannot be withdrawn.
+So a sender announces a message on the control connection. The receiver matches the message and tells the sender that
+it takes the message. Then both ranks call NCCL.
 
-Each direction between two ranks has a communicator and a stream of its own, a :class:`Direction`. It is formed when
-its first message is taken. If both directions or several pairs shared one, two ranks that receive first would wait
-for each other.
+Each direction between two ranks has its own communicator and stream, a :class:`Direction`. The ranks form it for its
+first message. If both directions or several pairs shared a communicator, two ranks that receive first would deadlock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from aiocomms_nccl.direction import Direction, Forming, Posted
 from aiocomms_nccl.wire import DTYPE_CODES, DTYPE_LIST
 
 Key = tuple[int, int, int]
-"""Source, channel and tag."""
+"""The source, channel and tag of a message."""
 
 
 class MatcherOwner(Forming, Protocol):
@@ -34,11 +33,11 @@ class MatcherOwner(Forming, Protocol):
     control: Control
 
     def closed_by(self, peer: int) -> CommError | None:
-        """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
+        """Return the error of ops that need a rank if the rank has closed, else None."""
 
 
 class Matcher:
-    """Matches the messages of one rank. Every method is called on the loop's thread unless it says otherwise."""
+    """The matcher of one rank's messages. Methods are called on the loop's thread, unless they say otherwise."""
 
     def __init__(self, owner: MatcherOwner) -> None:
         self._owner = owner
@@ -47,10 +46,10 @@ class Matcher:
         self._unexpected: defaultdict[Key, deque[wire.Announce]] = defaultdict(deque)
         self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[tuple[int, int], Posted] = {}
-        self._directions: dict[tuple[int, bool], Direction] = {}  # keys: the other rank, and whether this one sends
+        self._directions: dict[tuple[int, bool], Direction] = {}  # the key is the peer, and whether this rank sends
 
     def comm_streams(self) -> list[CommStream]:
-        """Return the communicators of all directions that are formed. Any thread may call this."""
+        """Return the communicators of all formed directions. Any thread may call this method."""
         return [one.comm_stream for one in list(self._directions.values()) if one.comm_stream is not None]
 
     def check_not_captured(self) -> None:
@@ -67,7 +66,7 @@ class Matcher:
     def post(self, op: ops.Send | ops.Recv | ops.Probe, work: Completion) -> None:
         """Start a send, a receive or a probe.
 
-        :raises UnsupportedOperation: the current stream is being captured.
+        :raises UnsupportedOperation: the op is no probe, and the current stream is being captured.
         """
         if isinstance(op, ops.Probe):
             self._probe(op, work)
@@ -104,7 +103,7 @@ class Matcher:
         self._take(key[0], message, posted)
 
     def _probe(self, op: ops.Probe, work: Completion) -> None:
-        """Complete a probe with the oldest message that a receive would take, or keep it until a message comes."""
+        """Complete a probe with the oldest message that a receive would take, or keep the probe until one arrives."""
         key = (op.src, op.channel, op.tag)
         if (closed := self._owner.closed_by(op.src)) is not None:
             work.fail(closed)
@@ -114,7 +113,7 @@ class Matcher:
             self._probes[key].append((op, work))
 
     def withdraw(self, work: Completion) -> bool:
-        """Forget a receive or a probe. Returns False if a message has already matched it."""
+        """Withdraw a receive or a probe. Return False if a message has already matched it."""
         op = work.op
         if isinstance(op, ops.Probe):
             return self._withdraw_probe(op, work)
@@ -141,7 +140,7 @@ class Matcher:
         return True
 
     def release(self, error: CommError) -> bool:
-        """Release threads that form directions with ranks which do not come. Any thread may call this.
+        """Release threads that form directions with missing ranks. Any thread may call this method.
 
         :returns: whether there are such threads.
         """
@@ -149,7 +148,7 @@ class Matcher:
         return any(released)
 
     def progress_with(self, peer: int) -> wire.Progress:
-        """Return how far this rank has come in its directions with a rank."""
+        """Return this rank's progress in its directions with a peer."""
         gives, takes = self._directions.get((peer, True)), self._directions.get((peer, False))
         return wire.Progress(
             gives is not None and gives.begun,
@@ -158,14 +157,14 @@ class Matcher:
         )
 
     def close_peer(self, peer: int, progress: wire.Progress, error: CommError) -> None:
-        """Fail all messages that wait for a rank, because the rank has closed.
+        """Fail all messages that wait for a rank that has closed.
 
-        :param progress: how far the closed rank has come in its directions with this rank.
+        :param progress: the closed rank's progress in its directions with this rank.
         """
         if (direction := self._directions.get((peer, False))) is not None:
             direction.close_peer(progress.sent, progress.joined, error)
         if (direction := self._directions.get((peer, True))) is not None:
-            direction.close_peer(progress.received, True, error)  # the receiver joins before it asks the sender to
+            direction.close_peer(progress.received, True, error)  # the receiver joins before it asks the sender to join
         orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
         orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
         works = [posted.work for posted in orphans]
@@ -192,14 +191,14 @@ class Matcher:
         self._take(peer, message, posted)
 
     def handle_take(self, peer: int, frame: wire.TakeMessage) -> None:
-        """Send a message that a rank takes."""
+        """Send a message that its receiver takes."""
         posted = self._announced.pop((peer, frame.number), None)
         if posted is None or not 0 <= frame.nbytes <= posted.op.tensor.nbytes:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
     def handle_direction(self, peer: int, frame: wire.DirectionRequest) -> None:
-        """Form the direction to a rank that has taken its first message from this rank."""
+        """Form the direction to a rank that takes its first message from this rank."""
         self._direction(peer, sends=True).form(lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers
@@ -228,7 +227,7 @@ class Matcher:
         return direction
 
     def _request_direction(self, peer: int) -> bytes:
-        """Ask the sender to form a new communicator. Runs in a thread."""
+        """Ask the sender to form a new communicator. This method runs in a thread."""
         unique_id = self._owner.library.unique_id()
         self._owner.control.send(peer, wire.DirectionRequest(unique_id))
         return unique_id

@@ -1,4 +1,4 @@
-"""The launcher in native code (``aiocomms_launcher``): one thread of each device calls NCCL in the loop's place."""
+"""The launcher in native code (``aiocomms_launcher``): one native thread for each device calls NCCL."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 DONE, NCCL_FAILED, CUDA_FAILED, DROPPED, ASLEEP = range(5)
 """The outcomes of an op, with the numbers of the native module.
 
-NCCL was not called for a dropped op. :data:`ASLEEP` concerns no single op: threads sleep on the ops under way."""
+NCCL was not called for a dropped op. :data:`ASLEEP` is not about a single op: threads sleep until running ops end."""
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
-"""Microseconds for which native threads look for the next op, or for the end of one, before they sleep."""
+"""Microseconds for which native threads poll for the next op or for the end of an op before they sleep."""
 _DIRECT_SPIN: Final = 1
 _PATIENCE: Final = 1.0
-"""Seconds that closing waits for threads which CUDA or NCCL may hold."""
+"""Seconds that the close waits for threads that CUDA or NCCL may block."""
 
 
 class _Shared:
@@ -42,7 +42,7 @@ class _Shared:
         self._users: dict[object, tuple[native.Launcher, int]] = {}
 
     def acquire(self, functions: Mapping[str, int], device: int) -> tuple[object, native.Launcher]:
-        """Return the launcher of a device, and the key with which it is given back."""
+        """Return the launcher of a device, and its key for :meth:`release`."""
         from aiocomms_launcher import make
 
         key = device, tuple(sorted(functions.items()))
@@ -52,7 +52,7 @@ class _Shared:
         return key, launcher
 
     def release(self, key: object) -> None:
-        """Give a launcher back. The last user ends its threads."""
+        """Release a launcher. The last user ends its threads."""
         with self._lock:
             launcher, count = self._users.pop(key)
             if count > 1:
@@ -61,7 +61,7 @@ class _Shared:
         launcher.end(_PATIENCE)
 
     def forget(self) -> None:
-        """Start anew in a forked child, which has none of the threads."""
+        """Forget all launchers in a forked child, which does not have their threads."""
         self._lock = threading.Lock()
         self._users.clear()
 
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 def load_launcher(cuda: Cuda, library: Nccl) -> None:
-    """Load the native module and its functions, so that :func:`make_launcher` does not block. Blocks itself."""
+    """Load the native module and its functions, so that :func:`make_launcher` does not block. This function blocks."""
     found = importlib.util.find_spec(_MODULE)
     if found is not None and found.origin is not None and _MODULE not in sys.modules:
         load_libraries([found.origin])
@@ -83,7 +83,7 @@ def load_launcher(cuda: Cuda, library: Nccl) -> None:
 
 
 def _is_there() -> bool:
-    """Return whether the native module is loaded, and of this version. ``AIOCOMMS_PURE=1`` forbids it."""
+    """Return whether the native module of this version is loaded. ``AIOCOMMS_PURE=1`` disables the module."""
     if os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0"):
         return False
     module = sys.modules.get(_MODULE)
@@ -91,9 +91,9 @@ def _is_there() -> bool:
 
 
 def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher:
-    """Return the launcher of a transport: the native one if its module is there.
+    """Return the launcher of a transport, which is the native one if its module is available.
 
-    :param spin: the number of polls without result after which threads sleep on the ops under way.
+    :param spin: the number of polls without a result after which threads sleep until running ops end.
     """
     if _is_there():
         runtime, nccl = owner.cuda.functions(), owner.library.functions()
@@ -103,13 +103,13 @@ def make_launcher(owner: LauncherOwner, control: Control, spin: int) -> Launcher
 
 
 _UnderWay = tuple[str, Then, CommStream]
-"""An op that was handed over: its name, its function, and its communicator. It keeps all that the op uses alive."""
+"""A running op: its name, its function, and its communicator. It keeps all objects of the op alive."""
 
 
 class NativeLauncher:
-    """The launcher that hands ops over to the native thread of the device. See :class:`Launcher`.
+    """The launcher that passes ops to the native thread of the device. See :class:`Launcher`.
 
-    The loop's thread enqueues ops with kernels of torch, behind all ops that were handed over before.
+    The loop's thread enqueues ops that have torch kernels, after all ops that the native thread got before.
     """
 
     def __init__(self, owner: LauncherOwner, control: Control, functions: Mapping[str, int]) -> None:
@@ -128,7 +128,7 @@ class NativeLauncher:
         self._key, self._native = _shared.acquire(functions, owner.cuda.index)
         self._port = self._native.open()
         self._ops: dict[int, _UnderWay] = {}
-        self._lost: list[_UnderWay] = []  # ops that have failed; their memory may still be in use
+        self._lost: list[_UnderWay] = []  # failed ops, whose memory may still be in use
         control.watch(self._port.fd)
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class NativeLauncher:
         if plan.before or plan.after:
             self._native.settle_all(self._port)
             self._native.join(cs.handle, after)
-            self._wake()  # the loop polls the op once, and then a thread sleeps on its event
+            self._wake()  # the loop polls the op once, and then a thread waits for its event
             return self._direct.carry_out(cs, what, plan, then)
         number = self._native.launch(cs.line, after, plan.calls)
         self._ops[number] = (what, then, cs)
@@ -179,7 +179,7 @@ class NativeLauncher:
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
         what, then, _ = op
-        if kind == DONE or (kind == DROPPED and not self._lost):  # a dropped op of a cut communicator ends as unmet
+        if kind == DONE or (kind == DROPPED and not self._lost):  # ``then`` fails a dropped op of a cut communicator
             then()
         elif kind == NCCL_FAILED:
             self._lost.append(op)

@@ -1,4 +1,4 @@
-"""The calls of NCCL through CuPy, and the meaning of their errors: a thin layer, replaceable where there is no GPU."""
+"""The NCCL calls through CuPy, and the meaning of their errors. Tests without a GPU can replace this thin layer."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class NcclStatusError(Exception):
 
 
 class CudaBrokenError(CommError):
-    """The device cannot be used any more by this process."""
+    """The error of a device that this process can no longer use."""
 
 
 class NcclComm(Protocol):
-    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator``, with CuPy's names.
+    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator`` with CuPy's names.
 
-    Pointers, counts of elements, and streams are integers. A call only enqueues. No call may follow :meth:`abort`.
+    Pointers, element counts and streams are integers. Calls only enqueue work. No call may follow :meth:`abort`.
     """
 
     @property
@@ -85,22 +85,22 @@ class NcclComm(Protocol):
 
 
 class Nccl(Protocol):
-    """The library, as this transport calls it."""
+    """The interface through which this transport calls NCCL."""
 
     errors: tuple[type[Exception], ...]
-    """The exceptions that its calls and those of its communicators raise. :func:`explain` translates them."""
+    """The exceptions of the library's calls and of its communicators' calls. :func:`explain` translates them."""
 
     def version(self) -> int:
         """Return the version as one number, such as 23203."""
 
     def unique_id(self) -> bytes:
-        """Make a unique id, which all ranks of one communicator must share: 128 bytes."""
+        """Make a unique id of 128 bytes, which all ranks of one communicator must share."""
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
-        """Form a communicator on this thread's device. Blocks until all ranks have come."""
+        """Form a communicator on this thread's device. Block until all ranks have joined."""
 
     def group_start(self) -> None:
-        """Start a group: this thread's next calls belong to it."""
+        """Start a group, to which this thread's next calls belong."""
 
     def group_end(self) -> None:
         """Enqueue the group."""
@@ -110,13 +110,13 @@ class Nccl(Protocol):
 
 
 class CupyNccl:
-    """The real :class:`Nccl`, by CuPy."""
+    """The real :class:`Nccl`, which uses CuPy."""
 
     def __init__(self) -> None:
         from cupy.cuda import nccl
 
         self._nccl: Any = nccl
-        # CuPy has no texts for status 7 and 8, and raises a KeyError when it looks for them.
+        # CuPy has no texts for the statuses 7 and 8, so these raise a KeyError.
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.group_start = nccl.groupStart
         self.group_end = nccl.groupEnd
@@ -142,7 +142,7 @@ class CupyNccl:
     def _functions(self) -> Mapping[str, int] | None:
         try:
             library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:  # CuPy has found it under another name
+        except OSError:  # CuPy has found the library under another name
             return None
         version = ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(version))
@@ -150,13 +150,13 @@ class CupyNccl:
 
 
 def no_cupy() -> str | None:
-    """Return why CuPy cannot be used, as the end of "... is not available: ", or None if it can."""
+    """Return the reason that CuPy is unusable, as the end of "... is not available: ", or None if CuPy works."""
     if (found := importlib.util.find_spec("cupy")) is None:
         return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
     load_libraries(path for folder in found.submodule_search_locations or () for path in _parts_of(Path(folder)))
     try:
         from cupy.cuda import driver, nccl
-    except Exception as error:  # CuPy's message is a page of advice with the reason at its end
+    except Exception as error:  # CuPy's message is a page of advice, which ends with the reason
         return f"CuPy cannot be loaded ({_reason(error)}): reinstall cupy-cuda13x (or -cuda12x), one of them alone"
     if torch.version.cuda is not None:
         ours, theirs = int(torch.version.cuda.partition(".")[0]), int(driver.get_build_version()) // 1000
@@ -181,13 +181,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _parts_of(cupy: Path) -> Iterator[Path]:
-    """Return CuPy's native modules, except those that load CUDA's libraries: CuPy has to find those libraries."""
+    """Yield CuPy's native modules, except modules that load CUDA's libraries, which CuPy itself must find."""
     yield from cupy.rglob("*.so")
     yield from (cupy.parent / "cupy_backends" / "cuda").glob("api/*.so")
 
 
 def readable(version: int) -> str:
-    """Return a version as people write it."""
+    """Return a version as text, such as ``2.32.3``."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -197,7 +197,7 @@ def status_of(error: Exception) -> int:
 
 
 def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
-    """Run a blocking call. The caller gives it a thread of its own.
+    """Run a blocking call in the current thread, which must not be the loop's.
 
     :raises CommError: NCCL has failed.
     """
@@ -210,7 +210,7 @@ def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
 
 
 def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    """Abort or destroy communicators, each in a thread: a call may wait for other kernels, other ranks, or a graph."""
+    """Abort or destroy communicators, each in its own thread, because calls may wait for kernels, ranks or graphs."""
 
     def end(call: Callable[[], object]) -> None:
         cuda.activate()
@@ -229,7 +229,7 @@ def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading
 def explain(what: str, error: Exception) -> CommError:
     """Translate an exception that a call raised.
 
-    :param what: what was tried, such as ``"all_reduce"``.
+    :param what: the name of the call, such as ``"all_reduce"``.
     :param error: an instance of one of :attr:`Nccl.errors`, or a :class:`NcclStatusError`.
     """
     status = status_of(error)

@@ -1,11 +1,11 @@
-"""The sequencer of lanes: rank 0 hears the calls of all ranks, and makes the one order in which they are launched.
+"""The sequencer of lanes: rank 0 collects the calls of all ranks, and determines one launch order for them.
 
-NCCL wants one order of calls on all ranks, and lanes have none. So each rank tells rank 0 which collectives it has
-called in which lane. The sequencer appends each collective that all ranks have called to a log. All ranks are told the
-log, and launch its collectives in its order. Nothing else is ever launched: a kernel that waits for a rank which has
-given its lane up could not be stopped alone.
+NCCL requires the same order of calls on all ranks, and calls in lanes have no common order. So each rank announces its
+calls in lanes to rank 0. The sequencer appends each collective that all ranks have called to a log. All ranks receive
+the log, and launch its collectives in order. They launch no other collective of a lane. A kernel that waits for a rank
+that has given its lane up could not be stopped alone.
 
-The module is plain bookkeeping: it has no tensor, no connection, and no NCCL.
+The module only keeps records: it has no tensors and no connections, and calls no NCCL.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aiocomms.lowlevel import closed_by, disagreement
 from aiocomms_nccl.wire import LaneCall
 
 MOST_NAMED: Final = 16
-"""The most missing ranks that a waiting rank is told of, for one lane."""
+"""The most missing ranks that are named to a waiting rank for one lane."""
 
 
 class Sequenced(Protocol):
     """The interface through which the sequencer announces its decisions."""
 
     def append(self, lane: int) -> None:
-        """Append a lane's next collective to the log: all ranks have called it."""
+        """Append a lane's next collective, which all ranks have called, to the log."""
 
     def refuse(self, rank: int, lane: int, error: CommError) -> None:
         """Fail the next collective that a rank has called in a lane."""
@@ -40,7 +40,7 @@ class _LaneMeetings:
 
     def __init__(self) -> None:
         self.meetings: deque[dict[int, LaneCall]] = deque()
-        """The collectives that are not in the log, oldest first: each as the calls of the ranks, by rank."""
+        """The collectives that are not in the log, oldest first. Each is a dict of the calls by rank."""
         self.ahead: dict[int, int] = {}
         """The number of these collectives that each rank has called."""
 
@@ -53,14 +53,14 @@ class _LaneMeetings:
 
 
 class Sequencer:
-    """The collectives of lanes that some ranks have called, and not yet all."""
+    """The collectives of lanes that some ranks have called and other ranks have not."""
 
     def __init__(self, size: int, outcome: Sequenced) -> None:
         self._size = size
         self._outcome = outcome
         self._lanes: dict[int, _LaneMeetings] = {}
         self._left: set[int] = set()
-        self._unsaid: dict[int, None] = {}  # lanes whose waiting ranks were not told for whom they wait
+        self._unsaid: dict[int, None] = {}  # lanes whose waiting ranks do not know the missing ranks yet
 
     def __len__(self) -> int:
         """Return the number of lanes that wait for some rank."""
@@ -73,10 +73,10 @@ class Sequencer:
             found = self._lanes[call.lane] = _LaneMeetings()
         meeting = found.next_of(rank)
         if self._disagrees(rank, call, meeting):
-            return  # the communicator is lost
+            return  # the mismatch loses the communicator
         meeting[rank] = call
         found.ahead[rank] = found.ahead.get(rank, 0) + 1
-        if len(meeting) == self._size:  # this meeting is the oldest: every rank calls in order
+        if len(meeting) == self._size:  # this meeting is the oldest, because every rank calls in order
             found.meetings.popleft()
             found.ahead = {other: ahead - 1 for other, ahead in found.ahead.items()}
             self._look(call.lane, found)
@@ -86,7 +86,7 @@ class Sequencer:
             self._refuse_left(call.lane, meeting)
 
     def _disagrees(self, rank: int, call: LaneCall, meeting: dict[int, LaneCall]) -> bool:
-        """Compare a rank's call with those of others, and refuse both where they differ. Returns whether they do."""
+        """Compare a rank's call with calls of other ranks. If two calls differ, refuse both and return True."""
         for other, theirs in meeting.items():
             if (wrong := disagree(rank, call, other, theirs)) is not None:
                 self._outcome.refuse(other, call.lane, disagree(other, theirs, rank, call) or wrong)
@@ -103,7 +103,7 @@ class Sequencer:
             self._unsaid.pop(lane, None)
 
     def give_up(self, rank: int, lane: int) -> None:
-        """Forget a rank's calls in a lane that are not in the log. The rank calls nothing more there."""
+        """Forget a rank's calls in a lane that are not in the log. The rank makes no more calls in the lane."""
         found = self._lanes.get(lane)
         if found is None:
             return
@@ -114,7 +114,7 @@ class Sequencer:
         self._look(lane, found)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has closed, and calls nothing more."""
+        """Note that a rank has closed, and refuse the collectives that need it."""
         self._left.add(rank)
         for lane, found in list(self._lanes.items()):
             for meeting in list(found.meetings):
@@ -128,18 +128,18 @@ class Sequencer:
                 return
 
     def missing(self, lane: int) -> list[int]:
-        """Return the ranks for which the others wait in a lane. Any thread may call this."""
+        """Return the ranks for which other ranks wait in a lane. Any thread may call this method."""
         found = self._lanes.get(lane)
         meeting = next(iter(list(found.meetings)), {}) if found is not None else {}
         return [rank for rank in range(self._size) if rank not in meeting] if meeting else []
 
     @property
     def has_news(self) -> bool:
-        """True if a rank waits in some lane, and was not told for whom."""
+        """True if a rank waits in some lane and does not know the missing ranks."""
         return bool(self._unsaid)
 
     def news(self) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Return each waiting lane once, with the ranks that wait there, and the ranks for which they wait."""
+        """Yield each new waiting lane once, with its waiting ranks and its missing ranks."""
         lanes, self._unsaid = self._unsaid, {}
         for lane in lanes:
             meeting = self._lanes[lane].meetings[0]
@@ -148,7 +148,7 @@ class Sequencer:
 
 
 def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> MismatchError | None:
-    """Return the error of a rank whose call does not match that of another rank; None if it matches."""
+    """Return the error of a rank whose call does not match another rank's call; None if the calls match."""
     here, there = mine.text, theirs.text
     if here == there:
         if not mine.gives or (mine.takes[peer], mine.gives[peer]) == (theirs.gives[rank], theirs.takes[rank]):

@@ -1,4 +1,4 @@
-"""The threads of one transport, for calls in which NCCL blocks and which it does not give up."""
+"""The threads of one transport, for NCCL calls that block and cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiocomms.lowlevel import clock
 
 
 class Returned(NamedTuple):
-    """The outcome of a call in a thread, for the loop's thread to act upon."""
+    """The outcome of a call in a thread, which the loop's thread handles."""
 
     then: Callable[[Any], object]
     value: Any
@@ -19,12 +19,12 @@ class Returned(NamedTuple):
 
 
 class Threads:
-    """Threads, which are left behind if NCCL does not return from a call, and the outcomes of their calls."""
+    """The threads and the outcomes of their calls. A thread is left behind if NCCL does not return from its call."""
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        """Start none.
+        """Start with no threads.
 
-        :param wake: wakes the loop, from any thread.
+        :param wake: wakes the loop. Any thread may call it.
         """
         self.returned: deque[Returned] = deque()
         """The outcomes, in the order in which the calls returned."""
@@ -32,7 +32,7 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and have the loop's thread call ``then`` with the result."""
+        """Run a blocking call in a thread, and store ``then`` and the outcome for the loop's thread."""
 
         def run() -> None:
             value: Any = None
@@ -49,11 +49,11 @@ class Threads:
         thread.start()
 
     def adopt(self, threads: Iterable[threading.Thread]) -> None:
-        """Have :meth:`join` wait for these threads as well."""
+        """Add threads for which :meth:`join` also waits."""
         self._threads += threads
 
     def join(self, patience: float) -> None:
-        """Wait for all threads, for ``patience`` seconds at most. Blocks, off the loop."""
+        """Wait at most ``patience`` seconds for all threads. This method blocks, off the loop."""
         ends = clock.now() + patience
         for thread in self._threads:
             thread.join(max(0.0, ends - clock.now()))

@@ -1,4 +1,4 @@
-"""The plug-in: :class:`NcclTransport` passes ops down to NCCL, and events and the other ranks' frames back up."""
+"""The plug-in: :class:`NcclTransport` passes ops to NCCL, and handles GPU events and other ranks' frames."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
 _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
-"""Seconds that closing waits for NCCL, and for each rank to receive its last frames."""
+"""Seconds that the close waits for NCCL, and for each rank to receive its last frames."""
 _NONE: Final = -1
 
 
 class NcclTransport(LaneTransport):
-    """The NCCL transport. Collectives have a stream of their own. The host matches messages, and NCCL carries them."""
+    """The NCCL transport. Collectives have their own stream. The host matches messages, and NCCL carries them."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
@@ -74,10 +74,10 @@ class NcclTransport(LaneTransport):
         self._agreement = NcclAgreement(control, cs.rank, self.capabilities.detects_mismatch, self.lose)
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
-        self._ends: dict[int, Any] = {}  # the ends of collectives that are under way, by number
+        self._ends: dict[int, Any] = {}  # the ends of running collectives, by number
         self._captured_ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
-        self._held: deque[tuple[CallPlan, ops.Op, Completion, Any]] | None = None  # collectives, during a split
+        self._held: deque[tuple[CallPlan, ops.Op, Completion, Any]] | None = None  # held by a split
         self._threads = Threads(control.wake)
         self._failure: CommError | None = None
         self._ending = threading.RLock()
@@ -92,13 +92,13 @@ class NcclTransport(LaneTransport):
     @classmethod
     def layers(cls, device: torch.device) -> tuple[Cuda, Nccl]:
         """Return the layers through which CUDA and NCCL are called."""
-        # Otherwise the first call of each algorithm would connect, and block the loop until the other ranks have come.
+        # By default the first call of each algorithm connects, which would block the loop until all ranks call it.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         return TorchCuda(device), CupyNccl()
 
     @classmethod
     def gpu(cls, device: torch.device) -> str:
-        """Return the identifier of a GPU, different from that of every other GPU."""
+        """Return the identifier of a GPU, unique among all GPUs."""
         return str(torch.cuda.get_device_properties(device).uuid)
 
     @classmethod
@@ -124,7 +124,7 @@ class NcclTransport(LaneTransport):
 
     @classmethod
     def _look(cls, device: torch.device) -> tuple[Cuda, Nccl, NcclHello]:
-        """Load the layers of CUDA and NCCL, and return them with this rank's hello. Blocks."""
+        """Load the layers of CUDA and NCCL, and return them with this rank's hello. This method blocks."""
         cuda, library = cls.layers(device)
         load_launcher(cuda, library)
         return cuda, library, bringup.hello(cls.gpu(device), library)
@@ -160,7 +160,7 @@ class NcclTransport(LaneTransport):
         form: Callable[[], NcclComm],
         high: bool,
     ) -> Self:
-        """Form NCCL's communicator, in a thread that is left behind if the call does not return."""
+        """Form NCCL's communicator in a thread, which is left behind if the call does not return."""
         control = Control(sockets)
         what = "forming NCCL's communicator"
         call = functools.partial(open_comm_stream, cuda, library, form, rendezvous, high)
@@ -172,7 +172,7 @@ class NcclTransport(LaneTransport):
             raise
 
     def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
-        """Hold back collectives while this communicator is split. Returns the split, to be called on another thread."""
+        """Hold back collectives during a split. Return the function, for another thread, that does the split."""
         self._held, quiet = deque(), self.launcher.quiet(self._comm_stream)
 
         def split() -> Any:
@@ -199,12 +199,12 @@ class NcclTransport(LaneTransport):
     def _start(self, start: Callable[[], object], captured: bool) -> None:
         if self._failure is not None or self.aborted:
             self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
-            return  # NCCL must not be called any more. The communicator ends the work
+            return  # NCCL must not be called again, and the communicator ends the work
         try:
             start()
         except RuntimeError as error:
             if captured or "CUDA" not in str(error):
-                raise  # a broken capture fails by itself; the communicator is not lost
+                raise  # a broken capture does not lose the communicator
             self.lose_cuda(error)
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> None:
@@ -217,12 +217,12 @@ class NcclTransport(LaneTransport):
             self._lanes.give_up(lane, error)
 
     def forget_lane(self, lane: int, rank: int) -> None:
-        """See :meth:`LaneTransport.forget_lane`. It does nothing: the sequencer waits for that rank's own frame."""
+        """See :meth:`LaneTransport.forget_lane`. It does nothing, because the sequencer waits for that rank's frame."""
 
     def plan(self, op: ops.Op) -> CallPlan:
         """Plan a collective.
 
-        :raises CommError: there is no memory for it.
+        :raises CommError: the collective needs GPU memory, and there is none.
         """
         try:
             return START[type(op)](self._comm_stream, op)
@@ -238,7 +238,7 @@ class NcclTransport(LaneTransport):
                     "the communicator's stream is being captured, from another stream than the current one: "
                     "end the capture first, or call the op on a stream of the capture"
                 )
-            self._captured.clear()  # the graph keeps its own memory; its maker keeps the rest
+            self._captured.clear()  # the graph keeps its own memory, and the program keeps the rest
         plan = self.plan(op)
         if captured:
             self._capture(plan, op, work)
@@ -257,10 +257,10 @@ class NcclTransport(LaneTransport):
             )
 
     def _capture(self, plan: CallPlan, op: ops.Op, work: Completion) -> None:
-        """Enqueue a collective from this thread, so that it is part of the current capture."""
+        """Enqueue a collective from this thread, so that the current capture includes it."""
         comm_stream = self._comm_stream
-        self.launcher.settle()  # collectives that were launched before are no part of it
-        after, end = self.cuda.event(), self.cuda.event()  # the two belong to the graph
+        self.launcher.settle()  # the capture must not include earlier collectives
+        after, end = self.cuda.event(), self.cuda.event()  # the graph owns these events
         after.record(self.cuda.current_stream())
         comm_stream.stream.wait_event(after)
         if not self.call_nccl(op.name, functools.partial(comm_stream.carry_out, plan)):
@@ -279,7 +279,7 @@ class NcclTransport(LaneTransport):
             self._ends[index] = end
 
     def _finish_collective(self, op: ops.Op, index: int) -> None:
-        """Finish a collective that the GPU has done. Until then, its op keeps its tensors."""
+        """Finish a collective that the GPU has completed. Its op keeps its tensors until then."""
         self._ends.pop(index, None)
         if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
@@ -307,11 +307,11 @@ class NcclTransport(LaneTransport):
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
+        """See :meth:`Transport.progress`. It does nothing while the current stream is being captured."""
         if self._capturing():
-            return len(self.launcher) > 0  # True makes the loop ask again: nothing tells when a capture ends
+            return len(self.launcher) > 0  # True makes the loop ask again, because no event ends a capture
         frames = self.control.poll()
-        did = self._poll_events() or bool(frames)  # events first: an op done before an abort is done
+        did = self._poll_events() or bool(frames)  # events come first: an op that ended before an abort completes
         try:
             return self._go_on(frames) or did
         except RuntimeError as error:  # a launch has failed
@@ -321,13 +321,13 @@ class NcclTransport(LaneTransport):
             return True
 
     def _go_on(self, frames: Sequence[tuple[int, Frame | ProtocolError | None]]) -> bool:
-        """Act on frames and on the outcomes of threads. Returns whether a thread had an outcome."""
+        """Act on frames and on the outcomes of threads. Return whether a thread had an outcome."""
         did = False
         self._agreement.handle(frames, self.on_note)
         if not self.aborted:
             self._lanes.turn(bool(frames))
-        with self._ending:  # a communicator that gets its direction now is aborted with the others
-            while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
+        with self._ending:  # an abort must include communicators that are formed here
+            while self._threads.returned and not self.aborted:  # _end() handles outcomes after an abort
                 did = True
                 self._conclude_call(*self._threads.returned.popleft())
         return did
@@ -341,7 +341,7 @@ class NcclTransport(LaneTransport):
             return False
 
     def _poll_events(self) -> bool:
-        """Poll the events, and while some have not fired, NCCL's asynchronous errors."""
+        """Poll the events. If some have not fired, poll NCCL's asynchronous errors, too."""
         if not len(self.launcher) or isinstance(self._failure, CudaBrokenError):
             return False
         try:
@@ -354,7 +354,7 @@ class NcclTransport(LaneTransport):
                 self.call_nccl("what is under way", comm_stream.comm.check_async_error)
             if self.launcher.parked and self._agreement.pending:
                 self._agreement.tell_soon()
-        # Until threads sleep on the events, nothing else has the loop ask again: a launch may come without a frame.
+        # Until threads sleep on the events, only this result makes the loop ask again: a launch may have no frame.
         return did or (self.launcher.spin > 0 and len(self.launcher) > 0 and not self.launcher.parked)
 
     def fileno(self) -> int | None:
@@ -375,12 +375,12 @@ class NcclTransport(LaneTransport):
         return self._agreement.waiting_for(work) if found is None else found
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. The other rank hears it when its loop comes round."""
+        """See :meth:`Transport.say`. The other rank receives the note in its loop's next turn."""
         self.control.send(rank, NcclNote(note))
         return not self.aborted
 
     def lose_cuda(self, error: RuntimeError) -> None:
-        """Lose the communicator: after a kernel has failed, every later CUDA call fails with torch's error."""
+        """Lose the communicator, because every CUDA call after a failed kernel raises torch's error."""
         self.lose(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
     def lose(self, error: CommError) -> None:
@@ -389,7 +389,7 @@ class NcclTransport(LaneTransport):
         self.on_failure(self._failure)
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL. Returns False if the call failed or NCCL was aborted, and so the communicator is lost."""
+        """Call NCCL. Return False if the call failed or NCCL was aborted. Then the communicator is lost."""
         with self._ending:  # NCCL must not be aborted while it is called
             if self.aborted:
                 return False
@@ -411,7 +411,7 @@ class NcclTransport(LaneTransport):
         return self._comm_stream.like(comm, rank, size)
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
+        """Run a blocking call in a thread, then call ``then`` on the loop's thread. An error loses the communicator."""
         what = "forming a communicator for messages or lanes"
         self._threads.spawn(functools.partial(guarded, self.cuda, self.library, what, call), then)
 
@@ -434,7 +434,7 @@ class NcclTransport(LaneTransport):
         self._threads.adopt(end_all(self.cuda, calls))
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`. NCCL is aborted in threads, because that waits until its kernels have ended."""
+        """See :meth:`Transport.abort`. NCCL is aborted in threads, because the abort waits until its kernels end."""
         with self._ending:
             if not self.aborted:
                 self.aborted = True
@@ -443,7 +443,7 @@ class NcclTransport(LaneTransport):
                 self._end_all(self._comm_streams(), abort=True)
 
     def _comm_streams(self, *, busy: bool = False) -> list[CommStream]:
-        """Return all communicators; if ``busy``, without those for lanes that have nothing under way."""
+        """Return all communicators; if ``busy``, without communicators for lanes that have no running collective."""
         return [self._comm_stream, *self._lanes.comm_streams(busy=busy), *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
@@ -454,7 +454,7 @@ class NcclTransport(LaneTransport):
         self._lanes.clear()
 
     def _end(self) -> None:
-        """Close everything, off the loop. A thread that does not end in time is left behind with its tensors."""
+        """Close the transport, off the loop. A thread that does not end in time is left behind with its tensors."""
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
@@ -465,7 +465,7 @@ class NcclTransport(LaneTransport):
             self._threads.join(_PATIENCE)
         if not isinstance(self._failure, CudaBrokenError):
             for late in self._threads.returned:
-                for comm_stream in late.value or ():  # each was formed too late to carry anything
+                for comm_stream in late.value or ():  # a late communicator carries no messages
                     comm_stream.comm.abort()
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             self.cuda.activate()

@@ -1,4 +1,4 @@
-"""The wire format: the frames on the control connections. They exist because NCCL itself matches nothing."""
+"""The wire format: the frames on the control connections. Ranks need them because NCCL does not match messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 7
 LONGEST: Final = 64 * 1024
-"""Most bytes of a frame."""
+"""The most bytes of a frame."""
 
 _PIECE: Final = LONGEST // 2
-"""The approximate limit of the bytes of calls or entries of lanes in one frame."""
+"""The approximate limit, in bytes, of the lane calls or entries in one frame."""
 
 Lane = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """The number of a lane."""
 DTYPE_LIST: Final = tuple(sorted(DTYPES, key=str))
-"""The dtypes, in the order of the numbers that stand for them in a frame."""
+"""The dtypes, in the order of their numbers in frames."""
 DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
 
 
@@ -36,20 +36,20 @@ class Announce(msgspec.Struct, tag=0, array_like=True):
 
 
 class TakeMessage(msgspec.Struct, tag=1, array_like=True):
-    """The receiver takes ``nbytes`` of a message. It sends these frames in the order of its NCCL calls."""
+    """The receiver takes ``nbytes`` of a message. It sends such frames in the order of its NCCL calls."""
 
     number: int
     nbytes: int
 
 
 class DirectionRequest(msgspec.Struct, tag=2, array_like=True):
-    """The receiver asks the sender to form the NCCL communicator that carries messages from there to here."""
+    """The receiver asks the sender of messages to form the NCCL communicator that carries them."""
 
     unique_id: bytes
 
 
 class DescribedCall(msgspec.Struct, array_like=True):
-    """One collective as its caller describes it. ``sizes``: the bytes to and from the receiver, if they may differ."""
+    """The description of one collective call. ``sizes`` has the bytes to and from the frame's receiver, or is empty."""
 
     text: str
     sizes: list[int]
@@ -66,15 +66,15 @@ class Progress(msgspec.Struct, array_like=True):
     """The sender's progress in its directions with the receiver."""
 
     joined: bool
-    """True if the sender forms the direction on which it sends, because the receiver has asked for it."""
+    """True if the sender has begun to form the direction on which it sends."""
     sent: int
-    """The number of messages that the sender has given to NCCL on that direction."""
+    """The number of messages that the sender has given to NCCL on the direction on which it sends."""
     received: int
     """The number of messages that the sender has given to NCCL on the direction on which it receives."""
 
 
 class NcclBye(msgspec.Struct, tag=4, array_like=True):
-    """The sender has closed after ``calls`` collectives, and sends nothing more."""
+    """The sender has closed after ``calls`` collectives. This is its last frame."""
 
     calls: int
     progress: Progress
@@ -112,7 +112,7 @@ class LaneCalls(msgspec.Struct, tag=7, array_like=True):
 
 
 class LaneGivenUp(msgspec.Struct, tag=8, array_like=True):
-    """A frame to the sequencer: the sender gives a lane up, and waits for :class:`LaneEnd`."""
+    """A frame to the sequencer: the sender gives a lane up and waits for :class:`LaneEnd`."""
 
     lane: Lane
 
@@ -124,7 +124,7 @@ class LaneEntries(msgspec.Struct, tag=9, array_like=True):
 
 
 class LaneEnd(msgspec.Struct, tag=10, array_like=True):
-    """A frame of the sequencer: nothing more of a lane that the receiver has given up comes into the log."""
+    """A frame of the sequencer: a lane that the receiver has given up gets no more entries in the log."""
 
     lane: Lane
 
@@ -137,7 +137,7 @@ class LaneFault(msgspec.Struct, tag=11, array_like=True):
 
 
 class LaneWaits(msgspec.Struct, tag=12, array_like=True):
-    """A frame of the sequencer: lanes in which the receiver waits, and the ranks for which it waits."""
+    """A frame of the sequencer: the lanes in which the receiver waits, each with the missing ranks."""
 
     waits: list[tuple[Lane, list[int]]]
 
@@ -156,12 +156,12 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame", limit=LONGEST)
 
 
 def dialect() -> Dialect:
-    """Return the beginning of a rank's first record. The ranks compare it before they send anything else."""
+    """Return the beginning of a rank's first record, which the ranks compare first."""
     return Dialect("the nccl transport", b"aioN", VERSION)
 
 
 def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
-    """Return the frames that tell of calls in lanes: one, unless the calls are too many for it."""
+    """Yield the frames with calls in lanes: one frame, or more if there are too many calls."""
     part: list[LaneCall] = []
     nbytes = 0
     for call in calls:
@@ -174,19 +174,19 @@ def lane_calls(calls: Sequence[LaneCall]) -> Iterator[LaneCalls]:
 
 
 def lane_entries(lanes: Sequence[int]) -> Iterator[LaneEntries]:
-    """Return the frames with entries of the log: one, unless the entries are too many for it."""
+    """Return the frames with entries of the log: one frame, or more if there are too many entries."""
     most = _PIECE // 9
     return (LaneEntries(list(lanes[at : at + most])) for at in range(0, len(lanes), most))
 
 
 def lane_waits(waits: Sequence[tuple[int, list[int]]]) -> Iterator[LaneWaits]:
-    """Return the frames that tell a rank for whom it waits: one, unless the lanes are too many for it."""
+    """Return the frames that name the missing ranks to a rank: one frame, or more if there are too many lanes."""
     most = _PIECE // (9 * (2 + max(len(ranks) for _, ranks in waits)))
     return (LaneWaits(list(waits[at : at + most])) for at in range(0, len(waits), most))
 
 
 def pack(frame: Frame) -> bytes:
-    """Encode a frame, with its size in front."""
+    """Encode a frame after its size."""
     data = _FRAMES.encode(frame)
     return len(data).to_bytes(4, "little") + data
 
@@ -194,7 +194,7 @@ def pack(frame: Frame) -> bytes:
 def unpack(buffer: bytearray) -> list[Frame]:
     """Remove the complete frames from the start of a buffer, and decode them.
 
-    :raises ProtocolError: a frame makes no sense.
+    :raises ProtocolError: a frame is invalid.
     """
     frames: list[Frame] = []
     at = 0

@@ -1,7 +1,7 @@
-"""Transport ``net``: the ranks are processes of a simulated world, and its network is between them.
+"""Transport ``net``: the ranks are simulated processes, and a simulated network connects them.
 
-It carries sends and receives alone, so that all else is lowered to them: collectives, windows and lanes are those of
-the library, over messages that are late, cut off, or lost with their rank.
+The transport carries only sends and receives. The library expresses collectives, windows and lanes as messages. The
+network may delay messages, cut connections, or lose messages with their rank.
 """
 
 from __future__ import annotations

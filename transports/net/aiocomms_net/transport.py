@@ -1,4 +1,4 @@
-"""The plug-in itself: one connection for each pair of ranks, and the matching of sends and receives at the receiver."""
+"""The plug-in: one connection for each pair of ranks, and the matching of sends and receives at the receiver."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from aiocomms.lowlevel import clock
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, SideChannel, Transport, conclude
 
 Key = tuple[int, int, int]
-"""Source, channel and tag of a message, or of a receive that is posted for it."""
+"""The source, channel and tag of a message or of a posted receive."""
 _PAUSE: Final = 0.05
-"""Seconds before another call of a rank that could not be reached."""
+"""Seconds between two attempts to connect to a rank."""
 _CALLS: Final = 10
-"""Calls of a rank until it is known to listen no more: a connection that is made may be cut, but not so often."""
+"""The number of failed attempts to connect after which a rank counts as dead. The network cuts some attempts."""
 
 
 class Sent:
-    """A message: where its bytes are read when a receive has matched it."""
+    """A message. Its bytes are read from the sender's tensor when a receive matches the message."""
 
     def __init__(self, op: ops.Send, number: int) -> None:
         self.channel, self.tag, self.number = op.channel, op.tag, number
         self.tensor = op.tensor
 
     def keep(self) -> None:
-        """Keep the bytes, for the sender gets its tensor back although no receive has matched it."""
+        """Copy the bytes, because the sender may reuse its tensor before a receive matches the message."""
         self.tensor = self.tensor.clone()
 
 
 class Taken(NamedTuple):
-    """A receive has matched a message, and has its bytes."""
+    """A frame: a receive has taken the bytes of a message."""
 
     number: int
 
 
 class NetNote(NamedTuple):
-    """A note to the other rank's core."""
+    """A frame: a note to the other rank's core."""
 
     what: bytes
 
 
 class Aborted(NamedTuple):
-    """The communicator is lost."""
+    """A frame: the communicator is lost."""
 
     reason: lowlevel.Reason
 
 
 class Closed(NamedTuple):
-    """The rank has closed the communicator."""
+    """A frame: the rank has closed the communicator."""
 
 
 class NetPeer:
@@ -65,9 +65,9 @@ class NetPeer:
     def __init__(self, rank: int, conduit: clock.Conduit) -> None:
         self.rank, self.conduit = rank, conduit
         self.over = False
-        """True if nothing more is heard of the rank."""
+        """True once the rank has closed or the connection has ended."""
         self.sent: dict[int, tuple[Sent, Completion]] = {}
-        """The sends that no receive has matched, by number. The other rank has the messages, but not the works."""
+        """The sends whose messages no receive has taken, by number. The other rank has the messages."""
 
 
 class NetTransport(Transport):
@@ -101,7 +101,7 @@ class NetTransport(Transport):
 
     def post(self, op: Any, work: Completion) -> None:
         """See :meth:`Transport.post`."""
-        if not isinstance(op, ops.Probe):  # meanwhile the program may give its own tensor other memory
+        if not isinstance(op, ops.Probe):  # the program may give its own tensor other memory before the op ends
             op = msgspec.structs.replace(op, tensor=op.tensor.detach())
         if isinstance(op, ops.Send):
             self._send(op, work)
@@ -132,7 +132,7 @@ class NetTransport(Transport):
         peer.conduit.send(message)
 
     def _take(self, key: Key, message: Sent, op: ops.Recv, work: Completion) -> None:
-        """Copy a message where a receive wants it, and tell the sender."""
+        """Copy a message into the tensor of a receive, and tell the sender."""
         src = key[0]
         if lowlevel.has_room(message.tensor):
             outcome: Any = lowlevel.copy_message(message.tensor, op.tensor, src) or OP_RESULT
@@ -177,7 +177,7 @@ class NetTransport(Transport):
                 self._leave(peer)
 
     def _end(self) -> None:
-        """Note that the communicator is lost: the works end, and others may read the messages later."""
+        """Note that the communicator is lost. Copy unmatched messages, because other ranks may read them later."""
         if not self._ended:
             self._ended = True
             for peer in self._peers.values():
@@ -194,7 +194,7 @@ class NetTransport(Transport):
             conclude(work, probe.message(message.tensor.nbytes, message.tensor.dtype))
 
     def _leave(self, peer: NetPeer) -> None:
-        """Fail what still needs a rank that has closed, and nothing else."""
+        """Fail only the works that still need a rank that has closed."""
         peer.over = True
         peer.conduit.close()
         error = lowlevel.closed_by(peer.rank)
@@ -205,7 +205,7 @@ class NetTransport(Transport):
             conclude(work, error)
 
     def _gone(self, peer: NetPeer, _: bool) -> None:
-        """Lose the communicator by a connection that has ended without a goodbye."""
+        """Lose the communicator because a connection has ended without a ``Closed`` frame."""
         if not peer.over:
             peer.over = True
             if not self._ended:
@@ -215,7 +215,7 @@ class NetTransport(Transport):
     # ---------------------------------------------------------------------------------- beside and after operations
 
     def progress(self) -> None:
-        """See :meth:`Transport.progress`. The network calls by itself."""
+        """See :meth:`Transport.progress`. It does nothing, because the network calls this transport."""
 
     def fileno(self) -> None:
         """See :meth:`Transport.fileno`."""
@@ -268,15 +268,15 @@ class _SideChannel:
         return rank not in self._peers or self._peers[rank].over
 
     def far(self, rank: int) -> bool:
-        """See :meth:`aiocomms.transport.SideChannel.far`. Each simulated rank is on a host of its own."""
+        """See :meth:`aiocomms.transport.SideChannel.far`. Each simulated rank has its own host."""
         return True
 
 
 async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
-    """Connect with every other rank: with the lower ones by a call, and the higher ones call.
+    """Connect to every lower rank, and accept a connection from every higher rank.
 
-    :raises CommTimeoutError: some rank did not come.
-    :raises PeerDiedError: some rank listens no more, and has no connection with this one.
+    :raises CommTimeoutError: a rank did not connect in time.
+    :raises PeerDiedError: a lower rank does not listen, and has no connection with this rank.
     """
     assert clock.simulation is not None
     network = clock.simulation.network
@@ -300,7 +300,7 @@ async def _meet(rendezvous: Rendezvous) -> dict[int, clock.Conduit]:
 
 
 class _Calling:
-    """The connections of a rank while it makes them."""
+    """The connections of a rank while they are made."""
 
     def __init__(self, network: clock.Network, rendezvous: Rendezvous) -> None:
         self._network, self._rendezvous = network, rendezvous
@@ -309,13 +309,13 @@ class _Calling:
         self._deaf: int | None = None
 
     def arrived(self, conduit: clock.Conduit, peer: int) -> None:
-        """Take a connection with a rank, in the place of an earlier one, which that rank knows to be over."""
+        """Store a connection with a rank. It replaces an earlier connection, which that rank has given up."""
         self.conduits[peer] = conduit
         if len(self.conduits) == self._rendezvous.size - 1:
             self.complete.set()
 
     async def call(self, peer: int, address: bytes) -> None:
-        """Call a rank until it answers, or has formed its part without this one: each listens before it is called."""
+        """Connect to a rank, and retry until it answers. A rank that does not answer counts as dead."""
         for _ in range(_CALLS):
             answered, answers = anyio.Event(), list[bool]()
 
@@ -339,8 +339,8 @@ class _Calling:
     def check(self) -> None:
         """Raise an error if a rank is missing.
 
-        :raises PeerDiedError: it listens no more.
-        :raises CommTimeoutError: it did not come.
+        :raises PeerDiedError: a rank does not listen.
+        :raises CommTimeoutError: a rank did not connect in time.
         """
         if self._deaf is not None:
             raise lowlevel.gone(self._deaf)
@@ -351,7 +351,7 @@ class _Calling:
             raise CommTimeoutError(late, late=absent)
 
     def close(self) -> None:
-        """Give all up, and tell the others, which may have formed their part."""
+        """Close all connections, and tell the other ranks, which may have opened the communicator already."""
         given_up = lowlevel.Reason("CommAbortedError", "it has given up while it was formed", self._rendezvous.rank)
         for conduit in self.conduits.values():
             conduit.send(Aborted(given_up))

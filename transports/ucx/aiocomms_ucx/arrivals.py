@@ -9,7 +9,7 @@ from aiocomms_ucx.status import found
 
 
 def post_arrival(transport: Member, op: ops.Probe | ops.Take, work: Completion) -> None:
-    """Hand a probe, or a receive that does not wait, to the engine. Complete it if it is done."""
+    """Pass a probe or a receive that does not wait to the engine. Complete the op if it is done."""
     engine, ticket, group = transport.engine, id(work), transport.group
     if isinstance(op, ops.Probe):
         seen = engine.probe(ticket, group, op.src, op.channel, op.tag, not op.more)

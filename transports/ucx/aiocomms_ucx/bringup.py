@@ -1,4 +1,4 @@
-"""Bring-up: finds out which ranks share a host, connects each pair of ranks, and opens the engine."""
+"""Bring-up: the ranks find their hosts, connect each pair of ranks, and open the engine."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from aiocomms_ucx.shared_engine import SharedEngine
 _NONCE: Final = 32
 _BACKLOG: Final = 1024
 _SHARE: Final = 0.9
-"""Share of the remaining time for connecting. The rest is for reporting which ranks did not connect."""
+"""The share of the remaining time for connecting. The rest is for the report of ranks that did not connect."""
 _CONNECT: Final = 5.0
-"""Seconds for one attempt to connect to another host."""
+"""The most seconds for one attempt to connect to another host."""
 
 
 class EngineHello(msgspec.Struct, array_like=True):
-    """The first record that each rank gives the others."""
+    """The first record that each rank sends to the other ranks."""
 
     byte_order: str
     host: str
@@ -63,27 +63,27 @@ class EngineHello(msgspec.Struct, array_like=True):
     path: str
     """The path of the abstract unix socket to which ranks of this host connect."""
     nonce: bytes
-    """A nonce, with which the engine's key is a new one each time."""
+    """A nonce that makes each engine's key unique."""
 
-    def __repr__(self) -> str:  # In a job without a token, the nonces give the key away.
+    def __repr__(self) -> str:  # In a job without a token, the nonces reveal the key.
         return f"<Hello of process {self.pid} on {self.name}>"
 
 
 class EnginePlace(msgspec.Struct, array_like=True):
-    """The record that each rank gives the others when it knows which rank is on which host."""
+    """The record that each rank sends to the other ranks when it knows the hosts of all ranks."""
 
     address: bytes
-    """The address of its UCX worker."""
+    """The address of the rank's UCX worker."""
     endpoint: tuple[str, int] | None
-    """The address to which ranks of other hosts connect; None if there are none."""
+    """The address to which ranks of other hosts connect; None if all ranks are on one host."""
     trouble: str = ""
-    """The reason why this rank cannot work with the others; empty if it can."""
+    """The reason why this rank cannot work with the other ranks; empty if it can."""
     hindrances: list[str] = []
-    """Circumstances of this rank that may be why something does not work, on it or on another."""
+    """The circumstances of this rank that may cause a failure on any rank."""
     in_place: bool = False
-    """True if the ranks of its host read large parts where they lie. The value of each host's first rank counts."""
+    """True if ranks of this host read large parts in place. Only the value of each host's first rank counts."""
     other: int = -1
-    """The number of the other engine on this rank, if the two are endpoints; else an engine's number is its rank."""
+    """The number of the other rank's engine on this rank, for endpoints. -1: an engine's number is its rank."""
 
 
 HELLOS: Final = ControlCodec[EngineHello](EngineHello, "the first record")
@@ -91,18 +91,18 @@ PLACES: Final = ControlCodec[EnginePlace](EnginePlace, "the place")
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """The ranks of a communicator, in their order."""
+    """The ranks of a communicator, in rank order."""
 
     peers: list[int]
     """The number of each rank in the engine."""
     hosts: list[str]
     pids: list[int]
-    """The process of each rank."""
+    """The process id of each rank."""
     in_place: bool
-    """True if the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
+    """True if the ranks of this host read large parts of collectives in place. It is the same on all of them."""
 
     def some(self, ranks: Sequence[int]) -> Ranks:
-        """Return the record of some of the ranks, in the given order."""
+        """Return the record of some ranks, in the given order."""
         return Ranks(
             [self.peers[rank] for rank in ranks],
             [self.hosts[rank] for rank in ranks],
@@ -115,13 +115,13 @@ class Ranks(msgspec.Struct, frozen=True):
 async def shared_engine(
     rendezvous: Rendezvous, cuda: Cuda | None = None, memory: int = NO_DEVICE
 ) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
-    """Connect to the other ranks, with an engine of their own, or with that of an endpoint. Collective.
+    """Connect to the other ranks with a new engine or an endpoint's engine. All ranks must call this function.
 
     The caller adds a communicator to the engine within this context.
 
-    :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
+    :param cuda: the GPU whose memory the engine carries; None for CPU memory.
     :param memory: UCX's type of that GPU's memory.
-    :raises CommTimeoutError: a rank did not come, or did not connect.
+    :raises CommTimeoutError: a rank is missing or did not connect.
     :raises AuthError: a rank does not have this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
@@ -152,7 +152,7 @@ async def shared_engine(
 
 
 async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[EngineHello]) -> str | None:
-    """Return the address at which ranks of other hosts reach this one; None if there are none."""
+    """Return the address at which ranks of other hosts reach this rank; None if all ranks are on one host."""
     far = [hello.name for hello in hellos if hello.host != mine.host]
     names = *rendezvous.hosts, hellos[0].name, *far
     return await run_in_thread(functools.partial(reachable_address, names, rendezvous.store)) if far else None
@@ -160,7 +160,7 @@ async def _outside(rendezvous: Rendezvous, mine: EngineHello, hellos: Sequence[E
 
 @contextlib.asynccontextmanager
 async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
-    """Keep an engine while a communicator forms that is to share it: the ends of others do not end it then."""
+    """Keep an engine open while a new communicator that shares it forms, even if all other communicators end."""
     shared.forming += 1
     try:
         yield
@@ -173,7 +173,7 @@ def _introduce(
     shared: SharedEngine, rank: int, hellos: Sequence[EngineHello], places: Sequence[EnginePlace],
     connections: Mapping[int, socket.socket], cookies: Sequence[tuple[int, int]],
 ) -> Ranks:  # fmt: skip
-    """Let an engine know those of the other ranks."""
+    """Introduce the engines of the other ranks to an engine."""
     mine, hosts = hellos[rank], [hello.host for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     cores = len({core for hello in here for core in hello.cores})
@@ -195,10 +195,10 @@ def _introduce(
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
-    """Raise the first trouble of a rank, on all ranks.
+    """Raise the first rank's trouble on all ranks.
 
-    :param why: what of each rank's environment may be the reason.
-    :raises CommError: there is one.
+    :param why: the circumstances of each rank that may be the reason.
+    :raises CommError: a rank has a trouble.
     """
     for peer, trouble in enumerate(troubles):
         if trouble:
@@ -207,16 +207,16 @@ def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> N
 
 
 def _closed(rank: int, hellos: Sequence[EngineHello]) -> str:
-    """Return which process of this host does not let this one open its memory; UCX may not survive to find out."""
+    """Return an error text if this process may not open the memory of a rank of this host, because UCX may crash."""
     for peer, hello in enumerate(hellos):
         if hello.host == hellos[rank].host and hello.pid != os.getpid():
             try:
-                # The kernel permits this to a process to which the other's descriptors are open.
+                # The kernel permits this only to a process that may open the other's descriptors.
                 Path(f"/proc/{hello.pid}/exe").readlink()
             except PermissionError as error:
                 return f"rank {rank} may not open the shared memory of rank {peer}: {error}"
             except OSError:
-                pass  # The process has ended, which its connection tells.
+                pass  # The process has ended, and its connection reports that.
     return ""
 
 
@@ -231,7 +231,7 @@ class _Kept:
 async def _engine_of(
     rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
 ) -> SharedEngine | CommError:
-    """Open an engine, or find that of the endpoint; else return the error, which the other ranks are told first."""
+    """Open an engine, or return the endpoint's engine. Return an error if that fails, for the other ranks."""
 
     async def opened(number: int) -> SharedEngine:
         rank = rendezvous.rank
@@ -266,7 +266,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
 
 
 def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | CommError) -> EnginePlace:
-    """Return the record by which the others find this rank's engine, or learn why there is none."""
+    """Return the record that describes this rank's engine, or the reason why there is none, to the other ranks."""
     if isinstance(shared, CommError):
         address, text = b"", shared.message
     else:
@@ -275,7 +275,7 @@ def _place(rank: int, hellos: Sequence[EngineHello], shared: SharedEngine | Comm
 
 
 def _reads_in_place(rank: int, hellos: Sequence[EngineHello]) -> bool:
-    """Return, on the first of several ranks of a host, whether these should read large parts where they lie."""
+    """Return whether ranks of this host should read large parts in place. Only the host's first rank decides."""
     here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
     if here[0] != rank or len(here) == 1:
         return False
@@ -312,14 +312,14 @@ def _engine(number: int, outside: str | None, cuda: Cuda | None, memory: int) ->
 def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     """Return UCX's settings. The user's environment variables have precedence.
 
-    If no GPU memory is carried, UCX does not look for GPUs: that takes time, and memory of each GPU.
-    The sysv transport is left out because the user's group can read its segments.
-    On one host the network is left out, so that nothing listens; or, if ``UCX_TLS`` names TCP, only the loopback
-    interface is used, which no other host reaches. On several hosts UCX listens at the address of each interface, or
-    only at that of the interface that ``AIOCOMMS_IFACE`` names.
+    If no GPU memory is carried, UCX does not look for GPUs, because that takes time, and memory of each GPU.
+    The sysv transport is disabled because the user's group can read its segments.
+    On one host the network is disabled, so that UCX does not listen. If ``UCX_TLS`` names TCP, UCX uses only the
+    loopback interface, which no other host reaches. On several hosts UCX listens at the address of each interface, or
+    only at the address of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
-    # UCX 1.21 wants 16 MiB free, and needs 4. It checks twice, and crashes if other processes take the rest in between.
+    # UCX 1.21 requires 16 MiB and needs 4. It checks twice, and crashes if other processes take memory in between.
     options = [("POSIX_SHM_MIN_SIZE", "0")]
     if outside is None and _wants_tcp():
         if os.environ.get("UCX_NET_DEVICES", "lo") != "lo":
@@ -333,7 +333,7 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
 
 
 def _wants_tcp() -> bool:
-    """Return whether the user's UCX_TLS takes TCP in."""
+    """Return whether the user's ``UCX_TLS`` includes TCP."""
     text = os.environ.get("UCX_TLS", "^tcp")
     names = {name.strip() for name in text.lstrip("^").split(",")}
     named = any(name.partition(":")[0] in ("tcp", "all") for name in names)
@@ -341,7 +341,7 @@ def _wants_tcp() -> bool:
 
 
 async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[EngineHello], bytes]:
-    """Return all ranks' hellos; and a key, new each time, that only processes with the job's token know.
+    """Return all ranks' hellos, and a new key that only processes with the job's token know.
 
     If the job has no token, any reader of the store can compute the key.
     """
@@ -350,7 +350,7 @@ async def _hellos(rendezvous: Rendezvous, mine: EngineHello) -> tuple[list[Engin
 
 
 def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return for each peer the cookie in every message to it, and the one in every message from it."""
+    """Return for each peer the cookie of messages to the peer, and the cookie of messages from it."""
 
     def cookie(src: int, dst: int) -> int:
         return int.from_bytes(mac(key, "messages", src, dst)[:8], "big")
@@ -380,7 +380,7 @@ def _listen_here(path: str) -> socket.socket:
 def _connectors(
     rank: int, hellos: Sequence[EngineHello], places: Sequence[EnginePlace]
 ) -> dict[int, Callable[[], socket.socket]]:
-    """Return for each lower rank a function that connects to it."""
+    """Return, for each lower rank, a function that connects to that rank."""
 
     def connector(peer: int) -> Callable[[], socket.socket]:
         near = hellos[peer].host == hellos[rank].host

@@ -1,4 +1,4 @@
-"""Circumstances that may keep UCX from working: environment variables, limits, shared memory; and the usable cores."""
+"""Circumstances that may prevent UCX from working: environment variables, limits, shared memory. Also usable cores."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Final
 
 _FEW: Final = 32
-"""The free descriptors below which they may be the reason: UCX needs some tens."""
+"""The number of free descriptors below which a lack of them may be the reason. UCX needs some tens."""
 _PR_GET_DUMPABLE: Final = 3
-_SHM: Final = "/dev/shm"  # noqa: S108 - The folder is looked at, and never used.
+_SHM: Final = "/dev/shm"  # noqa: S108 - The code only reads the folder's free space.
 _LITTLE: Final = 64 * 2**20
-"""The free bytes below which they may be the reason: UCX takes some megabytes of shared memory for each rank."""
+"""The free bytes below which a lack of memory may be the reason. UCX takes some megabytes for each rank."""
 
 
 def circumstances() -> str:
-    """Return the possible reasons on this rank, as the end of an error's text."""
+    """Return the possible reasons on this rank as the end of an error text."""
     found = hindrances()
     return f" ({'; '.join(found)})" if found else ""
 
@@ -43,9 +43,9 @@ def hindrances() -> list[str]:
 
 
 def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return the cores that this process may use, and no more of them than its cgroups give it time for (``cpu.max``).
+    """Return the cores that this process may use, limited to the CPU time of its cgroups (``cpu.max``).
 
-    Ranks of one container name the same cores, so that a count of all named cores is the container's share.
+    Ranks of one container return the same cores, so that the number of distinct cores is the container's share.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = float(len(cores))
@@ -59,7 +59,7 @@ def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
 
 def _cores_worth(limit: Path) -> float:
-    """Return how many cores' time a cgroup may use; infinite where nothing limits it."""
+    """Return the number of cores whose time a cgroup may use; infinity if there is no limit."""
     try:
         quota, period = limit.read_text().split()
     except OSError:
@@ -68,7 +68,7 @@ def _cores_worth(limit: Path) -> float:
 
 
 def _next_descriptor(most: int) -> int:
-    """Return the number of the next descriptor: the kernel gives the lowest that is free."""
+    """Return the number of the next descriptor, which is the lowest free one."""
     try:
         fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

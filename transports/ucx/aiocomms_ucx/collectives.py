@@ -1,4 +1,4 @@
-"""The collectives: the call of the UCX engine for each kind."""
+"""The collectives, with the call of the UCX engine for each kind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=
 Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
-Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form; or a
-communicator's lanes in place of the engine, and the lane's number in place of the communicator's. It returns the time
-at which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
+Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form. For a lane, the
+communicator's lanes replace the engine, and the lane's number replaces the communicator's number. It returns the time
+at which the collective completed, by :func:`time.monotonic`; 0 if the collective is pending."""
 
 
 def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:
@@ -81,7 +81,7 @@ START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], F
 
 
 def describe(op: Any) -> str:
-    """Describe a rank's call, for ranks that call another collective."""
+    """Return a description of a rank's call for ranks that call another collective."""
     name, *rest = op.signature()
     if isinstance(op, ops.AllToAllSingle):
         rest.append(tuple(op.input.shape))

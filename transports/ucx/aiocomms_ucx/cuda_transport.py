@@ -1,4 +1,4 @@
-"""The transport for GPU memory: each op is handed to the engine when the GPU has done all work queued before it."""
+"""The transport for GPU memory. Each op is passed to the engine when the GPU has done all work queued before it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 
 _GLANCES: Final = 3
-"""The times that a post polls the event of its caller's stream before the loop does: an idle GPU is soon done."""
+"""The number of times that a post polls its caller's stream before the loop does. An idle GPU needs no more."""
 
 
 class _Waiting:
-    """An op that has not been handed to the engine yet."""
+    """An op that is not passed to the engine yet."""
 
     __slots__ = ("behind", "fired", "op", "work")
 
@@ -38,7 +38,7 @@ class _Waiting:
         self.op = op
         self.work = work
         self.behind = behind
-        """The number of copies of windows that the GPU must have made first."""
+        """The number of window copies that the GPU must have made before this op."""
         self.fired = False
 
     def fire(self) -> None:
@@ -47,12 +47,12 @@ class _Waiting:
 
 
 class CudaUcxTransport(UcxTransport):
-    """Messages, windows and barriers for tensors on a GPU.
+    """The transport for messages, windows and barriers with tensors on a GPU.
 
-    Other collectives are expressed in messages, and there are no atomics. An op is handed to the engine when the GPU
-    has done all work that was on its caller's current stream, and all earlier ops have been handed over. So messages
-    match in the order of the calls, on whichever streams these were made. Puts and gets that the GPU copies are not
-    handed to the engine; see :class:`CudaWindows`.
+    The core expresses other collectives as messages, and there are no atomics. An op is passed to the engine after all
+    earlier ops, and when the GPU has done all earlier work of the caller's stream. So messages
+    match in the order of the calls, even on different streams. Puts and gets that the GPU copies are not passed to the
+    engine; see :class:`CudaWindows`.
     """
 
     capabilities = msgspec.structs.replace(
@@ -65,24 +65,24 @@ class CudaUcxTransport(UcxTransport):
     fast_check = None
     windows = CudaWindows
     _windows: CudaWindows
-    proves = False  # such messages would be of GPU memory, and wait for the GPU's streams
+    proves = False  # proofs would use GPU memory and wait for the GPU's streams
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
-        self._waker, self._epoll = Waker(), select.epoll()  # epoll may raise, so it comes first
+        self._waker, self._epoll = Waker(), select.epoll()  # epoll may raise, so it is made first
         assert shared.cuda is not None
         self.cuda: Cuda = shared.cuda
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
         self._behind: list[_Waiting] = []
-        """The ops that had their turn in the queue, and wait for copies."""
-        self._asked: deque[Callable[[], object]] = deque()  # calls that other threads ask for
+        """The ops that have left the queue and wait for copies."""
+        self._asked: deque[Callable[[], object]] = deque()  # calls from other threads
         super().__init__(shared, ranks)
         for fd in (self.engine.fileno(), self._waker.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
 
     @classmethod
     def layer(cls, device: torch.device) -> tuple[Cuda, int]:
-        """Return the layer through which CUDA is called, and UCX's type of its memory."""
+        """Return the layer through which CUDA is called, and UCX's type of CUDA memory."""
         return TorchCuda(device), CUDA
 
     @classmethod
@@ -104,7 +104,7 @@ class CudaUcxTransport(UcxTransport):
         waiting = _Waiting(op, work, self._windows.must_follow(op))
         self._queue.append(waiting)
         if copied:
-            waiting.fire()  # the copy waits for the stream
+            waiting.fire()  # the copy itself waits for the stream
         else:
             self.completions.add(self.cuda.current_stream(), waiting.fire)
         with self.cuda.harmless():
@@ -126,14 +126,14 @@ class CudaUcxTransport(UcxTransport):
         return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """See :meth:`Transport.post_at_once`. A receive of no byte waits for no stream."""
+        """See :meth:`Transport.post_at_once`. An empty receive need not wait for a stream."""
         self.hand_over(op, work)
 
     def progress(self) -> bool | None:
-        """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
+        """See :meth:`Transport.progress`. It does nothing while the current stream is being captured."""
         self._waker.clear()
         if self.cuda.capturing():
-            # True makes the loop ask again: nothing tells when a capture ends.
+            # True makes the loop ask again, because no event reports the end of a capture.
             return bool(self.completions) or bool(self._asked)
         while self._asked:
             call = self._asked.popleft()
@@ -143,7 +143,7 @@ class CudaUcxTransport(UcxTransport):
             did = self.completions.poll()
             did = self._post_due() or did
             happened = super().progress()
-        if did or self.completions:  # never None: the events are polled on the loop
+        if did or self.completions:  # the result is not None, because the loop polls the events
             return did or bool(happened)
         return happened
 
@@ -153,10 +153,9 @@ class CudaUcxTransport(UcxTransport):
         self._waker.wake()
 
     def _post_due(self) -> bool:
-        """Hand the engine all ops that are due, up to the first one that is not.
+        """Pass the due ops to the engine, up to the first op that is not due.
 
-        An op that waits for copies lets later ops pass, except the close of a window, whose place is among the
-        collectives.
+        Later ops pass an op that waits for copies, unless it is the close of a window, which is a collective.
         """
         queue, did = self._queue, self._post_told()
         while queue and queue[0].fired:
@@ -173,10 +172,10 @@ class CudaUcxTransport(UcxTransport):
         return did
 
     def _post_told(self) -> bool:
-        """Hand the engine the ops whose copies the GPU has made by now, in the order of the calls."""
+        """Pass the ops whose copies the GPU has made to the engine, in the order of the calls."""
         due = [waiting for waiting in self._behind if waiting.behind <= self._windows.copies.made]
         for waiting in due:
-            if waiting in self._behind:  # handing over another op may have handed over this one
+            if waiting in self._behind:  # an earlier pass of this loop may have passed this op
                 self._behind.remove(waiting)
                 self._hand_over(waiting)
         return bool(due)
@@ -195,7 +194,7 @@ class CudaUcxTransport(UcxTransport):
             work.fail(CommError(f"UCX could not begin it: {error}"))
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """See :meth:`UcxTransport.finish`. If a message is too long, the engine has kept its beginning."""
+        """See :meth:`UcxTransport.finish`. Of a message that is too long, it copies the beginning to the tensor."""
         if status == TRUNCATED:
             head, op = self.engine.head(id(work)), work.op
             if head and isinstance(op, ops.Recv):
@@ -209,14 +208,14 @@ class CudaUcxTransport(UcxTransport):
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
         for waiting in self._queue:
-            if waiting.work is work:  # a receive or a wait that has not begun
+            if waiting.work is work:  # the receive or the wait has not begun
                 self._queue.remove(waiting)
-                self._waker.wake()  # the ops behind it may be due
+                self._waker.wake()  # later ops may be due now
                 return True
         return super().try_cancel(work)
 
     async def aclose(self) -> None:
-        """See :meth:`Transport.aclose`. It drops ops that the engine has not got: nothing uses their tensors."""
+        """See :meth:`Transport.aclose`. It drops ops that the engine does not have, whose tensors are not in use."""
         self._queue.clear()
         self._behind.clear()
         await self._windows.end()

@@ -1,4 +1,4 @@
-"""Windows in GPU memory: where CUDA maps a part into this process, the GPU copies; elsewhere UCX reads and writes."""
+"""Windows in GPU memory. The GPU copies if CUDA maps a part into this process. Otherwise UCX reads and writes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from aiocomms_ucx.member import Member
 from aiocomms_ucx.windows import WindowHandle, WindowPart, Windows
 
 _LAST_COPIES: Final = 1.0
-"""Seconds that the end of a communicator waits for copies under way. Only a lost communicator has such copies."""
+"""Seconds that the end of a communicator waits for running copies. Only a lost communicator has such copies."""
 
 
 class CudaMember(Member, Protocol):
-    """One rank of a communicator of GPUs, as its windows see it."""
+    """The interface through which windows use one rank of a communicator of GPUs."""
 
     cuda: Cuda
     completions: Completions
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Have the loop's thread call a function, unless the communicator is closed by then; on any thread."""
+        """Schedule a call on the loop's thread, unless the communicator ends first. Any thread may do this."""
 
 
 class _Copy:
-    """A copy that the GPU may not have made yet, and the memory that it needs."""
+    """A copy that the GPU may not have made yet, and the memory that the copy needs."""
 
     __slots__ = ("behind", "memory", "work")
 
@@ -42,15 +42,15 @@ class _Copy:
         self.work = work
         self.memory = memory
         self.behind = behind
-        """The event behind the earlier work of the caller's stream."""
+        """The event after the earlier work of the caller's stream."""
 
 
 class Copies:
-    """The copies of a communicator's windows, which a stream of their own makes in the order of the calls."""
+    """The copies of a communicator's windows. One separate stream makes them in the order of the calls."""
 
     def __init__(self, cuda: Cuda, completions: Completions) -> None:
         self.stream: Stream | None = None
-        """The stream of the copies, since the first window was opened."""
+        """The stream of the copies; None before the first window is open."""
         self.made = 0
         """The number of copies that the GPU has made."""
         self._cuda, self._completions = cuda, completions
@@ -60,7 +60,7 @@ class Copies:
         self._under_way: deque[_Copy] = deque()
 
     def begin(self, work: Completion, window: int, rank: int, memory: object, to: int, source: int) -> None:
-        """Enqueue a copy behind the current stream's work. Its end completes ``work``, unless a signal is to be sent.
+        """Enqueue a copy after the current stream's work. Its end completes ``work``, unless a signal must follow.
 
         :param memory: the memory at the addresses, besides the op's own tensors.
         :raises CommError: CUDA refuses the copy.
@@ -75,12 +75,12 @@ class Copies:
             except RuntimeError as error:
                 raise CommError(f"CUDA could not begin it: {error}") from error
             self._under_way.append(_Copy(work, (op, memory), behind))
-            self._completions.add(stream, self._ended)  # an error here loses the communicator: the GPU may copy
+            self._completions.add(stream, self._ended)  # an error loses the communicator, because the GPU may copy
         self._begun += 1
         self._to[rank] = self._in[window] = self._begun
 
     def last(self, rank: int | None) -> int:
-        """Return the number of the last copy to a rank; of the last one to any rank if ``rank`` is None."""
+        """Return the number of the last copy of a rank's part, or of any rank's part if ``rank`` is None."""
         return self._begun if rank is None else self._to.get(rank, 0)
 
     def last_in(self, window: int) -> int:
@@ -92,17 +92,17 @@ class Copies:
         self._in.pop(window, None)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the copies that are under way. Any thread may call this."""
+        """Return the tensors of running copies. Any thread may call this method."""
         return [tensor for copy in list(self._under_way) for _, tensor in copy.work.op.reads() + copy.work.op.writes()]
 
     def end(self) -> Callable[[], object] | None:
-        """Return a blocking function that waits for copies under way and keeps their memory; None if there are none."""
+        """Return a blocking function that waits for running copies and keeps their memory; None if there are none."""
         if not self._under_way:
             return None
         event, memory = self._cuda.event(), list(self._under_way)
 
         def wait() -> None:
-            with contextlib.suppress(RuntimeError):  # a device that is broken does no more work to wait for
+            with contextlib.suppress(RuntimeError):  # a broken device does no more work
                 event.synchronize()
             memory.clear()
 
@@ -123,20 +123,20 @@ class _Reached:
 
     def __init__(self) -> None:
         self.found: list[Tensor | Exception | None] = []
-        """The tensor or error of each rank's part, or None, as far as the parts were tried; by rank."""
+        """The tensor or the error of each rank's part that was tried, by rank; None for a part that is not mapped."""
         self.mapped: list[Mapped] = []
         self.tried = clock.event()
-        """The event that is set once no thread maps parts any more."""
+        """The event that is set when the thread has tried to map all parts."""
 
     def outcomes(self) -> Iterator[Tensor | None]:
-        """Yield the outcome of each rank, and raise it if it is an error."""
+        """Yield the outcome of each rank. Raise an outcome that is an error."""
         for one in self.found:
             if isinstance(one, Exception):
                 raise one
             yield one
 
     def release(self) -> None:
-        """Give the mapped memory back. Blocks, off the loop."""
+        """Release the mapped memory. This method blocks, off the loop."""
         self.tried.wait()
         self.found.clear()
         while self.mapped:
@@ -145,10 +145,10 @@ class _Reached:
 
 
 class CudaWindows(Windows):
-    """Windows in GPU memory.
+    """The windows of one communicator, in GPU memory.
 
-    A put or a get of a part that CUDA maps here is a copy on a stream of the communicator, behind the work of the
-    caller's stream. An op that follows puts (a signal, a flush, the close) waits until the GPU has made the copies.
+    If CUDA maps a part into this process, its puts and gets are copies on a separate stream, after the work of the
+    caller's stream. A signal, a flush or the close waits until the GPU has made the earlier copies.
     """
 
     record = 16 * 1024
@@ -166,10 +166,10 @@ class CudaWindows(Windows):
     # ----------------------------------------------------------------------------------------------------- operations
 
     def begin(self, op: ops.Op, work: Completion) -> bool:
-        """Begin an op on the GPU at the call, if it can be a copy.
+        """Begin an op on the GPU at once, if it can be a copy.
 
-        :returns: whether it is a copy. The op then ends by itself, but for a signal, which :meth:`post` sends later.
-        :raises CommError: the op cannot be begun.
+        :returns: whether it is a copy. The end of the copy ends the op, unless :meth:`post` must send a signal later.
+        :raises CommError: the op cannot begin.
         """
         part = self._mapped(op) if isinstance(op, (ops.Put, ops.Get)) else None
         if part is None:
@@ -185,7 +185,7 @@ class CudaWindows(Windows):
         return True
 
     def must_follow(self, op: ops.Op) -> int:
-        """Return the number of copies that must have been made before an op that is called now may be posted."""
+        """Return the number of copies that the GPU must make before a new op may be posted."""
         match op:
             case ops.PutSignal() | ops.Signal() | ops.Flush():
                 return self.copies.last(op.dst)
@@ -206,14 +206,14 @@ class CudaWindows(Windows):
         return super().held() + self.copies.tensors()
 
     def _mapped(self, op: ops.Put | ops.Get) -> Tensor | None:
-        """Return the part on which an op acts, if the GPU copies from or to it; else None."""
+        """Return the part on which an op acts if the GPU can copy from or to the part, else None."""
         handle: WindowHandle = op.window.handle
         return handle.mapped.get(_target(op)) if op.tensor.numel() else None
 
     # ---------------------------------------------------------------------------------------------- opening a window
 
     def _describe(self, number: int, tensor: Tensor) -> WindowPart:
-        """See :meth:`Windows._describe`. CUDA counts the processes that map memory, so each gets its own handle."""
+        """See :meth:`Windows._describe`. Each process gets its own handle, because CUDA counts mappings."""
         transport = self._transport
         rkey = transport.engine.map_window(transport.group, number, tensor, True)
         offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -224,12 +224,12 @@ class CudaWindows(Windows):
         return WindowPart(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc)
 
     def _export(self, rank: int, storage: UntypedStorage) -> Shared | None:
-        """Return what a rank of this host needs to map this memory; None if CUDA does not share it."""
+        """Return the handle with which a rank of this host maps memory; None if CUDA does not share it."""
         transport = self._transport
         return None if transport.pids[rank] == transport.pids[transport.rank] else transport.cuda.share(storage)
 
     def _enter(self, handle: WindowHandle, parts: list[WindowPart], work: Completion) -> None:
-        """See :meth:`Windows._enter`. A thread maps the memory, because CUDA takes milliseconds for that."""
+        """See :meth:`Windows._enter`. A thread maps the memory, because CUDA needs milliseconds."""
         transport, copies = self._transport, self.copies
         reached = self._reached[handle.number] = _Reached()
         streams: list[Stream] = []
@@ -253,7 +253,7 @@ class CudaWindows(Windows):
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None],
         streams: list[Stream], work: Completion,
     ) -> None:  # fmt: skip
-        """Continue on the loop's thread, unless the window was given up meanwhile."""
+        """Continue on the loop's thread, unless the window has been given up."""
         if handle.number not in self._reached or work.done():
             return
         if self.copies.stream is None and streams:
@@ -266,11 +266,11 @@ class CudaWindows(Windows):
         except (CommError, RuntimeError) as error:
             return error
         if found is not None:
-            part.rkey = b""  # with a key, UCX would map the part, too, and on the loop
+            part.rkey = b""  # with a key, UCX would also map the part, on the loop
         return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
-        """Return a rank's part as a tensor of this process; None if CUDA does not map it here. Off the loop."""
+        """Return a rank's part as a tensor; None if CUDA does not map it. This method runs off the loop."""
         if rank == self._transport.rank:
             return handle.tensor
         shared = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
@@ -290,7 +290,7 @@ class CudaWindows(Windows):
     # ------------------------------------------------------------------------------------------------------- the end
 
     def _let_go(self, handle: WindowHandle) -> None:
-        """See :meth:`Windows._let_go`. A thread does it after the last copy, for the owner may free the memory then."""
+        """See :meth:`Windows._let_go`. A thread releases the parts after the last copy."""
         handle.mapped.clear()
         last = self.copies.end() if self.copies.last_in(handle.number) > self.copies.made else None
         self.copies.forget(handle.number)
@@ -305,7 +305,7 @@ class CudaWindows(Windows):
             reached.release()
 
     async def end(self) -> None:
-        """Wait for the copies under way, but not for ever: a stream of the program may hold them up."""
+        """Wait some time for running copies, because a stream of the program may block them."""
         last = self.copies.end()
         if last is not None:
             with anyio.move_on_after(_LAST_COPIES, shield=True), contextlib.suppress(CommError):
@@ -317,7 +317,7 @@ class CudaWindows(Windows):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Prepare this thread, which is not the loop's, for calls of CUDA."""
+        """Prepare this thread, which is not the loop's, for CUDA calls."""
         cuda = self._transport.cuda
         cuda.activate()
         with cuda.harmless():

@@ -1,4 +1,4 @@
-"""The collectives of a communicator's lanes: the engine carries them, and this module ends their works."""
+"""The collectives of a communicator's lanes. The engine carries them, and this module ends their works."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from aiocomms_ucx.shared_engine import kept
 from aiocomms_ucx.status import DONE, DROPPED, error_of
 
 _NOTHING: Final = ""
-"""The word of a rank that has nothing under way in a lane."""
+"""The description from a rank without a running collective in a lane."""
 
 
 class LaneCollectives:
-    """The lanes of one communicator, by their numbers. A lane without a collective under way has no entry."""
+    """The lanes of one communicator, by number. A lane without a pending collective has no entry."""
 
     def __init__(self, transport: Member) -> None:
         self._transport = transport
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)
         self.pending = LaneQueues()
-        """The collectives that are not done, in the order of the calls; other threads add to them, too."""
+        """The pending collectives, in the order of the calls. Other threads also add to them."""
         self.given_up: dict[int, CommError] = {}
-        """The errors of lanes whose collectives the engine has not dropped yet."""
-        self._told: dict[int, str] = {}  # The call that this rank has told the others of, by lane.
-        self._asked: set[tuple[int, int]] = set()  # The lanes and ranks for which a rank was asked again what it calls.
-        self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
-        self._said: dict[tuple[int, int], str] = {}  # The calls that ranks have told of, by lane and rank.
+        """The errors of lanes that were given up and whose collectives the engine has not dropped yet."""
+        self._told: dict[int, str] = {}  # The call that this rank has described, by lane.
+        self._asked: set[tuple[int, int]] = set()  # The lanes and ranks of repeated questions.
+        self._disagreeing: dict[int, int] = {}  # the rank with another call than this rank's, by lane
+        self._said: dict[tuple[int, int], str] = {}  # The calls that ranks have described, by lane and rank.
 
     def post(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -44,7 +44,7 @@ class LaneCollectives:
                 return at
         except CommError:
             raise
-        except BaseException:  # A signal handler may have raised this: the engine may have the op, and use its memory.
+        except BaseException:  # A signal handler may have raised this, and the engine may already use the op's memory.
             if not work.done():
                 self._keep(work, lane)
             raise
@@ -52,17 +52,17 @@ class LaneCollectives:
         return None
 
     def _keep(self, work: Completion, lane: int) -> None:
-        """Keep a collective, and with it its tensors, until it is done."""
+        """Keep a collective and its tensors until it is done."""
         self.pending.add(lane, work)
         self._transport.shared.pending[id(work)] = (self, work, lane, kept(work))
 
     def _follow(self, work: Completion, lane: int) -> None:
-        """Keep a collective that was handed to the engine, and handle failures and outcomes since then."""
+        """Keep a collective that the engine has, and handle failures and outcomes since the call."""
         self._keep(work, lane)
         self.look_after(lane)
 
     def look_after(self, lane: int) -> None:
-        """Handle failures and outcomes since a collective was handed to the engine, once the collective is kept."""
+        """Handle failures and outcomes since the engine got a collective, which is kept by now."""
         transport = self._transport
         if transport.failure is not None:
             transport.on_failure(transport.failure)
@@ -70,21 +70,21 @@ class LaneCollectives:
             transport.shared.progress()
 
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
-        """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
+        """Complete a collective that has ended. Its work may be done, because the engine also reports abandoned ops."""
         given_up = self.given_up.get(lane)
         if self.pending.remove(lane, work):
             self.given_up.pop(lane, None)
         if given_up is not None:
             conclude(work, given_up)
         if work.done() or status == DROPPED:
-            return  # if the work is not done yet, the communicator ends it
+            return  # the communicator ends a work that is not done
         if status == DONE:
             work.complete()
         else:
             work.fail(error_of(work.op, status, a, b, self._transport.rank, self._size))
 
     def give_up(self, lane: int, error: CommError) -> None:
-        """See :meth:`LaneTransport.give_up_lane`. The engine drops or ends what is pending, and its works end."""
+        """See :meth:`LaneTransport.give_up_lane`. The engine ends the pending collectives, and their works end."""
         transport = self._transport
         if lane in self.pending:
             self.given_up[lane] = error
@@ -100,7 +100,7 @@ class LaneCollectives:
             transport.shared.progress()
 
     def waiting_for(self, work: Completion) -> list[int]:
-        """Return the ranks that a collective waits for, or the one before it in its lane; also where it is of none."""
+        """Return the ranks for which a collective, or an earlier one of its lane, waits. It may also have no lane."""
         transport = self._transport
         owner, _, lane, _ = transport.shared.pending.get(id(work), (None, work, 0, None))
         if owner is self:
@@ -108,9 +108,9 @@ class LaneCollectives:
         return transport.engine.missing(transport.group)
 
     def _first(self, lane: int) -> Completion | None:
-        """Return the collective that is under way in a lane.
+        """Return the running collective of a lane.
 
-        The engine knows: those before it may have ended, and the threads that have posted them not have heard of it.
+        The engine knows it. Earlier collectives may have ended before their threads have noticed.
         """
         transport = self._transport
         ticket = transport.engine.under_way_in_lane(transport.group, lane)
@@ -120,13 +120,13 @@ class LaneCollectives:
     # ----------------------------------------------------------------------------- what cannot complete any more
 
     def left(self, rank: int, lane: int) -> None:
-        """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
+        """Fail the running collective of a lane, because a rank that it needs has closed the communicator."""
         work = self._first(lane)
         if work is not None and lane not in self.given_up:
             work.fail(closed_by(rank))
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Handle that a rank calls something else in a lane than this one; it will say what."""
+        """Describe this rank's call in a lane, because a rank makes another call there. That rank describes its own."""
         self._disagreeing[lane] = rank
         self._tell(lane, again=False)
         self._reconsider(lane)
@@ -134,29 +134,29 @@ class LaneCollectives:
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
         """Note a rank's call in a lane, and answer."""
         self._said[said.lane, rank] = said.text
-        # The rank may ask because it has seen a call that this rank has made since.
+        # The rank may ask because this rank has made a call after its last answer.
         self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)
         self._reconsider(said.lane)
 
     def reconsider(self) -> None:
-        """Reconsider: a rank has gone, from which an answer may have been expected."""
+        """Check all disputed lanes again, because a rank has left, and its answer may be missing."""
         for lane in list(self._disagreeing):
             self._reconsider(lane)
 
     def _tell(self, lane: int, *, again: bool) -> None:
-        """Tell all ranks what this one calls in a lane, once, or again if a rank asks."""
+        """Describe this rank's call in a lane to all ranks once, or again if a rank asks."""
         if again or lane not in self._told:
             work = self._first(lane)
             text = self._told[lane] = _NOTHING if work is None else describe(work.op)
             self._transport.tell_all(lambda number: wire.LaneDispute(number, lane, text))
 
     def _reconsider(self, lane: int) -> None:
-        """Fail the collective of a lane in which a rank calls something else, once it is known what."""
+        """Fail the collective of a lane in which a rank makes another call, once that call is known."""
         rank, work = self._disagreeing.get(lane), self._first(lane)
         if rank is None or work is None:
             return
         theirs = self._said.get((lane, rank))
-        if theirs == _NOTHING and (lane, rank) not in self._asked:  # The rank may have said so before it called.
+        if theirs == _NOTHING and (lane, rank) not in self._asked:  # The answer may precede the call.
             self._asked.add((lane, rank))
             del self._said[lane, rank]
             theirs = None

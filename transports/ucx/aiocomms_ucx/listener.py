@@ -1,4 +1,4 @@
-"""A thread that waits for notes of other ranks to this one's core, because the loop may be busy when they come."""
+"""A thread that waits for notes of other ranks to this rank's core, because the loop may be busy when they arrive."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger("aiocomms")
 
 
 class Listener:
-    """A thread that calls a method whenever an eventfd was written to.
+    """A thread that calls a method after each write to an eventfd.
 
-    It does not keep the method's object alive, and ends with it. Meanwhile it sleeps in the kernel, and costs nothing.
+    The thread does not keep the method's object alive, and ends with it. Between writes it sleeps in the kernel.
     """
 
     def __init__(self, fd: int, hear: Callable[[], object]) -> None:
@@ -25,10 +25,10 @@ class Listener:
         :param fd: the eventfd, which is duplicated.
         :param hear: a bound method.
         :raises RuntimeError: no thread can be started.
-        :raises OSError: there is no descriptor left.
+        :raises OSError: the process has no free descriptor.
         """
         self._fd = os.dup(fd)
-        self._lock = threading.RLock()  # The descriptor is open while the lock is held and the thread has not ended.
+        self._lock = threading.RLock()  # Under the lock, the descriptor is open if the thread has not ended.
         self._ended = False
         self._hear = weakref.WeakMethod(hear, lambda _: self.end())
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -40,7 +40,7 @@ class Listener:
             raise
 
     def end(self) -> None:
-        """Let the thread end. Idempotent: the descriptor is closed afterwards."""
+        """Make the thread end and close its descriptor. A second call does nothing."""
         with self._lock:
             if not self._ended:
                 self._ended = True
@@ -59,7 +59,7 @@ class Listener:
                 break
             try:
                 hear()
-            except Exception:  # The note of one rank keeps none of the others' from being heard.
+            except Exception:  # A bad note must not stop the notes of other ranks.
                 _log.exception("what another rank has said was not understood")
             del hear
         with self._lock:

@@ -1,4 +1,4 @@
-"""The loading of UCX, to which the engine links, with settings that UCX reads from the environment only then."""
+"""The loading of UCX, to which the engine links. UCX reads its settings from the environment only at this time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ except ImportError:
     ) from None
 
 _NO_SIGNALS: Final = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
-"""UCX's settings with which it handles no signal. Without them a process survives SIGHUP once UCX is loaded."""
+"""The settings with which UCX handles no signal. Without them a process survives SIGHUP after UCX is loaded."""
 _NO_HOOKS: Final = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
-"""The setting with which UCX leaves libc as it is.
+"""The setting with which UCX does not change libc.
 
-Otherwise UCX replaces the code of `mmap` and seven more functions. By these it learns that memory is freed which it
-keeps registered with a device. For each function, UCX 1.22 spins for 50 ms, in case another thread is within it.
+Otherwise UCX replaces the code of ``mmap`` and seven more functions, to notice when memory that is registered with a
+device is freed. For each function, UCX 1.22 spins for 50 ms, because another thread may be in the function.
 """
 _REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cuda")
-"""Modules of UCX; what is built into it has no devices to register memory with, either."""
+"""UCX modules that register no memory with a device. UCX's built-in code does not do so either."""
 _OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
-"""Modules that cannot be loaded without the driver's library."""
+"""UCX modules that cannot be loaded without the driver's library."""
 _LIBRARIES: Final = ("libucs", "libucs_signal", "libuct", "libucp")
 """The libraries that the wheel loads, in its order."""
 _SYSTEM: Final = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
-"""The user's settings by which other modules may be loaded than those of the wheel."""
+"""The user's settings that may load other modules than the wheel's."""
 
 
 def load_ucx() -> None:
-    """Load UCX. It handles those signals that the user's own settings name, and no other.
+    """Load UCX, which then handles only the signals that the user's own settings name.
 
-    It does not change libc's functions if it has nothing to register memory with.
+    UCX does not change libc's functions if there is no device to register memory with.
     """
     settings = _NO_SIGNALS if _registers_memory() else _NO_SIGNALS | _NO_HOOKS
     ours = {name: value for name, value in settings.items() if name not in os.environ}
@@ -55,22 +55,22 @@ def load_ucx() -> None:
 
 
 def no_cuda_in_ucx() -> str | None:
-    """Return why this UCX does not support CUDA, or None if it may."""
+    """Return the reason why this UCX does not support CUDA, or None if it may support it."""
     own = _own()
     if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
-        return None  # if it is the system's UCX, opening shows what it supports
+        return None  # the opening of the system's UCX shows its support
     return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"
 
 
 def _own() -> list[Path]:
-    """Return the folder of the wheel's UCX, if it brings one."""
+    """Return the folder of the wheel's UCX in a list, which is empty if there is none."""
     found = importlib.util.find_spec("libucx")
     folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
     return [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
 
 
 def _registers_memory() -> bool:
-    """Return whether this UCX may have something to register memory with: a GPU, or a network's device."""
+    """Return whether this UCX may register memory with a GPU or a network device."""
     own = _own()
     if not own or any(name in os.environ for name in _CHOSEN):
         return True
@@ -82,7 +82,7 @@ def _registers_memory() -> bool:
 
 
 def _has_driver() -> bool:
-    """Return whether CUDA's driver is installed, whose library UCX's modules for CUDA link to."""
+    """Return whether CUDA's driver is installed. UCX's modules for CUDA link to its library."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,7 @@
 """The meeting of a communicator's ranks: they share memory on each host, and prove that they can exchange messages.
 
-A message of each kind goes between each pair of ranks before the first one of a user. So a fault in a rank's
-environment is named while the communicator forms, on all ranks, and no rank is taken for dead because of it.
+Each pair of ranks exchanges a message of each kind before the user's first message. So all ranks report a fault in a
+rank's environment while the communicator forms. A fault does not make a rank look dead.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from aiocomms_ucx.windows import open_segment
 
 _NONE: Final = -1
 _CHANNEL: Final = 15
-"""The channel of the proofs, which no family uses."""
+"""The channel of the proofs, which no op family uses."""
 _SIZES: Final = (8, 128 * 1024)
-"""Bytes of the proofs: a message that UCX copies, and one that the receiver copies, or UCX by rendezvous."""
+"""The sizes of the proofs in bytes. UCX copies the small one. The receiver, or UCX by rendezvous, copies the large."""
 _WORD: Final = 8
-"""Bytes that are written and compared at once: torch shares more elements among threads, which spin on all cores."""
+"""The bytes of one element of a proof. With smaller elements, torch would use threads that spin on all cores."""
 _ALL: Final = 16
-"""The most ranks of which each pair proves itself. Of more, pairs whose distance is a power of two do."""
+"""The most ranks with which all pairs exchange proofs. With more ranks, pairs at a distance of a power of two do."""
 _MOST_HERE: Final = 2048
-"""The most ranks of one host: in all_to_all, a slot of the shared memory holds a cache line for each."""
+"""The most ranks of one host. In all_to_all, a slot of the shared memory has a cache line for each rank."""
 _SHARE: Final = 0.5
-"""Share of the remaining time for the proofs. The rest is for telling each other what has failed."""
+"""The share of the remaining time for the proofs. The rest is for the exchange of failures."""
 _PAUSE: Final = 0.0002
 
 
 class MemberRecord(msgspec.Struct, array_like=True):
-    """The record that each rank gives the others when a communicator opens."""
+    """The record that each rank sends to the other ranks when a communicator opens."""
 
     number: int
-    """The number that the rank's engine gives the communicator."""
+    """The communicator's number in the rank's engine."""
     segment: int
     """The descriptor of the shared memory, on the first rank of each host; else -1."""
     reads: bool
@@ -54,22 +54,22 @@ class MemberRecord(msgspec.Struct, array_like=True):
     trouble: str = ""
     """The fault that this rank has found; empty if there is none."""
     hindrances: list[str] = []
-    """Circumstances of this rank that may be why something does not work, on it or on another."""
+    """The circumstances of this rank that may cause a failure on any rank."""
 
 
 MEMBERS: Final = ControlCodec[MemberRecord](MemberRecord, "the record of a member")
 
 
 async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool) -> None:
-    """Open the communicator. Collective.
+    """Open the communicator. All ranks must call this function.
 
-    :param first: it is the first one of its ranks' engines, and nothing has been sent by these to each other yet.
-    :raises CommError: some rank could not; the same on all ranks.
+    :param first: whether it is the engines' first communicator, before any message between these engines.
+    :raises CommError: a rank could not open it. All ranks raise the same error.
     """
     rank, size = transport.rank, transport.size
     check_crowd(transport.hosts)
     here = [peer for peer in range(size) if not transport.far(peer)]
-    pooled = first and rendezvous.home is None  # the connections of an endpoint do not know each other
+    pooled = first and rendezvous.home is None  # an endpoint's connections share no pool
     segment, trouble = _create(rank, here, pooled)
     try:
         reads, why = transport.engine.reads_all(transport.peers), await run_in_thread(hindrances, anyhow=True)
@@ -82,7 +82,7 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
         trouble = _open(transport, members, here, pooled)
         if first and transport.proves:
             trouble = await _prove(transport, trouble, _SHARE * rendezvous.left())
-        # After this, no rank opens the descriptor any more.
+        # After this exchange no rank opens the descriptor.
         raw = await rendezvous.exchange("ucx opened", trouble.encode())
         blame(rank, [value.decode(errors="replace") for value in raw], all_of)
     finally:
@@ -91,9 +91,9 @@ async def meet(transport: FormingMember, rendezvous: Rendezvous, *, first: bool)
 
 
 def check_crowd(hosts: Sequence[str]) -> None:
-    """Check that no host has more ranks than can share its memory; all ranks find the same.
+    """Check that no host has more ranks than can share its memory. All ranks get the same result.
 
-    :raises ArgumentError: one has.
+    :raises ArgumentError: a host has too many ranks.
     """
     for host, count in Counter(hosts).items():
         if count > _MOST_HERE:
@@ -103,7 +103,7 @@ def check_crowd(hosts: Sequence[str]) -> None:
 
 
 def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
-    """Create the memory that the ranks of this host share, on the first of them; that of a family with its first."""
+    """Create the memory that the ranks of this host share, if this rank is the first of them."""
     if here[0] != rank or len(here) == 1:
         return _NONE, ""
     try:
@@ -113,7 +113,7 @@ def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
 
 
 def _open(transport: FormingMember, members: list[MemberRecord], here: list[int], pooled: bool) -> str:
-    """Open the communicator in the engine. A failure hinders no messages, so that the proofs of others go on."""
+    """Open the communicator in the engine. Return the text of a failure, because other ranks' proofs must continue."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
     readable = all(members[peer].reads for peer in here)
@@ -136,7 +136,7 @@ def _open(transport: FormingMember, members: list[MemberRecord], here: list[int]
 
 
 class _Trial:
-    """A message of a proof, which the transport treats as a user's."""
+    """A message of a proof, which the transport treats as a user's message."""
 
     hints = None
 
@@ -156,7 +156,7 @@ class _Trial:
 
     @unaffected
     def trouble(self, rank: int) -> str:
-        """Return what has gone wrong with it on a rank."""
+        """Return the text of the message's failure on a rank; empty if there is none."""
         if self._error is not None:
             return f"rank {rank} could not {self}: {self._error.message}"
         if isinstance(self.op, ops.Recv) and self._ended and not self._is_right(self.op):
@@ -176,10 +176,11 @@ class _Trial:
 
 
 async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
-    """Exchange messages with other ranks; return what does not work on this rank.
+    """Exchange messages with other ranks. Return the failure on this rank.
 
-    :param trouble: what is known of that already.
-    :raises PeerDiedError: a rank has died meanwhile.
+    :param trouble: the failure that is already known; empty if there is none.
+    :param seconds: the most seconds for the messages.
+    :raises PeerDiedError: a rank has died during the exchange.
     """
     trials = list(_trials(transport))
     for trial in trials:
@@ -196,7 +197,7 @@ async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
     trouble = next((text for text in (trouble, *(trial.trouble(transport.rank) for trial in trials)) if text), "")
     late = next((str(trial) for trial in trials if not trial.done()), "")
     if trouble or isinstance(transport.failure, CommAbortedError):
-        pass  # the rank that has aborted says why
+        pass  # the failure is known, or the rank that has aborted reports it
     elif transport.failure is not None:
         trouble = f"on rank {transport.rank}: {transport.failure.message}"
     elif late and transport.gone:
@@ -204,7 +205,7 @@ async def _prove(transport: FormingMember, trouble: str, seconds: float) -> str:
     elif late:
         trouble = f"within {seconds:.3g} s rank {transport.rank} could not {late}"
     if trouble:
-        transport.abort(CommError(trouble))  # the ranks that wait for this one's proofs need not wait any longer
+        transport.abort(CommError(trouble))  # other ranks must not wait for this rank's proofs
     return trouble
 
 
@@ -218,7 +219,7 @@ def _trials(transport: FormingMember) -> Iterator[_Trial]:
 
 
 def _word(rank: int) -> int:
-    """Return what a rank's proofs consist of."""
+    """Return the element that a rank's proofs repeat."""
     return int.from_bytes(bytes([1 + rank % 255]) * _WORD, sys.byteorder, signed=True)
 
 
@@ -228,7 +229,7 @@ def _filled(nbytes: int, word: int) -> torch.Tensor:
 
 
 def _partners(rank: int, size: int) -> list[int]:
-    """Return the ranks with which a rank proves that it can exchange messages; each is the other's partner."""
+    """Return the ranks with which a rank exchanges proofs. The relation is symmetric."""
     if size <= _ALL:
         return [peer for peer in range(size) if peer != rank]
     steps = [1 << n for n in range((size - 1).bit_length())]

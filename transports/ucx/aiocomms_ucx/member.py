@@ -1,4 +1,4 @@
-"""The interface of the transport for its parts: rank, peers, the handing over of ops, and reports of outcomes."""
+"""The interface of the transport for its parts: the rank, its peers, posts to the engine, and outcomes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from aiocomms_ucx.shared_engine import SharedEngine
 
 
 class Member(Protocol):
-    """One rank of a communicator, as lanes, windows and the side channel see it."""
+    """The interface of one rank for lanes, windows and the side channel."""
 
     engine: Engine
     shared: SharedEngine
     group: int
-    """The engine's number of the communicator."""
+    """The communicator's number in the engine."""
     rank: int
     size: int
     pids: list[int]
-    """The process of each rank."""
+    """The process id of each rank."""
     gone: set[int]
     """The ranks that have closed, or whose connection has broken."""
 
     @property
     def failure(self) -> CommError | None:
-        """The error by which the communicator is lost; None: it is not."""
+        """The error that has lost the communicator, or None."""
 
     def on_failure(self, error: CommError) -> None:
         """Report that the communicator is lost."""
@@ -38,38 +38,38 @@ class Member(Protocol):
         """Return whether a rank is on another host."""
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator is about to end, because a rank of this host has died or has lost it."""
+        """Return whether the communicator is about to end because a rank of this host has died or lost it."""
 
     def hand_over(self, op: ops.Op, work: Completion) -> float | None:
         """Post an op to the engine at once."""
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
+        """Complete an op that the engine has if it is done, else keep it until it is."""
 
     def hold(self, whether: bool) -> None:
-        """Keep collectives from the engine, or do so no more: they wait in Python."""
+        """Hold collectives back in Python, or pass them to the engine again."""
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Do the same for a collective."""
+        """Do the same as :meth:`follow` for a collective, which gets a number."""
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
-        """Send all ranks a frame that is made of their number of this communicator."""
+        """Send a frame to all ranks. ``frame`` makes it from each rank's number of this communicator."""
 
 
 class FormingMember(Member, Protocol):
-    """One rank of a communicator that forms."""
+    """The interface of one rank while its communicator forms."""
 
     peers: list[int]
     hosts: list[str]
     proves: bool
-    """True if messages are exchanged while the first communicator forms."""
+    """True if ranks exchange messages while an engine's first communicator forms."""
     in_place: bool
     """True if the ranks of this host read each other's large parts in place."""
     segment: int
-    """Bytes of the memory that the ranks of this host share."""
+    """The bytes of memory that the ranks of this host share."""
 
     def named(self, numbers: Sequence[int]) -> None:
-        """Note what the other ranks' engines call this communicator."""
+        """Store this communicator's numbers in the ranks' engines."""
 
     def post(self, op: ops.Op, work: Completion) -> float | None:
         """See :meth:`Transport.post`."""

@@ -22,12 +22,12 @@ from aiocomms_ucx._engine import Engine, Kept, NoticeKind
 from aiocomms_ucx.listener import Listener
 
 _GOODBYE: Final = 2.0
-"""Seconds in which the peers' engines must confirm that they have received everything, without their loops."""
+"""Seconds within which the peers' engines must confirm that they have received all data. Their loops need not run."""
 
 _MOST_PARTED: Final = 64
-"""Peers from which an engine parts before later communicators have another one.
+"""The number of parted peers after which new communicators get a new engine.
 
-UCX gives an endpoint back with its worker alone, if a message of more than some 40 bytes went over it: 85 KiB each.
+After a message of more than some 40 bytes, UCX frees an endpoint of 85 KiB only with its worker.
 """
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
@@ -37,28 +37,28 @@ class Finisher(Protocol):
     """The receiver of an op's outcome: a transport, or the lanes of one."""
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""
+        """Complete an op that has ended. Its work may be done, because the engine also reports abandoned ops."""
 
 
 class Lanes(Protocol):
-    """The lanes of a communicator, as the engine's notices reach them."""
+    """The interface of a communicator's lanes for the engine's notices."""
 
     def left(self, rank: int, lane: int) -> None:
-        """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
+        """Fail the running collective of a lane, because a rank that it needs has closed the communicator."""
 
     def disagrees(self, rank: int, lane: int) -> None:
-        """Handle that a rank calls something else in a lane than this one; it will say what."""
+        """Handle a rank's call in a lane that differs from this rank's. That rank describes its call later."""
 
 
 class Sharer(Protocol):
-    """A communicator that shares an engine, as the engine's notices reach it."""
+    """The interface of a communicator that shares an engine, for the engine's notices."""
 
     peers: list[int]
-    """The numbers of its ranks' engines."""
+    """The numbers of the ranks' engines."""
 
     @property
     def lanes(self) -> Lanes:
-        """Its lanes."""
+        """The communicator's lanes."""
 
     def rank_of(self, peer: int) -> int | None:
         """Return the rank of a peer of the engine in this communicator; None if it is not a member."""
@@ -67,22 +67,22 @@ class Sharer(Protocol):
         """Return whether a rank is on another host."""
 
     def lost(self, peer: int) -> None:
-        """Handle that the connection to a peer of the engine has broken without a goodbye."""
+        """Handle a connection to an engine's peer that has broken without a goodbye."""
 
     def misled(self, peer: int, what: str) -> None:
-        """Lose the communicator because a peer of the engine has sent something that makes no sense."""
+        """Lose the communicator because a peer of the engine has sent invalid data."""
 
     def failed(self, why: str) -> None:
-        """Lose the communicator because the engine could not take one of its steps, such as for want of memory."""
+        """Lose the communicator because a step of the engine failed, for example for lack of memory."""
 
     def left(self, rank: int, collectives: int) -> None:
-        """Handle that a rank has closed this communicator, after that many collectives."""
+        """Handle a rank that has closed this communicator after ``collectives`` collectives."""
 
     def disagrees(self, rank: int, index: int) -> None:
-        """Tell all ranks what this rank calls, because the engine has found that a rank calls something else."""
+        """Describe this rank's call to all ranks, because the engine has found that a rank makes another call."""
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """Handle a frame from a rank; a note on any thread."""
+        """Handle a frame from a rank. Any thread may pass a note to this method."""
 
 
 Entry = tuple[Finisher, Completion, int, Kept | None]
@@ -90,46 +90,46 @@ Entry = tuple[Finisher, Completion, int, Kept | None]
 
 
 def kept(work: Completion) -> Kept:
-    """Return the memory of an op that was handed to the engine, which stays in place while the result is referred to.
+    """Return an object that keeps the memory of an op in place, because the engine uses the memory.
 
-    A program that resizes such a storage is refused. Memory that it has moved away from stays in place, too.
+    A program cannot resize such a storage. If the program moves a tensor to other memory, the old memory stays.
     """
     op = work.op
     return Kept([tensor for _, tensor in op.reads() + op.writes()])
 
 
 class SharedEngine:
-    """One rank's engine, and the communicators that share it. The loop's thread calls all methods that are not marked.
+    """One rank's engine, and the communicators that share it. Methods run on the loop's thread by default.
 
-    The engine ends with the last communicator. It parts from another rank's engine with the last one that has both.
+    The engine ends with its last communicator. It parts from another engine with the last communicator of both.
     """
 
     def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
-        :param engine: the engine, which has been started.
-        :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
+        :param engine: the started engine.
+        :param cuda: the GPU whose memory the engine carries; None for CPU memory.
         """
         self.engine = engine
         self.cuda = cuda
         self.number: int = engine.number
         self.numbers = itertools.count(self.number + 1)
-        """The numbers for engines that come later, if this one is an endpoint's."""
+        """The numbers for later engines of other ranks, if this engine belongs to an endpoint."""
         self.forming = 0
         """The number of communicators that are about to share the engine."""
         self.transports: dict[int, Sharer] = {}
-        """The transports, by the engine's number of their communicator."""
+        """The transports, by their communicators' numbers in the engine."""
         self.pending: dict[int, Entry] = {}
-        """The ops that are not done, by ticket: the work's ``id``.
+        """The pending ops by ticket, which is the work's ``id``.
 
-        An entry keeps its op's tensors alive, because the wire may still use them.
+        An entry keeps its op's tensors alive, because the network may still use them.
         """
         self._known: dict[int, list[Any]] = {}
-        """The other engines, by number: the addresses of the connections with them."""
+        """The addresses of the connections with each other engine, by the engine's number."""
         self._uses: Counter[int] = Counter()
-        """The number of communicators that each other engine is in."""
+        """The number of communicators with each other engine."""
         self._silent: set[int] = set()
-        """The engines whose goodbye is not waited for."""
+        """The engines for whose goodbye this engine does not wait."""
         self._retired = self._closed = False
         self._parted = 0
         """The number of engines from which this one has parted."""
@@ -147,14 +147,14 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """True while new communicators may share the engine: it is sound, and UCX has freed peers that have left."""
+        """True while new communicators may share the engine. It has not failed, and few peers have parted from it."""
         return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
         self, peer: int, addresses: Iterable[Any], address: bytes, socket: int, pid: int,
         cookies: tuple[int, int], name: int, cores: int,
     ) -> None:  # fmt: skip
-        """Let the engine know another one.
+        """Introduce another engine to this engine.
 
         :param addresses: the addresses of the connections with that engine.
         :param cores: the number of cores that the ranks of this host may use.
@@ -169,7 +169,7 @@ class SharedEngine:
             raise
 
     def distrust(self, peers: Collection[int]) -> None:
-        """Wait for no goodbye of some peers: they are dead or silent, or do not know this engine."""
+        """Do not wait for the goodbyes of some peers. They are dead or silent, or do not know this engine."""
         self._silent.update(self._known.keys() & peers)
 
     def join(self, group: int, transport: Sharer) -> None:
@@ -180,7 +180,7 @@ class SharedEngine:
     def progress(self) -> bool | None:
         """Make progress, and pass on outcomes and notices.
 
-        :returns: whether there were any; None if there were none and the engine's own thread makes progress.
+        :returns: whether there were outcomes or notices; None if there were none and the engine's thread goes on.
         """
         happened = self.engine.progress()
         if happened is None:
@@ -189,7 +189,7 @@ class SharedEngine:
         pop = self.pending.pop
         for ticket, status, a, b in outcomes:
             entry = pop(ticket, None)
-            # An op without an entry had its post interrupted by a signal handler, and its caller knows.
+            # A signal handler has interrupted the post of an op without an entry, and the caller has got its error.
             if entry is not None:
                 owner, work, index, _ = entry
                 owner.finish(work, index, status, a, b)
@@ -198,7 +198,7 @@ class SharedEngine:
         return True
 
     def held(self) -> list[Tensor]:
-        """Return the tensors of ops that are not done, also of communicators that were given up. On any thread."""
+        """Return the tensors of pending ops, also of abandoned communicators. Any thread may call this method."""
         entries = [self.pending.get(ticket) for ticket in list(self.pending)]
         ops = [entry[1].op for entry in entries if entry is not None]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
@@ -225,7 +225,7 @@ class SharedEngine:
                 (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def hear_notes(self) -> None:
-        """Hand on the notes of other ranks to this one's core. The listener's thread calls this."""
+        """Pass the notes of other ranks to this rank's core. The listener's thread calls this method."""
         for peer, raw in self.engine.take_notes():
             self._handle_frame(peer, raw)
 
@@ -241,7 +241,7 @@ class SharedEngine:
             transport.hear(rank, frame)
 
     def _misled(self, peer: int, what: str) -> None:
-        """Fail all communicators with a rank whose frames or messages make no sense."""
+        """Fail all communicators with a rank whose frames or messages are invalid."""
         for transport in list(self.transports.values()):
             transport.misled(peer, what)
 
@@ -252,8 +252,8 @@ class SharedEngine:
         await self.settle()
 
     async def settle(self) -> None:
-        """Part from peers that are in no communicator any more. Close the engine if there is none, and none forms."""
-        with anyio.CancelScope(shield=True):  # This takes some seconds at most.
+        """Part from peers without a common communicator. Close the engine if no communicator is left or forms."""
+        with anyio.CancelScope(shield=True):  # This takes at most some seconds.
             await self._settle()
 
     async def _settle(self) -> None:
@@ -278,9 +278,9 @@ class SharedEngine:
                 self._unshared.remove(address)
 
     def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:
-        """Part from some peers. Blocks, off the loop.
+        """Part from some peers. This method blocks, off the loop.
 
-        :returns: whether UCX has freed all that belongs to these peers.
+        :returns: whether UCX has freed all memory of these peers.
         """
         if self.cuda is not None:
             self.cuda.activate()
@@ -288,7 +288,7 @@ class SharedEngine:
         return self.engine.part(list(peers), True, _GOODBYE) and clean
 
     def _close(self) -> None:
-        """Close the engine. Blocks, off the loop."""
+        """Close the engine. This method blocks, off the loop."""
         if self.cuda is not None:
             self.cuda.activate()
         self.engine.close(not self._silent, _GOODBYE)
@@ -299,7 +299,7 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Halt all engines at exit: UCX must not be used while the process ends, though a loop's thread may go on."""
+    """Halt all engines at exit, because UCX must not run while the process ends, and a loop's thread may continue."""
     for shared in list(_open_engines):
         shared.engine.halt()
 

@@ -1,4 +1,4 @@
-"""The transport's side of shortcuts: native code that starts plain ops; how it does that is in the engine's sources."""
+"""The transport's side of shortcuts, which are native code that starts plain ops. See the engine's sources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TYPES: Final[list[type[ops.Op]]] = [
 ]
 _TAKEN: Final[frozenset[type[ops.Op]]] = frozenset(_TYPES)
 KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}
-"""The ops that have one, each with its form; see :data:`aiocomms_ucx.collectives.FORMS`."""
+"""The ops with a shortcut, each with its form; see :data:`aiocomms_ucx.collectives.FORMS`."""
 
 
 def _operators() -> list[tuple[object, int, int]]:
@@ -67,7 +67,7 @@ class Hastened(NativeTransport):
     _disputes: dict[int, list[tuple[int, str]]]
 
     def shortcuts(self, line: Line, entries: int) -> Any:
-        """See :meth:`NativeTransport.shortcuts`. None where a subclass carries less, or posts in a way of its own."""
+        """See :meth:`NativeTransport.shortcuts`. Return None if a subclass carries fewer ops or has its own post."""
         carries, cls = self.capabilities, type(self)
         all_of_it = carries.ops >= _TAKEN and carries.lanes >= _TAKEN & ops.COLLECTIVES
         if cls.post is not cls.hand_over or carries.reductions is not None or not all_of_it:
@@ -77,14 +77,14 @@ class Hastened(NativeTransport):
         return self._native
 
     def hold(self, whether: bool) -> None:
-        """Keep collectives from the engine, or do so no more: they wait in Python."""
+        """Hold collectives back in Python, or pass them to the engine again."""
         if self._native is not None:
             self._native.held = whether
 
     def look_after(self, index: int) -> None:
-        """Look what has become of an op that was handed to the engine, once it is kept.
+        """Handle outcomes since the engine got an op, which is kept by now.
 
-        :param index: its number among the collectives; -1: it is none.
+        :param index: the op's number among the collectives; -1 if the op is no collective.
         """
         if self.engine.ready:
             self.shared.progress()
@@ -92,7 +92,7 @@ class Hastened(NativeTransport):
             self._reconsider(index)
 
     def hand_over(self, op: ops.Op, work: Completion) -> float | None:
-        """Post to the engine at once, as the shortcuts do."""
+        """Post an op to the engine at once, as the shortcuts do."""
         raise NotImplementedError
 
     def _reconsider(self, index: int) -> None:

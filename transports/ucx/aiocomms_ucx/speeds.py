@@ -1,4 +1,4 @@
-"""Speeds of copies by this host's processor and kernel: measured at its first engine's start, kept for the user."""
+"""Speeds of copies by this host's processor and kernel, measured at the first engine's start and kept for the user."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 
 _DISTRIBUTION: Final = "aiocomms-ucx"
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
-"""The flags with which no link is followed, and a pipe without a writer does not block."""
+"""The flags with which ``open`` follows no link, and does not block on a pipe without a writer."""
 _LONGEST: Final = 4096
-"""The most bytes that are read of the file, which has some 200, and of ``/proc/cpuinfo``."""
+"""The most bytes that are read from the file, which has some 200 bytes, and from ``/proc/cpuinfo``."""
 _HARDLY_SLOWER: Final = 1.25
-"""The factor by which reading in place may be slower: it needs no rounds of slots, and the cache may hold the part."""
+"""The factor by which reads in place may be slower. They need no rounds of slots, and the cache may have the part."""
 
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The two ways in which ``MEASURED_BYTES`` come from one process to another, and where that was measured."""
+    """The times of two ways to move ``MEASURED_BYTES`` from one process to another, and the place of measurement."""
 
     processor: str
     system: str
     version: str
-    """The version of this package: another one may measure something else."""
+    """The version of this package, because another version may measure other times."""
     read: _Nanoseconds
-    """Nanoseconds in which the kernel reads the bytes where they lie."""
+    """Nanoseconds in which the kernel reads the bytes in place."""
     copied: _Nanoseconds
-    """Nanoseconds in which the bytes are copied into a slot of shared memory, and out of it."""
+    """Nanoseconds of the two copies, into a slot of shared memory and out of it."""
 
     @property
     def reads_in_place(self) -> bool:
-        """True if ranks read large parts where they lie, rather than by way of slots."""
+        """True if ranks read large parts in place, and do not use slots."""
         return self.read <= _HARDLY_SLOWER * self.copied
 
 
 class Found(NamedTuple):
-    """The speeds of this host, None where the kernel lets no process read another's memory; and where they are from."""
+    """The speeds of this host and their origin. ``speeds`` is None if no process may read another's memory."""
 
     speeds: Speeds | None
     origin: str
@@ -57,12 +57,12 @@ class Found(NamedTuple):
 
 @functools.cache
 def find() -> Found:
-    """Return the speeds that were kept, or measure and keep them. Blocks, for less than 1 ms where a core is free."""
+    """Return the kept speeds, or measure and keep them. This function blocks, for less than 1 ms if a core is free."""
     return _find(_path(), measure_speeds)
 
 
 def describe() -> dict[str, str]:
-    """Return the lines about the speeds that `aiocomms info` prints."""
+    """Return the lines about the speeds for ``aiocomms info``."""
     speeds, origin = find()
     what = f"parts of {MEASURED_BYTES // 1024} KiB"
     if speeds is None:
@@ -84,9 +84,9 @@ def _find(path: Path | None, measure: Callable[[], tuple[int, int]]) -> Found:
 
 
 def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
-    """Return the path of the file with this host's speeds; None if the user has no folder for that.
+    """Return the path of the file with this host's speeds; None if the user has no home folder.
 
-    Hosts that share the folder and are not alike have files of their own.
+    Different kinds of hosts that share the folder have different files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
@@ -98,7 +98,7 @@ def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
 
 
 def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
-    """Return what the speeds depend on: the processor's name, the kernel and this package's version."""
+    """Return the place of measurement: the processor's name, the kernel and this package's version."""
     about = ""
     with contextlib.suppress(OSError), cpuinfo.open("rb") as file:
         about = file.read(_LONGEST).decode(errors="replace")
@@ -108,9 +108,9 @@ def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
 
 
 def _kept(path: Path) -> Speeds | None:
-    """Return the speeds in a file; None unless the file is this user's, whole, and of this place."""
+    """Return the speeds in a file; None unless the file belongs to this user and this place, and is complete."""
     try:
-        # Unlike os.fdopen, open() closes the descriptor of what turns out to be a folder.
+        # Unlike os.fdopen, open() closes the descriptor if it is a folder's.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
@@ -122,7 +122,7 @@ def _kept(path: Path) -> Speeds | None:
 
 
 def _keep(path: Path, speeds: Speeds) -> bool:
-    """Write a file, whole or not at all, for this user alone. Returns whether that could be done."""
+    """Write a file, atomically and only for this user. Return whether the write succeeded."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(dir=path.parent)

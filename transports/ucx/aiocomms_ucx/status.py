@@ -23,14 +23,15 @@ _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 24, 25, 80})
 """UCX's errors for a broken connection (ucs/type/status.h, without the sign).
 
-Not 6, "destination is unreachable": UCX says so of a living rank, too, where this process has no descriptors left.
+The error 6, "destination is unreachable", is not among them. UCX also reports it for a rank that is alive if this
+process has no free descriptors.
 """
 
 
 def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, lives: bool = False) -> CommError:
     """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank.
 
-    :param lives: the op's peer is known to be alive, so that it cannot be taken for dead.
+    :param lives: whether the op's peer is known to be alive. Then the error must not report its death.
     """
     if status == CLOSED:
         return closed_by(a)
@@ -54,7 +55,7 @@ def found(op: Any, nbytes: int, dtype: int) -> ops.Message:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process of this host has ended or is ending: its memory is released before its descriptors."""
+    """Return whether a process of this host has ended or is ending, when its memory is already released."""
     try:
         Path(f"/proc/{pid}/exe").readlink()
     except FileNotFoundError:
@@ -65,5 +66,5 @@ def has_ended(pid: int) -> bool:
 
 
 def peer_of(op: Any) -> int | None:
-    """Return the one rank with which an op communicates; None if there is no single one."""
+    """Return the rank with which an op communicates; None if there are several ranks."""
     return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)

@@ -1,9 +1,9 @@
-"""The places of the words in a tensor that native code reads in place of three questions to torch.
+"""The offsets of words in a tensor that native code reads to avoid three calls of torch.
 
 ``is_neg()``, ``is_conj()`` and ``requires_grad`` are calls of some 100 ns each. Torch answers them from two words of
-the tensor's C++ object: the set of its dispatch keys, and the pointer to what autograd knows of it, which is null where
-nothing was asked of autograd (``c10/core/TensorImpl.h``). Their places are no part of torch's interface. So
-:func:`find` compares tensors whose answers are known, and native code asks the questions where it finds no place.
+the tensor's C++ object (``c10/core/TensorImpl.h``). One is the set of its dispatch keys. The other is the pointer to
+its autograd data, which is null if the tensor has none. The offsets are no part of torch's interface. So :func:`find`
+compares tensors with known answers. If it finds no offsets, native code calls torch.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple
 import torch
 
 WORDS = 24
-"""The words that are looked at: no ``TensorImpl`` has fewer where pointers have 8 bytes."""
+"""The number of words that are compared. With pointers of 8 bytes, every ``TensorImpl`` has at least that many."""
 
 
 class TensorWords(NamedTuple):
-    """Offsets in bytes, and the keys of a tensor about which there is nothing special."""
+    """The offsets in bytes, and the dispatch keys of a plain tensor."""
 
     impl: int
-    """The place of the pointer to the C++ object in the Python object."""
+    """The offset of the pointer to the C++ object in the Python object."""
     keys: int
-    """The place of the dispatch keys in the C++ object."""
+    """The offset of the dispatch keys in the C++ object."""
     autograd: int
-    """The place of the pointer to what autograd knows in the C++ object."""
+    """The offset of the pointer to the autograd data in the C++ object."""
     plain: int
-    """The keys of a dense tensor on the CPU that is neither lazily conjugated nor negated, nor of inference mode."""
+    """The keys of a dense CPU tensor that is not lazily conjugated, not lazily negated, and not from inference mode."""
 
 
 @cache
 def find() -> TensorWords | None:
-    """Find the places; None: this torch has other ones, or does not show what they are found by."""
+    """Return the offsets; None if this torch has another layout, or if the layout cannot be found."""
     try:
         return _found()
     except (AttributeError, TypeError, RuntimeError):

@@ -32,27 +32,27 @@ PLAIN: Final = -1
 """The number of an op that is not a collective."""
 _NONE: Final = -1
 _MOST_RANKS: Final = 65535
-"""The number of ranks that the header of a message can distinguish."""
+"""The most ranks that the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
-"""Ops that need another step, or have a value, when the engine is done with the step that it was given."""
+"""Ops that need another step or return a value after the engine's step."""
 
 
 class UcxTransport(LaneTransport, Hastened):
-    """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
+    """The transport over UCX. Ranks of one host do collectives in shared memory, and hosts do them over UCX."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.RMA | ops.RUNS,
         devices=frozenset({"cpu", "cuda"}),
         lanes=ops.COLLECTIVES,
         in_process=True,
-        spin=MOST_TURNS,  # the engine says when the loop may park
+        spin=MOST_TURNS,  # the engine decides when the loop may park
     )
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
     for_gpu: Callable[[], type[UcxTransport]]
-    """Return the transport for memory of a GPU, which is above this one, and loaded when it is needed."""
+    """The function that returns the transport for GPU memory, which is loaded when needed."""
     proves = True
-    """True if messages are exchanged while the first communicator forms."""
+    """True if ranks exchange messages while an engine's first communicator forms."""
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
         """Add a communicator to an engine."""
@@ -63,14 +63,14 @@ class UcxTransport(LaneTransport, Hastened):
         self.rank = self.peers.index(shared.number)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
-        self.segment = 0  # bytes of the memory that the ranks of this host share, once it is open
+        self.segment = 0  # the bytes of memory that the ranks of this host share
         self._numbers = [0] * self.size
         self._windows = self.windows(self)
         self.lanes = LaneCollectives(self)
         self.post_in_lane = self.lanes.post  # type: ignore[method-assign]
         self.call_count = Count()
-        """The number of collectives posted, which native code counts, too."""
-        self._collectives: dict[int, Completion] = {}  # the collectives that are not done, by number
+        """The number of posted collectives, which native code also counts."""
+        self._collectives: dict[int, Completion] = {}  # the pending collectives, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
         self._disputes: dict[int, list[tuple[int, str]]] = {}  # ranks and the calls that they describe, by collective
         self._disputed = _NONE  # the number of the collective in which ranks disagree
@@ -129,12 +129,12 @@ class UcxTransport(LaneTransport, Hastened):
         return self
 
     def named(self, numbers: Sequence[int]) -> None:
-        """Note what the other ranks' engines call this communicator."""
+        """Store this communicator's numbers in the ranks' engines."""
         self._numbers = list(numbers)
 
     @property
     def failure(self) -> CommError | None:
-        """The error by which the communicator is lost; None if it is not lost."""
+        """The error that has lost the communicator, or None."""
         return self._failure
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
@@ -165,14 +165,14 @@ class UcxTransport(LaneTransport, Hastened):
                 self._windows.post(op, work)
         except CommError:
             raise
-        except BaseException:  # A signal handler may have raised this: the engine may have the op, and use its memory.
+        except BaseException:  # A signal handler may have raised this, and the engine may already use the op's memory.
             if not work.done():
                 self.shared.pending.setdefault(ticket, (self, work, PLAIN, kept(work)))
             raise
         return None
 
     hand_over = post
-    """The post to the engine at once, which a subclass may do later."""
+    """The immediate post to the engine. A subclass may call it later than ``post``."""
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """See :meth:`LaneTransport.post_in_lane`."""
@@ -187,14 +187,14 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.forget(lane, rank)
 
     def follow(self, work: Completion, done: bool) -> None:
-        """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
+        """Complete an op that the engine has if it is done, else keep it until it is."""
         if done:
             return work.complete()
         self.shared.pending[id(work)] = (self, work, PLAIN, kept(work))
         return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Give a number to a collective that the engine has. Complete it if it is done; else keep it until it is."""
+        """Give a number to a collective that the engine has. Complete it if it is done, else keep it until it is."""
         index = self.call_count.next()
         if done:
             return self.finish(work, index, DONE, 0, 0)
@@ -203,34 +203,34 @@ class UcxTransport(LaneTransport, Hastened):
         return self.look_after(index)
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""
+        """Complete an op that has ended. Its work may be done, because the engine also reports abandoned ops."""
         collective = index != PLAIN
         if collective:
             self._collectives.pop(index, None)
         if work.done() or status == DROPPED:
-            return  # if the work is not done yet, the communicator ends it
+            return  # the communicator ends a work that is not done
         if status == UNEQUAL:
             self._disputed = index
         if status == BROKEN and self.ends_soon(peer_of(work.op)):
-            return  # the work ends with the communicator
+            return  # the end of the communicator ends the work
         if status != DONE:
             peer = peer_of(work.op)
             lives = peer is not None and not self.far(peer)
             error = error_of(work.op, status, a, b, self.rank, self.size, lives=lives)
             work.fail(error)
             if status == BROKEN and not isinstance(error, PeerDiedError):
-                self._fail(error)  # Later ops would wait without end for the message that is missing now.
+                self._fail(error)  # Later ops would wait without end for the missing message.
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
             work.complete(found(work.op, a, b) if isinstance(work.op, ops.Probe) else OP_RESULT)
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Return whether the communicator is about to end, because a rank of this host has died or has lost it."""
+        """Return whether the communicator is about to end because a rank of this host has died or lost it."""
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):
-            return True  # The rank has told every rank the reason.
+            return True  # The rank has sent the reason to every rank.
         if has_ended(self.pids[peer]):
             self.lost(self.peers[peer])
             return True
@@ -241,7 +241,7 @@ class UcxTransport(LaneTransport, Hastened):
         return self.shared.progress()
 
     def fileno(self) -> int | None:
-        """See :meth:`Transport.fileno`. It is the engine's, and so the same for all that share it."""
+        """See :meth:`Transport.fileno`. It is the engine's descriptor, which all its communicators share."""
         return self.engine.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
@@ -264,7 +264,7 @@ class UcxTransport(LaneTransport, Hastened):
             return () if self._closed else self.lanes.waiting_for(work)
 
     def last_heard(self) -> Sequence[float]:
-        """See :meth:`Transport.last_heard`. The engines' threads ask and answer, over the control connections."""
+        """See :meth:`Transport.last_heard`. The engines' threads ask and answer over the control connections."""
         with self._ending:
             if self._closed:
                 return ()
@@ -272,7 +272,7 @@ class UcxTransport(LaneTransport, Hastened):
         return [math.inf if rank == self.rank else sign / 1e9 for rank, sign in enumerate(signs)]
 
     def shared_memory(self) -> int:
-        """See :meth:`Transport.shared_memory`. The segment of the ranks of this host, and this rank's windows."""
+        """See :meth:`Transport.shared_memory`. It counts the segment of this host's ranks and this rank's windows."""
         return self.segment + self._windows.shared()
 
     def side_channel(self) -> UcxSideChannel:
@@ -280,7 +280,7 @@ class UcxTransport(LaneTransport, Hastened):
         return UcxSideChannel(self)
 
     def say(self, rank: int, note: bytes) -> bool:
-        """See :meth:`Transport.say`. It goes over the control connections, to a thread that waits for nothing else."""
+        """See :meth:`Transport.say`. A note uses the control connections, and a thread for notes alone receives it."""
         with self._ending:
             if not self._closed:
                 self._tell(rank, wire.Note(self._numbers[rank], note))
@@ -297,7 +297,7 @@ class UcxTransport(LaneTransport, Hastened):
         return self.peers.index(peer) if peer in self.peers else None
 
     def lost(self, peer: int) -> None:
-        """Handle that the connection to a peer of the engine has broken without a goodbye."""
+        """Handle a connection to an engine's peer that has broken without a goodbye."""
         rank = self.rank_of(peer)
         if rank is not None:
             self.gone.add(rank)
@@ -305,17 +305,17 @@ class UcxTransport(LaneTransport, Hastened):
             self._fail(gone(rank))
 
     def misled(self, peer: int, what: str) -> None:
-        """Lose the communicator because a peer of the engine has sent something that makes no sense."""
+        """Lose the communicator because a peer of the engine has sent invalid data."""
         rank = self.rank_of(peer)
         if rank is not None:
             self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
 
     def failed(self, why: str) -> None:
-        """Lose the communicator because the engine could not take one of its steps, such as for want of memory."""
+        """Lose the communicator because a step of the engine failed, for example for lack of memory."""
         self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed amid a step: {why}"))
 
     def left(self, rank: int, collectives: int) -> None:
-        """Handle that a rank has closed this communicator, after that many collectives."""
+        """Handle a rank that has closed this communicator after ``collectives`` collectives."""
         self._left[rank] = collectives
         self.gone.add(rank)
         for index in list(self._collectives):
@@ -323,7 +323,7 @@ class UcxTransport(LaneTransport, Hastened):
         self.lanes.reconsider()
 
     def disagrees(self, rank: int, index: int) -> None:
-        """Tell all ranks what this rank calls, because the engine has found that a rank calls something else."""
+        """Describe this rank's call to all ranks, because the engine has found that a rank makes another call."""
         work = self._collectives.get(index)
         if work is not None:
             text = describe(work.op)
@@ -331,7 +331,7 @@ class UcxTransport(LaneTransport, Hastened):
             self._reconsider(index)
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """Handle a frame from a rank; a note on any thread."""
+        """Handle a frame from a rank. Any thread may pass a note to this method."""
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
@@ -341,14 +341,14 @@ class UcxTransport(LaneTransport, Hastened):
             self.on_note(rank, said.text)
         else:
             error = said.reason.to_error()
-            self._disputed = said.index  # The abort that this rank passes on names this collective, too.
+            self._disputed = said.index  # This rank's own abort also names this collective.
             work = self._collectives.get(said.index)
             if work is not None and not work.done():
                 work.fail(error)
             self._fail(error)
 
     def _reconsider(self, index: int) -> None:
-        """Fail a pending collective, and the communicator, if it cannot complete any more."""
+        """Fail a pending collective and the communicator if the collective can no longer complete."""
         work = self._collectives.get(index)
         error = None if work is None or work.done() else self._verdict(work.op, index)
         if work is not None and error is not None:
@@ -372,7 +372,7 @@ class UcxTransport(LaneTransport, Hastened):
         self.on_failure(self._failure)
 
     def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
-        """Send all ranks a frame that is made of their number of this communicator."""
+        """Send a frame to all ranks. ``frame`` makes it from each rank's number of this communicator."""
         for rank, number in enumerate(self._numbers):
             self._tell(rank, frame(number))
 
@@ -391,7 +391,7 @@ class UcxTransport(LaneTransport, Hastened):
             if isinstance(error, PeerDiedError):  # the peer may be silent although its connection is open
                 self.shared.distrust(self.peers)
             reason = Reason.of(error, self.rank)
-            self.engine.lose_group(self.group)  # Then the others, who may use their memory again.
+            self.engine.lose_group(self.group)  # This comes before the frames, because then ranks may reuse memory.
             self.tell_all(lambda number: wire.Abort(number, reason, self._disputed))
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""Windows: each rank's memory in a window, and how this process reaches it."""
+"""The windows: each rank's memory in a window, and this process's access to it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from aiocomms_ucx.status import has_ended
 
 
 class WindowPart(msgspec.Struct, array_like=True):
-    """One rank's part of a window, as it is described to the others."""
+    """The description of one rank's part of a window for the other ranks."""
 
     shared: int
-    """The descriptor of its shared memory, or -1."""
+    """The descriptor of the part's shared memory, or -1."""
     offset: int
     """The offset of the part in the shared memory, in bytes."""
     shape: tuple[int, ...]
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
-    """The handle with which each rank maps the part, if it is GPU memory."""
+    """The handle with which each rank maps the part, for GPU memory."""
 
-    def __repr__(self) -> str:  # address and key give access to the memory
+    def __repr__(self) -> str:  # the address and the key give access to the memory
         return f"<part of shape {self.shape}>"
 
 
@@ -45,14 +45,14 @@ _PARTS: Final = ControlCodec[WindowPart](WindowPart, "the part of a window")
 
 
 class WindowHandle:
-    """One window, with the transport's own state of it."""
+    """One window, and the transport's state for it."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number = number
         self.tensor = tensor
         self.itemsize = tensor.element_size()
         self.mapped: dict[int, Tensor] = {}
-        """The parts whose memory this process shares, by rank."""
+        """The parts whose memory this process maps, by rank."""
         self.exchange: tuple[Tensor, Tensor] | None = None
         """This rank's record and all ranks' records, while the window opens."""
 
@@ -61,9 +61,9 @@ class Windows:
     """The windows of one communicator."""
 
     record: int = 2048
-    """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
+    """The bytes of a rank's record about its part. UCX's keys take at most a few hundred bytes."""
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
-    """The reason why a part on this host may not be mapped."""
+    """The end of the error text for a part on this host that is not mapped."""
 
     def __init__(self, transport: Member) -> None:
         self._transport = transport
@@ -72,10 +72,9 @@ class Windows:
         self._handles: dict[int, WindowHandle] = {}
         self._opening: dict[int, WindowHandle] = {}  # the windows that are opening, by ticket
         self.behind: deque[Completion] | None = None
-        """The collectives behind a window that waits to close; None if there is no such window.
+        """The collectives after a window that waits to close; None if there is no such window.
 
         The window waits for its one-sided operations before it takes its place among the collectives."""
-        """True while these collectives are being posted."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -125,16 +124,16 @@ class Windows:
             self._post_behind()
 
     def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
-        """Withdraw a wait. Returns False if a signal has already ended it."""
+        """Withdraw a wait. Return False if a signal has already ended it."""
         transport = self._transport
         return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
 
     def held(self) -> list[Tensor]:
-        """See :class:`aiocomms.lowlevel.memory.Holder`. The others put into a window's memory at any time."""
+        """See :class:`aiocomms.lowlevel.memory.Holder`. Other ranks may put into a window's memory at any time."""
         return [handle.tensor for handle in list(self._handles.values())]
 
     def shared(self) -> int:
-        """Bytes of this rank's parts of the windows whose memory was moved to where others can map it; any thread."""
+        """Return the bytes of this rank's parts that are in shared memory. Any thread may call this method."""
         storages = [handle.tensor.untyped_storage() for handle in list(self._handles.values())]
         return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu" and s.is_shared()}.values())
 
@@ -162,7 +161,7 @@ class Windows:
     # ------------------------------------------------------------------------------------------ opening and closing
 
     def _take_place(self, op: ops.WindowOpen | ops.WindowClose, work: Completion) -> None:
-        """Open or close a window, in its place among the collectives."""
+        """Open or close a window in its place among the collectives."""
         if self.behind is not None:
             self.behind.append(work)
         elif isinstance(op, ops.WindowOpen):
@@ -182,7 +181,7 @@ class Windows:
         handle = WindowHandle(number, tensor)
         try:
             mine = _record(self._describe(number, tensor), self.record)
-        finally:  # not before: the memory is in use from now on
+        finally:  # the memory is in use from now on
             self._handles[number] = handle
         theirs = buffers.empty(transport.size, self.record, dtype=torch.uint8, device="cpu")
         handle.exchange = mine, theirs
@@ -193,7 +192,7 @@ class Windows:
         transport.follow_collective(work, done=ended > 0)
 
     def _describe(self, number: int, tensor: Tensor) -> WindowPart:
-        """Return what the other ranks need to know of this rank's part."""
+        """Return the description of this rank's part for the other ranks."""
         transport = self._transport
         shared = self._share(tensor)
         remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
@@ -202,22 +201,22 @@ class Windows:
         return WindowPart(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
 
     def _share(self, tensor: Tensor) -> int:
-        """Move a tensor's storage to memory that can be shared, in place, so that all its views follow.
+        """Move a tensor's storage, with all its views, to memory that can be shared.
 
-        :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or the storage
-            cannot be moved: it is no memory of torch's own, or something else has its address.
+        :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or if the storage
+            cannot be moved. Then it is not torch's own memory, or other code has its address.
         """
         transport, storage = self._transport, tensor.untyped_storage()
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
         if alone or tensor.nbytes == 0:
             return -1
-        # A storage that is shared by name, which is not torch's default strategy, is moved once more.
+        # A storage that is shared by name, which is not torch's default strategy, is moved again.
         stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
         if not stays and (not storage.resizable() or in_use(storage)):
             return -1
         try:
             return int(storage._share_fd_cpu_()[0])
-        except RuntimeError:  # there is no room
+        except RuntimeError:  # there is no memory
             return -1
 
     def _opened_everywhere(self, work: Completion) -> None:
@@ -233,15 +232,15 @@ class Windows:
             self._enter(handle, parts, work)
 
     def _enter(self, handle: WindowHandle, parts: list[WindowPart], work: Completion) -> None:
-        """Reach all ranks' parts."""
+        """Map the parts of all ranks where possible."""
         self._entered(handle, parts, (self._reach(handle, rank, part) for rank, part in enumerate(parts)), work)
 
     def _entered(
         self, handle: WindowHandle, parts: list[WindowPart], reached: Iterable[Tensor | None], work: Completion
     ) -> None:
-        """Tell the engine of the parts, with those that this process shares, and end the opening.
+        """Pass all parts and the mapped tensors to the engine, and end the opening.
 
-        :param reached: raises what reaching a part has raised.
+        :param reached: the mapped tensor or None for each part. Its iteration raises the error of a part.
         """
         transport, rank, found = self._transport, 0, iter(reached)
         try:
@@ -262,7 +261,7 @@ class Windows:
             work.complete(handle)
 
     def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
-        """Return a rank's part as a tensor of this process; None if they do not share memory."""
+        """Return a rank's part as a tensor of this process; None if the memory is not shared."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
             return handle.tensor
@@ -293,7 +292,7 @@ class Windows:
         self._transport.hold(True)
 
     def _post_behind(self) -> None:
-        """Post the collectives behind a window that has taken its place, up to another one that has not."""
+        """Post the collectives after a window that has taken its place, up to the next window that waits to close."""
         try:
             behind, self.behind = self.behind, None
             while behind and self.behind is None:
@@ -312,16 +311,16 @@ class Windows:
             self._let_go(handle)
 
     def _let_go(self, handle: WindowHandle) -> None:
-        """Give back the memory of the parts that this process shares."""
+        """Release the mapped parts."""
         handle.mapped.clear()
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:
-    """Open the memory in which the ranks of a host do their collectives, by its descriptor in another rank's process.
+    """Open the shared memory for a host's collectives by its descriptor in another rank's process.
 
     :raises PeerDiedError: that process has ended.
-    :raises ProtocolError: the descriptor is something else: a file, or memory of another user, or memory that could be
-        truncated while this rank uses it.
+    :raises ProtocolError: the descriptor is not such memory: it is a file, or memory of another user, or memory that
+        could be truncated while this rank uses it.
     """
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -331,7 +330,7 @@ def open_segment(rank: int, pid: int, number: int) -> int:
         raise CommError(f"the shared memory of rank {rank} cannot be reached: {error}", peer=rank) from None
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_uid == os.geteuid()
-    except OSError:  # the kernel says so of everything that is not such memory
+    except OSError:  # the kernel raises this for all other descriptors
         sealed = False
     if not sealed:
         os.close(fd)

@@ -9,9 +9,9 @@ import msgspec
 from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 
 VERSION: Final = 11
-"""The version of all that the two sides of this transport tell each other, the engine's messages included."""
-_PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
-_NOTE: Final = b"N"  # the engine does not give these to the loop
+"""The version of all records, frames and messages of this transport, including the engine's."""
+_PREFIX: Final = b"\x01"  # the engine uses other prefixes for its own frames
+_NOTE: Final = b"N"  # the engine does not pass these frames to the loop
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
@@ -23,7 +23,7 @@ class Dispute(msgspec.Struct, tag=True, array_like=True):
 
 
 class LaneDispute(msgspec.Struct, tag=True, array_like=True):
-    """The sender describes what it calls in a lane; an empty text: nothing."""
+    """The sender describes its call in a lane. The text is empty if it has no call."""
 
     group: int
     lane: int
@@ -39,7 +39,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """The note of the sender's core to the receiver's. It is heard whatever the loop is doing."""
+    """A note from the sender's core to the receiver's core. It is received also while the loop is busy."""
 
     group: int
     text: bytes
@@ -50,7 +50,7 @@ _FRAMES = ControlCodec[Frame](Frame, "a control frame")
 
 
 def dialect() -> Dialect:
-    """Return the beginning of a rank's first record. The ranks compare it before they send anything else."""
+    """Return the beginning of a rank's first record, which the ranks compare first."""
     return Dialect("the ucx transport", b"aioU", VERSION)
 
 
@@ -62,7 +62,7 @@ def pack(frame: Frame) -> bytes:
 def unpack(data: bytes) -> Frame:
     """Decode a frame.
 
-    :raises ProtocolError: the bytes are not a frame.
+    :raises ProtocolError: the bytes are no valid frame.
     """
     frame = _FRAMES.decode(data[1:])
     if data[:1] != _prefix(frame):

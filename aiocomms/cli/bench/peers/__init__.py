@@ -1,7 +1,7 @@
-"""Other libraries that move tensors between processes, measured beside ours with ``--vs``.
+"""Other libraries that move tensors between processes, which ``--vs`` measures beside aiocomms.
 
-A module here is a peer by the name of the module, and ``PEER`` is its class. Every other name is that of a backend of
-``torch.distributed``, or such a name with a way to await it: ``gloo:executor``.
+Each module of this package is a peer with the module's name, and ``PEER`` is its class. Every other name is a backend
+of ``torch.distributed``, possibly with a way to await it, such as ``gloo:executor``.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from aiocomms.cli.bench.peers.torch_backend import WAYS, TorchPeer
 from aiocomms.communicator.communicator import Communicator
 
 _BASE = "torch_backend"
-"""The module of the backends, which is no peer's."""
+"""The module of the backends, which is no peer."""
 
 
 class BenchPeer(Contender, Protocol):
-    """One of these libraries, on this rank."""
+    """One of these libraries on this rank."""
 
     def missing(self) -> str | None:
-        """Return why it cannot be used here; None: it can."""
+        """Return the reason why the library cannot be used here; None if it can."""
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """Meet the other ranks, by what ``comm`` tells them; ``host`` is a name or address of that of rank 0."""
+        """Connect the ranks, with messages over ``comm``. ``host`` is the name or address of rank 0's host."""
 
     async def aclose(self) -> None:
-        """Part from them."""
+        """Disconnect the ranks."""
 
 
 def known() -> list[str]:
-    """Their names."""
+    """Return the names of all peers."""
     backends = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
     return [*_modules(), *backends, *(f"{name}:{way}" for name in backends for way in WAYS)]
 
 
 def launcher(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the command that must start the ranks because one of the peers wants it; empty: any may."""
+    """Return the command that must start the ranks for one of the peers; empty if any launcher may."""
     wanted = (import_module(f"{__name__}.{name}") for name in names if name in _modules())
     return next((module.launcher(ranks) for module in wanted if hasattr(module, "launcher")), [])
 
@@ -51,7 +51,7 @@ def _modules() -> list[str]:
 
 
 def make(name: str) -> BenchPeer:
-    """Return the peer of that name, which may be missing."""
+    """Return the peer with a name, which may be missing on this host."""
     if name in _modules():
         return cast("BenchPeer", import_module(f"{__name__}.{name}").PEER())
     return TorchPeer(name)

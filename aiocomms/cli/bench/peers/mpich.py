@@ -1,4 +1,4 @@
-"""MPICH through mpi4py; each call blocks, on buffer specifications made beforehand."""
+"""The peer MPICH, through mpi4py. Each call blocks, and uses buffer specifications that were made beforehand."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from aiocomms.communicator.communicator import Communicator
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return the command by which MPI starts the ranks; empty: it is not installed."""
+    """Return the command by which MPI starts the ranks; empty if MPI is not installed."""
     beside = Path(sys.executable).parent / "mpiexec"
     command = str(beside) if beside.exists() else shutil.which("mpiexec")
     return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
 
 
 class MpichPeer:
-    """One rank of MPI's world, which its launcher has made one."""
+    """One rank of MPI's world, which MPI's launcher has started."""
 
     blocking = True
 
@@ -48,13 +48,13 @@ class MpichPeer:
         return None if vendor == "MPICH" else f"mpi4py is built for {vendor} {'.'.join(map(str, version))} here"
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. To load mpi4py has opened it."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. The import of mpi4py has opened MPI already."""
         world = self._mpi.COMM_WORLD
         if (world.rank, world.size) != (comm.rank, comm.size):
             raise NotImplementedError(f"MPI's world has {world.size} of {comm.size} ranks: start them with its mpiexec")
 
     async def aclose(self) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. mpi4py does so at the end: it opens MPI once."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. mpi4py closes MPI at the interpreter's end."""
 
     async def enter(self) -> None:
         """See :class:`aiocomms.cli.bench.ours.Contender`."""
@@ -86,7 +86,7 @@ class MpichPeer:
         yield calls[case.op]
 
     def _spec(self, tensor: Tensor) -> list[Any]:
-        """Return what mpi4py takes quickest for a buffer; a collective of several parts divides the count by itself."""
+        """Return the buffer specification that mpi4py handles fastest. Collectives of parts divide the count."""
         return [tensor.numpy(), self._mpi.FLOAT]
 
 

@@ -1,6 +1,6 @@
-"""A backend of ``torch.distributed``, in the same processes; each call blocks, as most programs call it.
+"""The backends of ``torch.distributed``, in the same processes. Calls block, as in most programs.
 
-``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual ways to await it.
+``gloo:executor``, ``gloo:polling`` and ``gloo:future`` are the usual ways to await the backend gloo.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from aiocomms.communicator.communicator import Communicator
 
 _TIMEOUT = timedelta(seconds=60)
 
-# The names of torch 2.13, or those of earlier releases.
+# Torch 2.13 renamed these functions.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchPeer:
-    """One rank of its default process group."""
+    """One rank of torch's default process group."""
 
     def __init__(self, name: str) -> None:
         self._name, _, way = name.partition(":")
@@ -46,7 +46,7 @@ class TorchPeer:
         return None
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. The ways of one backend share its group."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. All ways to await one backend share its group."""
         if self._name not in _users:
             await self._form(comm, host)
         _users[self._name] = _users.get(self._name, 0) + 1
@@ -124,28 +124,28 @@ def _ping_pong(case: BenchCase) -> None:
 def _burst(case: BenchCase) -> None:
     start = partial(dist.isend, case.input, 1) if case.rank == 0 else partial(dist.irecv, case.output, 0)
     for work in [start() for _ in range(BURST)]:
-        assert work is not None  # This rank is of the group.
+        assert work is not None  # This rank belongs to the group.
         work.wait()
 
 
 def _in_executor(call: Callable[..., Any]) -> Call:
-    """Have a thread wait; of a ping-pong and of a burst for all its parts, which spares hops."""
+    """Make the call in a thread of the executor: a ping-pong or a burst as a whole, which saves thread switches."""
     return partial(asyncio.get_running_loop().run_in_executor, None, call)
 
 
 def _polling(call: Callable[..., Any]) -> Call:
-    """Ask at every turn of the loop."""
+    """Poll the work at every turn of the loop."""
 
     async def poll() -> None:
         work = call(async_op=True)
-        while not work.is_completed():  # noqa: ASYNC110 - the usual recipe is what is measured
+        while not work.is_completed():  # noqa: ASYNC110 - this measures the usual recipe
             await asyncio.sleep(0)
 
     return poll
 
 
 def _future(call: Callable[..., Any]) -> Call:
-    """Have the backend's thread call back."""
+    """Await a callback from the backend's thread."""
     loop = asyncio.get_running_loop()
 
     async def wait() -> None:
@@ -157,11 +157,11 @@ def _future(call: Callable[..., Any]) -> Call:
 
 
 _TOLD = frozenset({"all_reduce", "broadcast", "all_gather_single", "all_to_all_single"})
-"""The operations whose works have a future and say when they are done; gloo's others do neither."""
+"""The operations whose works have a future and report their completion. Other works of gloo have neither."""
 WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "executor": _in_executor,
     "polling": _polling,
     "future": _future,
 }
-"""The ways to await calls of a backend, by the text behind its name and a colon."""
-_users: dict[str, int] = {}  # The number of peers that use the default process group, by its backend.
+"""The ways to await calls of a backend, by the text after the backend's name and a colon."""
+_users: dict[str, int] = {}  # This counts the peers that use the default process group, by its backend.
