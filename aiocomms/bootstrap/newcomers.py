@@ -125,7 +125,7 @@ async def _invited(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
         invitation: Invitation = await newcomer.run("waiting to be taken in", lambda: claims.claim(rank, given_up))
     except CommTimeoutError as error:
         raise CommTimeoutError(
-            f"within {newcomer.timeout} s nobody took this process in as rank {rank}: do the others call "
+            f"within {newcomer.timeout} s no communicator took this process in as rank {rank}: do the others call "
             f"reconfigure(size={size})?", comm=newcomer.name, rank=rank,
         ) from error  # fmt: skip
     finally:

@@ -217,7 +217,7 @@ class Recovery:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
             who = [f"ranks {absent} had not come"] if absent else []
-            who += [f"nobody came to take the free ranks {self._free}"] if self._free else []
+            who += [f"no process came to take the free ranks {self._free}"] if self._free else []
             late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
             raise CommTimeoutError(late, late=absent or self._free) from None
         finally:
@@ -252,7 +252,7 @@ class Recovery:
                     self._claims.answer(new, claim, invitation)
             return decision
         present.withdraw()
-        raise CommTimeoutError("it has taken too long, or nobody waits for it any more")
+        raise CommTimeoutError("it has taken too long, or no rank waits for it any more")
 
     def _spent(self, board: Board, decision: Decision) -> bool:
         """Return whether a decision has failed on another rank, or on this rank, which then reports it.

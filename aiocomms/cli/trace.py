@@ -59,7 +59,7 @@ def run(paths: Sequence[Path], output: Path | None, name: str = "*") -> int:
             print(f"  note: {line}")
         report = list(judged(ranks))
         stuck = stuck or bool(report)
-        for line in report or ["nobody waits for another rank"]:
+        for line in report or ["no rank waits for another"]:
             print(f"  {line}")
     if output is not None:
         events = list(_events(list(groups.values()), happened))

@@ -161,7 +161,7 @@ class Attachments:
                     self.say(Leave(attachment.owner, attachment.number, why[:LONGEST_WHY]))
             await attachment.closed
             return
-        late = CommTimeoutError(f"the other endpoint did not let go of a region within {seconds:g} s")
+        late = CommTimeoutError(f"the other endpoint did not release a region within {seconds:g} s")
         self._core.lose(late)
         raise late
 
@@ -346,7 +346,7 @@ class Attachments:
         region = self._granted.get(number) if owner == self._me else None
         asked = self._questions.get(question) if owner == self._other else None
         if (owner, number) in self._known or (region is None and asked is None):
-            self._core.lose(ProtocolError("the other endpoint opens a region that nobody wanted", peer=self._other))
+            self._core.lose(ProtocolError("the other endpoint opens a region that was not requested", peer=self._other))
             return
         try:
             opening = self._comm._begin_window(self._part(region, asked), name=f"region {number}")

@@ -253,9 +253,7 @@ class HandOvers:
                 case Do.RECALL:
                     self._say(Recall(out.number, out.why[:LONGEST_WHY]))
                 case Do.LOSE:
-                    self._lose(
-                        CommTimeoutError(f"the other endpoint did not let go of a lease within {CLOSE_GRACE:g} s")
-                    )
+                    self._lose(CommTimeoutError(f"the other endpoint did not release a lease within {CLOSE_GRACE:g} s"))
                 case Do.END:
                     self._end(out)
                 case Do.ASK:
@@ -307,7 +305,7 @@ class HandOvers:
         :raises ProtocolError: the note is not valid here.
         """
         if (self._partial is None) == isinstance(word, Piece):
-            raise ProtocolError(f"the other endpoint says {type(word).__name__} amid something else")
+            raise ProtocolError(f"the other endpoint says {type(word).__name__} in the middle of another message")
         if self._over is not None and not isinstance(word, Piece | GiveBack | LetGo):
             return  # After the end of the connection, only notes about this endpoint's own blocks matter.
         match word:

@@ -146,7 +146,7 @@ class HostProcesses:
         await server.aclose()
         if not ready:
             raise CommError("the process that imports torch for the ranks has ended before it was through")
-        await self._printer.say("the process of which the ranks are forks was killed, and all ranks with it")
+        await self._printer.say("the fork server was killed, and all ranks with it")
         for process in list(self.processes.values()):
             self._end(process)
             self._tell(("ended", process.rank, process.incarnation, _KILLED))

@@ -64,9 +64,9 @@ def check_exposed(what: str) -> None:
     """
     if os.environ.get(_ALLOWED, "0") in ("", "0") and job_token() is None:
         raise ArgumentError(
-            f"{what}, and this job has no token: whoever reaches it could join. Give every rank the same random text "
-            f"in {_TOKEN}, or in a file of mode 0600 that {_TOKEN_FILE} names; or, on a network that nobody else "
-            f"reaches, set {_ALLOWED}=1"
+            f"{what}, and this job has no token: any process that reaches it could join. Give every rank the same "
+            f"random text in {_TOKEN}, or in a file of mode 0600 that {_TOKEN_FILE} names; or, on a network that no "
+            f"one else reaches, set {_ALLOWED}=1"
         )
 
 

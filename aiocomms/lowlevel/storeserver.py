@@ -198,7 +198,7 @@ class StoreServer:
             try:
                 self._open(socket.create_server(self.address, family=self.family, backlog=socket.SOMAXCONN))
             except OSError as error:  # Another process has taken the port. Connected ranks still meet.
-                _log.warning("the store lets in nobody else at %s: %s", self.address, error)
+                _log.warning("the store accepts no new connections at %s: %s", self.address, error)
 
     def _end_to_listen(self) -> None:
         self._forming -= 1

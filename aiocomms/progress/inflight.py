@@ -342,7 +342,7 @@ class InFlight:
             try:
                 self._watchdog.wake_by(look)
             except RuntimeError as error:  # Without a watchdog the work might never end.
-                self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
+                self._owner.lose(CommError(f"its deadlines are not watched: {error}"))
 
     def _joins(self, queue: Queue, work: StartedWork[Any], now: float) -> bool:
         """Add a work to a queue, unless another thread has just dropped the queue."""

@@ -276,4 +276,4 @@ class UnseenError:
 
     def __del__(self) -> None:
         if self.error is not None:
-            self._driver.report(f"nobody asked for the result of a work that failed: {self.error._where()}", self.error)
+            self._driver.report(f"no task awaited a work that failed: {self.error._where()}", self.error)

@@ -366,7 +366,7 @@ class Driver(Worker):
         if error is not None:
             self._give_up(plan, error, f"it failed on rank {rank}")
         if not plan.in_step(in_step) and plan.error is not None:  # A thread of a rank may wait without end.
-            self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
+            self._comm.abort(f"plan {plan.number} failed between its operations, and ran in no lane: {plan.error}")
         elif not plan.waiting:
             del self._plans[plan.number]
             plan.over.set()
@@ -401,7 +401,7 @@ def _hand_over(give: Any, timeout: float | None) -> Take:
         with anyio.move_on_after(seconds):
             await give.send(item)
             return
-        why = f"nobody has taken an item for {seconds:g} s, and the other ranks wait meanwhile"
+        why = f"no item was taken for {seconds:g} s, and the other ranks wait meanwhile"
         raise PlanTimeoutError(why, op="stream", rank=0, late=[0])
 
     return take

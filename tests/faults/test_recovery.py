@@ -437,12 +437,12 @@ def test_second_newcomer_replaces_a_rank_that_died_again(ranks: Run, transport: 
 
 async def nobody_joins(place: Rank) -> str:
     if place.rank == 1:
-        with pytest.raises(CommTimeoutError, match="nobody took this process in as rank 1") as late:
+        with pytest.raises(CommTimeoutError, match="no communicator took this process in as rank 1") as late:
             await come_as_rank_1(place, 2, timeout=0.5)
         return str(late.value)
     comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1)
     comm.abort("to grow")
-    with pytest.raises(CommTimeoutError, match="nobody came to take the free ranks") as caught:
+    with pytest.raises(CommTimeoutError, match="no process came to take the free ranks") as caught:
         await comm.reconfigure(size=2, timeout=1)
     await comm.aclose()
     return str(caught.value)

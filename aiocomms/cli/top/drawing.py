@@ -138,7 +138,7 @@ def _op(item: Item | None, now: float) -> list[Text]:
         return [Text()]
     age = 0.0 if item.posted is None else max(0.0, now - item.posted)
     if item.idle:
-        return [Text(), Text(str(item)), Text("nobody waits for it", style="dim")]
+        return [Text(), Text(str(item)), Text("no task waits for it", style="dim")]
     style = "red" if age >= _OLD[1] else "yellow" if age >= _OLD[0] else ""
     return [Text(f"{age:.1f} s", style=style), Text(str(item)), Text(item.task), Text(item.where)]
 

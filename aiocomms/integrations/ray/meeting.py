@@ -185,7 +185,7 @@ class RayMeeting:
                         store = self._reached(key, record)
                         if store is not None and store.check([_OPEN]):
                             break
-                    why = f"where its record says, {record.host}:{record.port}, nobody serves that meeting"
+                    why = f"where its record says, {record.host}:{record.port}, no process serves that meeting"
                 except (ArgumentError, AuthError) as error:  # This error is final, unless there is another record.
                     refused = error
                 except (StoreLostError, ProtocolError) as error:

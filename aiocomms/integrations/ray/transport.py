@@ -196,7 +196,7 @@ class RayTransport(_Manager):
             try:
                 region.revoke(timeout=_RELEASE)
             except CommError as error:  # The receiver's connection is lost, and the region is revoked.
-                _log.warning("a receiver did not let go of object %s: %s", obj_id, error)
+                _log.warning("a receiver did not release object %s: %s", obj_id, error)
         with self._lock:
             self._objects.pop(obj_id, None)
 

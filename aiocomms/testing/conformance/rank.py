@@ -112,7 +112,7 @@ class Rank:
             if self._scope.cancel_called:
                 self._waiting += "it was waiting here:\n" + _trace(error)
             elif isinstance(error, anyio.get_cancelled_exc_class()):
-                return Outcome("failed", "a cancellation came out that nobody asked for\n" + _trace(error), False)
+                return Outcome("failed", "a cancellation came out that was not requested\n" + _trace(error), False)
             raise
         return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
 

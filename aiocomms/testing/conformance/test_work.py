@@ -197,7 +197,7 @@ async def test_failure_that_is_never_retrieved_is_reported_once(comm: Communicat
     await comm.recv(ones(comm), 0, 1)
     await all_blocked()
     gc.collect()
-    assert len(case.reports) == 1 and "nobody asked for the result of a work that failed: recv" in case.reports[0]
+    assert len(case.reports) == 1 and "no task awaited a work that failed: recv" in case.reports[0]
     case.reports.clear()
 
 

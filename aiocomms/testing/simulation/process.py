@@ -103,7 +103,7 @@ class Process(Timeline):
         if names := self.left_open():
             opened = ", ".join(map(repr, names))
             error = SimulationError(f"{self} has left {opened} open: use 'async with', or await its aclose()")
-            self.report({"message": "nobody has closed it", "exception": error})
+            self.report({"message": "it was not closed", "exception": error})
         begun = [generator for ref in self.generators if (generator := ref()) is not None]
         await asyncio.gather(*[generator.aclose() for generator in begun], return_exceptions=True)
         left(self)

@@ -237,7 +237,7 @@ def test_portal_failure_that_is_never_retrieved_is_reported_once(run, caplog):
                 reports += [record.getMessage() for record in caplog.records]
                 caplog.clear()
                 assert len(reports) == (not asked), reports
-        assert "nobody asked for the result of a work that failed: recv" in reports[0]
+        assert "no task awaited a work that failed: recv" in reports[0]
 
     run(main)
 

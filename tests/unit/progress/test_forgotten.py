@@ -190,7 +190,7 @@ def test_forgotten_failure_is_reported_once_and_a_lost_work_never(debug):
                 await turns()
         assert said == []
         assert len(told) == 1
-        assert "nobody asked for the result of a work that failed: recv #0" in told[0]
+        assert "no task awaited a work that failed: recv #0" in told[0]
 
     asyncio.run(main())
 

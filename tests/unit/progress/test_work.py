@@ -540,7 +540,7 @@ def test_failure_that_is_never_retrieved_is_reported_once(run, loop, caplog):
             assert list(reports) == []
             del works
             (report,) = reports
-            assert "nobody asked for the result of a work that failed: recv #0 on 'world' (rank 1)" in report
+            assert "no task awaited a work that failed: recv #0 on 'world' (rank 1)" in report
 
     run(main)
 

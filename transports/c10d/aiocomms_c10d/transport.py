@@ -313,7 +313,7 @@ def _let_go(groups: list[Any]) -> None:
     thread.join(_RELEASE)
     if thread.is_alive():
         _log.warning(
-            "gloo waits for ever for a send of a collective amid which a rank was lost: its threads, its sockets and "
+            "gloo waits without end for a send of a collective that lost a rank: its threads, its sockets and "
             "the collective's tensors stay until this process ends"
         )
     return None

@@ -30,7 +30,7 @@ def hindrances() -> list[str]:
         found.append("PR_SET_DUMPABLE 0: no other process may open its descriptors or read its memory")
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if (left := most - _next_descriptor(most)) < _FEW:
-        found.append(f"RLIMIT_NOFILE {most}, of which {max(0, left)} are left")
+        found.append(f"RLIMIT_NOFILE {most} ({max(0, left)} left)")
     for name in ("RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_DATA"):
         limit, _ = resource.getrlimit(getattr(resource, name))
         if limit != resource.RLIM_INFINITY:

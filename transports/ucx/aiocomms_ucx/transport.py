@@ -312,7 +312,7 @@ class UcxTransport(LaneTransport, Hastened):
 
     def failed(self, why: str) -> None:
         """Lose the communicator because a step of the engine failed, for example for lack of memory."""
-        self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed amid a step: {why}"))
+        self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed in a step: {why}"))
 
     def left(self, rank: int, collectives: int) -> None:
         """Handle a rank that has closed this communicator after ``collectives`` collectives."""
