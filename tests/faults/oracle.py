@@ -45,7 +45,7 @@ class Stuck(logging.Handler):
         self.groups = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.groups += record.getMessage().startswith("gloo waits for ever for a send")
+        self.groups += record.getMessage().startswith("gloo waits without end for a send")
 
     def kept(self) -> Counter[str]:
         """At most; and the thread that releases each group."""

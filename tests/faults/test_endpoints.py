@@ -241,7 +241,7 @@ async def hold_on(place: Rank) -> None:
             place.give("address", here.address)
             peer = await here.accept()
             await asyncio.to_thread(place.told, "attached")
-            with pytest.raises(CommTimeoutError, match="did not let go"):
+            with pytest.raises(CommTimeoutError, match="did not release"):
                 await region.revoke(timeout=0.1)
             place.tell("revoked")
             assert isinstance(await peer.lost(), CommTimeoutError)

@@ -486,8 +486,8 @@ def test_peer_that_does_not_let_go_loses_its_connection(monkeypatch: pytest.Monk
 
     async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
         handed = await anext(mine.handed())
-        assert "did not let go of a lease within 5 s" in str(await peer.lost())
-        with pytest.raises(CommTimeoutError, match="did not let go of a lease"):
+        assert "did not release a lease within 5 s" in str(await peer.lost())
+        with pytest.raises(CommTimeoutError, match="did not release a lease"):
             await handed.read(torch.zeros(handed.shape, dtype=torch.int64))
 
     between(owner, borrower)

@@ -375,7 +375,7 @@ def test_workers_raise_driver_lost_error_without_their_driver(transport):
 
     async def works(comm):
         async with Service(comm, lambda lost: lost.reconfigure(ranks=[1, 2])) as service:
-            with pytest.raises(DriverLostError, match="a process that works has become rank 0") as c:
+            with pytest.raises(DriverLostError, match="a worker has become rank 0") as c:
                 await service.work(summing(service.comm))
             ended[comm.rank] = c.value.peer
             assert service.comm.rank == comm.rank - 1
