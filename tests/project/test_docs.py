@@ -54,8 +54,11 @@ BY_THEMSELVES = {
 FOR_HOSTS = ["ray.md", "running.md"]  # tests/hosts and tests/launchers run their code
 SEARCHED = {
     "README.md",
+    "index.md",
     "live.md",
+    "mpi4py.md",
     "resharding.md",
+    "torch-distributed.md",
     "which-way.md",
 }  # The search runs these: the gate has as many real tests as it may have.
 BOUND = 240.0  # seconds after which a command hangs
