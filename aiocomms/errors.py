@@ -37,6 +37,7 @@ __all__ = [
     "ProtocolError",
     "RegionError",
     "ServiceBusyError",
+    "SimulationError",
     "StoreLostError",
     "UnsupportedOperation",
     "WorkCancelledError",

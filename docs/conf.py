@@ -65,6 +65,7 @@ nitpick_ignore += [
     ("py:class", f"aiocomms.{name}")
     for name in (
         "blocking.loop_thread.LoopThread",
+        "lowlevel.clock.Simulation",
         "ops.checks.CheckedComm",
         "communicator.portal.door.Door",
         "transport.native.Line",

@@ -21,7 +21,7 @@ class Faults:
     """The numbers of faults in a history.
 
     :param deaths: the number of ranks that die, as by SIGKILL.
-    :param restarts: whether a rank that has died restarts; :attr:`SimulatedRank.restarts` tells it so.
+    :param restarts: whether a rank that has died restarts; :attr:`.SimulatedRank.restarts` tells it so.
     :param pauses: the number of ranks that stop for 1 ms to 20 s, as by SIGSTOP.
     :param slow: the number of ranks whose events are up to 50 ms late from some time on.
     :param cuts: the number of pairs of ranks whose connections are cut.
