@@ -325,9 +325,9 @@ def closed_by(rank: int) -> CommAbortedError:
     return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
 
 
-def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
+def gone(rank: int | None, why: str = "its connection broke unexpectedly") -> PeerDiedError:
     """Return the error of a communicator that has lost rank ``rank``; None: the rank is unknown."""
-    return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
+    return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} has died or was cut off: {why}", peer=rank)
 
 
 def as_reason(reason: str | BaseException) -> str:

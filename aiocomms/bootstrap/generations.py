@@ -167,7 +167,7 @@ class Arrival:
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
-            raise ProtocolError("what rank 0 has left in the store of who has come makes no sense", peer=0)
+            raise ProtocolError("rank 0's list of the present ranks in the store makes no sense", peer=0)
         if said["message"] is not None:
             raise (AuthError if said["unsigned"] == "1" else ProtocolError)(said["message"], peer=int(said["peer"]))
         return said["digest"]

@@ -92,7 +92,7 @@ class Meeting:
         root = self._old.root
         if root is None or not await self._answers(self.left()):
             raise StoreLostError(
-                "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
+                "the rendezvous store is lost, and without it the ranks of this transport cannot find each other"
             )
         return root, None
 
@@ -148,7 +148,7 @@ class Meeting:
     def _move(self) -> None:
         self.moved = True
         if self._wanted is not None:
-            raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
+            raise StoreLostError("the rendezvous store is lost, so that no newcomer finds the others: leave out size")
 
     async def _answers(self, seconds: float) -> bool:
         """Return whether the old communicator's store answers within ``seconds``; if the store is gone, at once."""

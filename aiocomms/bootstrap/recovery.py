@@ -188,7 +188,7 @@ class Recovery:
         """
         gone = [rank for rank in decision.old.values() if rank not in before and self._dead(rank)]
         gone += [rank for rank, claim in decision.joins.items() if self._claims and self._claims.last(rank) != claim]
-        return PeerDiedError(f"rank {gone[0]} is gone", peer=gone[0]) if gone else None
+        return PeerDiedError(f"rank {gone[0]} has died or was cut off", peer=gone[0]) if gone else None
 
     def _will_not_come(self, rank: int, *, lesser: bool) -> bool:
         """Return whether an absent rank is dead for certain.
@@ -298,7 +298,7 @@ class Recovery:
             if away:
                 self._cut = True
                 raise StoreLostError(
-                    f"the store is gone, and of {size} ranks only {list(old)} are left: whether ranks {away}, on other "
+                    f"the store is lost, and of {size} ranks only {list(old)} are left: whether ranks {away}, on other "
                     "hosts, are dead or cut off cannot be told. If they are dead, name those that are left in ranks"
                 )
 
@@ -370,7 +370,7 @@ def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -
     """
     reason, rank = before.reason, before.rendezvous.rank
     if before.closed:
-        raise CommClosedError("it was closed on this rank: its ranks are found over what it still holds")
+        raise CommClosedError("the communicator was closed on this rank: call reconfigure() before aclose()")
     if ranks is not None and not ranks:
         raise ArgumentError("ranks is empty, wanted this rank and others")
     if size is not None and (type(size) is not int or not rank < size):

@@ -159,7 +159,7 @@ class LiveMeeting:
             if self._fd >= 0:
                 os.close(self._fd)
 
-    @store_errors("the store of the group is gone")
+    @store_errors("the store of the group is lost")
     def meet(self) -> int | None:
         """Meet the other ranks; return a file descriptor of the shared memory, or None if they share none.
 

@@ -85,7 +85,7 @@ class StoreRegisters:
         if store is None:
             raise CommClosedError("the group was closed")
 
-        @store_errors("the store of the group is gone")
+        @store_errors("the store of the group is lost")
         def ask() -> T:
             return call(store)
 

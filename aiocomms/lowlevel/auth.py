@@ -139,7 +139,7 @@ class Seal:
         if self._signs:
             value = signed[1 + _MAC :]
             if not same(signed[: 1 + _MAC], _SIGNED + mac(self._key, RENDEZVOUS.head, key, rank, value)):
-                why = "has no token" if signed[:1] == _PLAIN else "has another token, or somebody else wrote it"
+                why = "has no token" if signed[:1] == _PLAIN else "has another token, or another process wrote it"
                 why = f"that rank {why}" if other is None else RENDEZVOUS.differs("that rank", other)
                 raise AuthError(f"rank {rank}'s record {key!r} in the store is not signed: {why}", peer=rank)
             return value

@@ -282,7 +282,7 @@ class Gate:
         if self.dropped:
             message += f"; {self.dropped} connections were dropped that did not prove to be a rank's"
         for version in sorted(self.entrance.versions)[:3]:
-            message += f"; {HANDSHAKE.differs('somebody who connected', version)}"
+            message += f"; {HANDSHAKE.differs('a process that connected', version)}"
         return CommTimeoutError(message, late=sorted(self._missing))
 
     def _connect_missing(self, ends: float) -> None:

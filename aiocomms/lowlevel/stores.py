@@ -21,7 +21,7 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 
 @contextlib.contextmanager
-def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None = None) -> Iterator[None]:
+def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None = None) -> Iterator[None]:
     """Raise a :class:`StoreLostError` in place of the errors of torch's stores; a context manager and a decorator.
 
     All errors of torch's stores are RuntimeErrors. The text of some contains a stack trace, which this function drops.

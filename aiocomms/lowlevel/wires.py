@@ -81,7 +81,7 @@ class SocketLine:
         except TimeoutError:
             raise CommTimeoutError("the other endpoint did not answer in time") from None
         except OSError as error:
-            raise PeerDiedError(f"the other endpoint is gone: {error}") from error
+            raise PeerDiedError(f"the connection with the other endpoint broke: {error}") from error
 
 
 class SocketCall:

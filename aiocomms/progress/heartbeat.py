@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from aiocomms.arguments import silence
-from aiocomms.errors import CommError, PeerDiedError
+from aiocomms.errors import CommError, gone
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
@@ -68,5 +68,5 @@ class Heartbeat:
             for rank, sign in enumerate(signs or ()):
                 silent[rank] = 0.0 if fresh or sign > before else silent.get(rank, 0.0) + min(now - before, self.period)
                 if silent[rank] >= self._most:
-                    self._fail(PeerDiedError(f"rank {rank} is gone: no sign of life for {self._most:g} s", peer=rank))
+                    self._fail(gone(rank, f"no sign of life for {self._most:g} s"))
                     return

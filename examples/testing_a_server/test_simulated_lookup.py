@@ -66,7 +66,7 @@ async def test_holders_end_with_the_one_that_asks(comm):
     if comm.rank == 0:
         await serve(comm)
     else:
-        with pytest.raises(PeerDiedError, match="rank 0 is gone"):
+        with pytest.raises(PeerDiedError, match="rank 0 has died or was cut off"):
             await serve(comm)
 
 

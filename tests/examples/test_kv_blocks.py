@@ -166,4 +166,4 @@ def test_submitted_transfer_is_polled_to_its_end_and_reports_a_closed_peer(ranks
 def test_transfer_to_a_dead_node_reports_a_fault(ranks: Run) -> None:
     fault, rows = ranks(2, submit, True)
     assert rows == KILLED
-    assert "is gone" in fault
+    assert "has died or was cut off" in fault

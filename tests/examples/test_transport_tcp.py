@@ -182,7 +182,7 @@ def test_end_without_a_farewell_is_a_death_after_all_received_data(end: End, mod
     assert op.tensor.equal(data)
     (failure,) = end.failures
     assert isinstance(failure, PeerDiedError)
-    assert str(failure) == "rank 0 is gone: its connection broke without a goodbye"
+    assert str(failure) == "rank 0 has died or was cut off: its connection broke unexpectedly"
 
 
 @pytest.mark.parametrize("thread", ["the loop's", "another one"])

@@ -69,4 +69,4 @@ def expect_death_to_be_noticed(folder: Path, transport: str, *lost: str, die: st
             os.close(keep)
     for survivor in survivors:
         assert survivor.returncode == 0, survivor.stderr
-        assert re.findall(r"^1 (\w+) .*rank 1 is gone", survivor.stdout, re.MULTILINE) == [*lost], survivor.stdout
+        assert re.findall(r"^1 (\w+) .*rank 1 has died", survivor.stdout, re.MULTILINE) == [*lost], survivor.stdout

@@ -901,7 +901,7 @@ async def test_a_rank_that_dies(cuda: FakeCuda) -> None:
         work = comms[0].all_reduce(torch.ones(3))
         for peer in list(transport(comms[1]).control.peers):
             transport(comms[1]).control._disconnect(peer)  # a connection that breaks, without an end of its process
-        with pytest.raises(PeerDiedError, match="rank 1 is gone"):
+        with pytest.raises(PeerDiedError, match="rank 1 has died"):
             await work
 
 

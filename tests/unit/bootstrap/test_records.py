@@ -230,7 +230,7 @@ def test_unsigned_decision_of_rank_0_raises_protocol_error():
     ended(leads)
     names = store.get(f"met/{leader._mine}")
     store.set(f"met/{leader._mine}", (b"0" * 16 + names[16:]).decode())
-    with pytest.raises(ProtocolError, match="what rank 0 has left in the store") as caught:
+    with pytest.raises(ProtocolError, match="rank 0's list of the present ranks") as caught:
         ended(follows)
     assert caught.value.peer == 0
 
@@ -254,7 +254,7 @@ def test_malformed_decision_of_rank_0_raises_protocol_error(said):
     next(follows)
     digest = ended(leads)
     write(store, Seal(TOKEN, "world"), "came", 0, "came/0", f"{leader._mine} {said.format(digest=digest)}".encode())
-    with pytest.raises(ProtocolError, match="what rank 0 has left in the store") as caught:
+    with pytest.raises(ProtocolError, match="rank 0's list of the present ranks") as caught:
         ended(follows)
     assert caught.value.peer == 0
 

@@ -412,7 +412,7 @@ def test_store_whose_server_has_ended_raises_store_lost_error():
     del server
 
     async def main():
-        with pytest.raises(StoreLostError, match="the rendezvous store is gone"):
+        with pytest.raises(StoreLostError, match="the rendezvous store is lost"):
             await opened(store=store, rank=0, size=2, timeout=10)
 
     anyio.run(main)
@@ -425,7 +425,7 @@ def test_store_whose_server_ends_during_rendezvous_raises_store_lost_error():
         store, look = connect(server[0].port), connect(server[0].port)
 
         async def come():
-            with pytest.raises(StoreLostError, match="the rendezvous store is gone"):
+            with pytest.raises(StoreLostError, match="the rendezvous store is lost"):
                 await opened(store=store, rank=0, size=2, timeout=10)
 
         async with anyio.create_task_group() as tasks:

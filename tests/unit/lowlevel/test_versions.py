@@ -198,4 +198,4 @@ def test_handshake_between_versions_names_both_versions(
     assert isinstance(connects, ProtocolError)
     assert f"rank 0 speaks version {ours.version} of the handshake, this rank version {OTHER}" in str(connects)
     assert isinstance(accepts, CommTimeoutError)
-    assert f"somebody who connected speaks version {OTHER} of the handshake" in str(accepts)
+    assert f"a process that connected speaks version {OTHER} of the handshake" in str(accepts)
