@@ -78,5 +78,5 @@ class Board:
 
     def _store(self) -> Store:
         if self.store is None:
-            raise ArgumentError("store is None, and the ranks need one to meet", rank=self.rank)
+            raise ArgumentError("store is None, wanted a Store: the ranks need one to meet", rank=self.rank)
         return self.store

@@ -109,7 +109,7 @@ def _log_world_of_one(env: Mapping[str, str]) -> None:
         hints += [name for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID") if name in env]
     there = f", although there are {', '.join(f'{name}={env[name]}' for name in hints)}" if hints else ""
     _log.log(
-        logging.WARNING if hints else logging.INFO, "no launcher gives this process a rank%s: a world of one", there
+        logging.WARNING if hints else logging.INFO, "no launcher gives a rank%s: this process is a world of one", there
     )
 
 
@@ -196,7 +196,7 @@ class _Reader:
             names = [name for name in (*_MARKS[self.launcher], *_SHARED) if name in self.env]
             there = f"; there are {', '.join(names)}"
         complaints = "; ".join(self.complaints)
-        return ArgumentError(f"launched by {self.launcher}, but the environment is not complete: {complaints}{there}")
+        return ArgumentError(f"the environment of {self.launcher} is not complete: {complaints}{there}")
 
     def port(self, job: str | None, size: int | None) -> int | None:
         """Return ``MASTER_PORT``, or else a port derived from the job's id, which is the same on every rank."""

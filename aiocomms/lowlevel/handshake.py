@@ -60,11 +60,11 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
     who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)
     nonce = secrets.token_bytes(_NONCE)
     connection.sendall(HANDSHAKE.head + _HELLO.pack(rank, nonce, mac(key, "hello", rank, peer, nonce)))
-    HANDSHAKE.check((yield HEAD_BYTES), f"who answers in the place of {who}", number)
+    HANDSHAKE.check((yield HEAD_BYTES), f"the process in the place of {who}", number)
     message = yield _NONCE + PROOF_BYTES
     pair = (rank, peer, nonce, message[:_NONCE])
     if not same(message[_NONCE:], mac(key, "acceptor", *pair)):
-        raise AuthError(f"who answers in the place of {who} does not prove to be that rank", peer=number)
+        raise AuthError(f"the process in the place of {who} does not prove to be that rank; check tokens", peer=number)
     connection.sendall(mac(key, "connector", *pair))
     if (yield len(_ACCEPTED)) != _ACCEPTED:
         raise RefusedError

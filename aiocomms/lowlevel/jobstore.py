@@ -138,7 +138,7 @@ class JobStore(Store):
         ends, pause = clock.now() + patience, _FIRST_PAUSE
         while not self.check(keys):
             if clock.now() >= ends:
-                raise DistStoreError(f"after {patience:g} s some of the keys {keys} had not come")
+                raise DistStoreError(f"after {patience:g} s some of the keys {keys} were not set")
             clock.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -178,7 +178,7 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to:
         except StopIteration:
             return connection
         except RefusedError:
-            raise AuthError(f"who answers there is not {to} of this job") from None
+            raise AuthError(f"the process that answers there is not {to} of this job; check the token") from None
     except BaseException:
         connection.close()
         raise

@@ -123,7 +123,7 @@ class SimulatedCall:
             self._line = SimulatedLine(self._conduit, self._host, ends - clock.now())
             if self._line.next().proved:
                 return self._line
-            raise AuthError(f"who answers there is not {ENDPOINT} of this job")
+            raise AuthError(f"the process that answers there is not {ENDPOINT} of this job; check the token")
         except CommTimeoutError:
             self.hang_up()
             raise CommTimeoutError(f"{self._where} did not answer within {self._seconds:g} s") from None

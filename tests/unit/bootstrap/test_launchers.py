@@ -129,7 +129,7 @@ def test_incomplete_environment_of_a_launcher_is_refused(env, launcher, missing)
     with pytest.raises(ArgumentError) as caught:
         read_environment(env)
     text = str(caught.value)
-    assert text.startswith(f"launched by {launcher}, but the environment is not complete: ")
+    assert text.startswith(f"the environment of {launcher} is not complete: ")
     for name in missing:
         assert f"{name} is missing" in text
     there = text.partition("; there are ")[2].split(", ")
@@ -141,10 +141,10 @@ def test_incomplete_environment_of_a_launcher_is_refused(env, launcher, missing)
 @pytest.mark.parametrize(
     ("env", "level", "says"),
     [
-        ({}, "INFO", "no launcher gives this process a rank: a world of one"),
+        ({}, "INFO", "no launcher gives a rank: this process is a world of one"),
         (SLURM_SALLOC, "WARNING", "SLURM_JOB_ID=1, SLURM_NTASKS=2"),
         (SLURM_BATCH, "WARNING", "SLURM_JOB_ID=1, SLURM_NTASKS=2, SLURM_PROCID=0"),
-        (SLURM_BATCH | {"SLURM_NTASKS": "1"}, "INFO", "a rank: a world of one"),
+        (SLURM_BATCH | {"SLURM_NTASKS": "1"}, "INFO", "a rank: this process is a world of one"),
         ({"MASTER_ADDR": "node01"}, "WARNING", "MASTER_ADDR=node01"),
         ({"JOB_COMPLETION_INDEX": "3"}, "WARNING", "JOB_COMPLETION_INDEX=3"),  # a pod of an indexed Job of Kubernetes
     ],
@@ -212,7 +212,7 @@ def test_launch_of_one_rank_needs_no_address(env, launch):
     [
         pytest.param(
             {"RANK": "0"},
-            ["launched by torchrun", "WORLD_SIZE is missing", "MASTER_ADDR is missing", "MASTER_PORT is missing"],
+            ["environment of torchrun", "WORLD_SIZE is missing", "MASTER_ADDR is missing", "MASTER_PORT is missing"],
             id="RANK alone",
         ),
         pytest.param({"WORLD_SIZE": "4"}, ["RANK is missing", "MASTER_ADDR is missing"], id="WORLD_SIZE alone"),
@@ -240,7 +240,7 @@ def test_launch_of_one_rank_needs_no_address(env, launch):
         pytest.param(TORCHRUN | {"MASTER_ADDR": ""}, ["MASTER_ADDR is missing"], id="empty"),
         pytest.param(
             OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
-            ["launched by Open MPI", "MASTER_ADDR is missing (the host on which rank 0 runs)"],
+            ["the environment of Open MPI", "MASTER_ADDR is missing (the host on which rank 0 runs)"],
             id="Open MPI on two hosts",
         ),
         pytest.param(
@@ -252,12 +252,12 @@ def test_launch_of_one_rank_needs_no_address(env, launch):
         pytest.param(without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is missing"], id="no rank"),
         pytest.param(
             MPICH | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "node01"},
-            ["launched by MPICH", "MASTER_PORT is missing"],
+            ["the environment of MPICH", "MASTER_PORT is missing"],
             id="MPICH names no job",
         ),
         pytest.param(
             SLURM | {"SLURM_STEP_NODELIST": "node[01-"},
-            ["launched by Slurm", "SLURM_STEP_NODELIST is 'node[01-', wanted hosts as node[01-04],gpu3"],
+            ["the environment of Slurm is", "SLURM_STEP_NODELIST is 'node[01-', wanted hosts as node[01-04],gpu3"],
             id="half a host list",
         ),
         pytest.param(
@@ -281,7 +281,7 @@ def test_environment_error_lists_only_wrong_variables():
     with pytest.raises(ArgumentError) as caught:
         read_environment(TORCHRUN | {"MASTER_PORT": "abc"})
     assert str(caught.value) == (
-        "launched by torchrun, but the environment is not complete: MASTER_PORT is 'abc', wanted an integer in 1..65535"
+        "the environment of torchrun is not complete: MASTER_PORT is 'abc', wanted an integer in 1..65535"
     )
 
 

@@ -377,7 +377,7 @@ def test_client_of_a_foreign_server_raises_protocol_error(port, capfd):
     with ThreadPoolExecutor() as threads, socket.create_server((HOST, port)) as server:
         threads.submit(talk, server)
         try:
-            with pytest.raises(ProtocolError, match=r"could not be opened: who answers .* sent what makes no sense"):
+            with pytest.raises(ProtocolError, match=r"could not be opened: the process in .* sent what makes no sense"):
                 client(port)
         finally:
             server.shutdown(socket.SHUT_RDWR)
