@@ -129,7 +129,7 @@ class Casualties:
     def _give_up(self, rank: int, told: Casualty) -> None:
         if told.error and rank != self._rank and self._heard is None:
             what = told.error[:_LONGEST]
-            self._heard = CommAbortedError(f"rank {rank} failed before it came: {what}", peer=rank)
+            self._heard = CommAbortedError(f"rank {rank} failed before it joined: {what}", peer=rank)
             self._go()
 
     def _go(self) -> None:

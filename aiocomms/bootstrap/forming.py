@@ -113,7 +113,7 @@ async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> Comm
         except StoreLostError as error:
             return error
         return _REASONS.decode(told).to_error() if told else failure
-    return StoreLostError(f"the store has not answered within {_ANSWERS:g} s", comm=rendezvous.name)
+    return StoreLostError(f"the rendezvous store has not answered within {_ANSWERS:g} s", comm=rendezvous.name)
 
 
 async def tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
@@ -128,8 +128,8 @@ def give_up(board: Board, rank: int, failure: BaseException) -> bool:
     :returns: False if it is too late, because all ranks have formed the communicator.
     :raises StoreLostError: the store is gone.
     """
-    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
-    reason = Reason.of(CommAbortedError(f"rank {rank} could not form it: {why}"), rank)
+    why = failure.message if isinstance(failure, CommError) else "its call was cancelled"
+    reason = Reason.of(CommAbortedError(f"rank {rank} could not form the communicator: {why}"), rank)
     return board.decide(_END, _REASONS.encode(reason)) != _CARRIED_OUT
 
 
@@ -186,7 +186,7 @@ def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clo
             return rendezvous.decide(_END, _CARRIED_OUT) == _CARRIED_OUT
         lost = any(transport.early_failure for transport in transports.values())
         if lost or rendezvous.left() < 0 or stop.wait(pause):
-            return not give_up(rendezvous, rendezvous.rank, CommAbortedError(f"ranks {sorted(forming)} have not"))
+            return not give_up(rendezvous, rendezvous.rank, CommAbortedError(f"ranks {sorted(forming)} could not"))
     raise AssertionError
 
 

@@ -183,7 +183,7 @@ class Arrival:
 
     def _taken(self) -> NoReturn:
         raise ArgumentError(
-            f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
+            f"another process has joined as rank {self._rank} while this one waited: was a rank started twice, "
             "or do two jobs use one store and one name?"
         )
 

@@ -136,7 +136,7 @@ class Meeting:
             return (root, None) if root is not None and await self._answers(self.left()) else None
         host, _, port = note.decode(errors="replace").partition(" ")
         if not port.isdecimal():
-            raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
+            raise ProtocolError(f"a rank has named {note[:80]!r} as the place to meet, wanted a host and a port")
         reach = functools.partial(reach_store, host, int(port), self._old.rank, max(0.1, self.left()))
         try:
             store = await self.off_loop("reaching the new store", reach)

@@ -87,7 +87,7 @@ class Claims:
             if answer is not None:
                 return _INVITATIONS.decode(answer)
             if self._claim(rank) != mine:
-                raise CommAbortedError(f"another process has asked since to become rank {rank}")
+                raise CommAbortedError(f"another process has joined later as rank {rank}: was a rank started twice?")
         return None
 
     def _claim(self, rank: int) -> str | None:

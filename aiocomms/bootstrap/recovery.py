@@ -147,7 +147,7 @@ class Recovery:
                 continue
             # An attempt gets half of the time that is left, so that another attempt is possible.
             rendezvous = self._successor(decision, root, max(1.0, self._meeting.left() / 2))
-            failure: CommError = CommAbortedError("another rank could not, or this one has stood still")
+            failure: CommError = CommAbortedError("another rank could not form it, or this rank was too slow")
             try:
                 async with admitting(root):  # The store may be a new one.
                     rendezvous, selection, transports = await self._form(rendezvous, decision)
@@ -216,8 +216,8 @@ class Recovery:
         except CommTimeoutError:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
-            who = [f"ranks {absent} had not come"] if absent else []
-            who += [f"no process came to take the free ranks {self._free}"] if self._free else []
+            who = [f"ranks {absent} had not joined"] if absent else []
+            who += [f"no process joined as the free ranks {self._free}"] if self._free else []
             late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
             raise CommTimeoutError(late, late=absent or self._free) from None
         finally:
@@ -252,7 +252,7 @@ class Recovery:
                     self._claims.answer(new, claim, invitation)
             return decision
         present.withdraw()
-        raise CommTimeoutError("it has taken too long, or no rank waits for it any more")
+        raise CommTimeoutError("the attempt took too long, or no rank waits for it any more")
 
     def _spent(self, board: Board, decision: Decision) -> bool:
         """Return whether a decision has failed on another rank, or on this rank, which then reports it.
@@ -262,7 +262,7 @@ class Recovery:
         """
         if decision.key not in self._before.notes.tried:
             return given_up(board)
-        if not give_up(board, board.rank, CommAbortedError("an earlier attempt of it has failed")):
+        if not give_up(board, board.rank, CommAbortedError("an earlier attempt on this rank has failed")):
             raise _excluded()
         return True
 
@@ -358,7 +358,7 @@ class Presence:
 
 
 def _excluded() -> CommAbortedError:
-    return CommAbortedError("this rank is excluded: the others have formed the new communicator, and this failed")
+    return CommAbortedError("this rank is excluded: the others have formed the new communicator without it")
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:

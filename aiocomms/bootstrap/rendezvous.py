@@ -189,7 +189,7 @@ class StoreRendezvous(Board):
 
     def _absent(self, got: Collection[int]) -> CommTimeoutError:
         absent = [rank for rank in range(self.size) if rank not in got]
-        who = f"these ranks had not come: {', '.join(map(str, absent))}" if absent else "not all ranks saw each other"
+        who = f"these ranks had not joined: {', '.join(map(str, absent))}" if absent else "not all ranks saw each other"
         return CommTimeoutError(
             f"after {self.timeout} s {who}. "
             "Was every rank started, with the same size and name?",

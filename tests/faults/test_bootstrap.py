@@ -229,7 +229,7 @@ async def both_give_up(place: Rank) -> tuple[str, float]:
     """Ranks 0 and 1; where one has not answered the other in time, once more, with twice the patience."""
     for turn in itertools.count():
         message, took = await give_up(place, 0.5 * 2**turn)
-        if "had not come: 2." in message:
+        if "had not joined: 2." in message:
             place.tell(f"heard {turn} {place.rank}")
         place.tell(f"turn {turn} {place.rank}")
         await hear(place, f"turn {turn}", 0, 1)
@@ -242,7 +242,7 @@ async def both_give_up(place: Rank) -> tuple[str, float]:
 def test_late_rank_is_named_by_the_others_at_their_deadline(ranks: Run, notice: Notice) -> None:
     said, late = zip(*ranks(3, come_late), strict=True)
     for message, missing in zip(said, ["2", "2", "0, 1"], strict=True):
-        assert f"these ranks had not come: {missing}." in message, message
+        assert f"these ranks had not joined: {missing}." in message, message
     notice(list(late))
 
 
@@ -273,5 +273,5 @@ async def opened(place: Rank, **more: Any) -> Any:
 @pytest.mark.fault(34)
 def test_earlier_process_of_a_duplicate_rank_fails_and_the_later_joins(ranks: Run) -> None:
     first, second, third = ranks(3, come_twice)
-    assert "another process has come as rank 1" in second
+    assert "another process has joined as rank 1" in second
     assert first == third == ""

@@ -450,7 +450,7 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
             async with place.open("late") as comm:
                 await comm.barrier()
         assert re.search(
-            r"rank 1\b|ranks had not come: 1\b|ranks did not connect within .*: \[1\]|no connection with ranks \[1\]",
+            r"rank 1\b|ranks had not joined: 1\b|ranks did not connect within .*: \[1\]|no connection with ranks \[1\]",
             str(caught.value),
         ), caught.value
         del caught  # its traceback keeps what did not form
@@ -468,7 +468,7 @@ async def lose_while_late(place: Rank) -> None:
     """Rank 2 was late, so that rank 0 has less time left than it has; but it is rank 1 that dies, and is named."""
     if place.rank == 1:
         dies_after(place, 1)
-    absent = pytest.raises(CommTimeoutError, match=r"these ranks had not come: 1\.")
+    absent = pytest.raises(CommTimeoutError, match=r"these ranks had not joined: 1\.")
     with left_after_meeting(place, 5 if place.rank == 2 else 4), absent:
         await place.open()
 

@@ -241,4 +241,4 @@ def test_rank_that_waits_to_form_hears_why_another_failed() -> None:
     assert [status for status, _, _ in ended] == [1, 1, 1]
     assert "ValueError: what rank 1 stumbles over" in ended[1][2]
     for _, _, printed in (ended[0], ended[2]):
-        assert "rank 1 failed before it came: ValueError: what rank 1 stumbles over" in printed
+        assert "rank 1 failed before it joined: ValueError: what rank 1 stumbles over" in printed

@@ -295,7 +295,7 @@ async def forged_arrival(place: Rank, what: str) -> str:
 @pytest.mark.parametrize("what", ["a counter", "a name", "a long name", "an arrival"])
 def test_forged_arrival_is_refused_or_ignored(ranks: Run, transport: str, what: str) -> None:
     """Who shows that it sees this rank, and no token, is an error at once; a name that anybody may write is nobody."""
-    wanted = r"rank 1's record 'here/2/\w+' in the store is not signed" if what == "an arrival" else "had not come: 1"
+    wanted = r"rank 1's record 'here/2/\w+' in the store is not signed" if what == "an arrival" else "had not joined: 1"
     assert re.search(wanted, ranks(2, forged_arrival, what, before=in_job)[0])
 
 

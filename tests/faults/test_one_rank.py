@@ -242,6 +242,6 @@ def test_failure_of_one_rank_while_forming_ends_the_others(
         why = "it was cancelled" if mine is None else mine.message
         for error in found:
             assert isinstance(error, CommAbortedError), error
-            assert (error.peer, error.message) == (1, f"rank 1 could not form it: {why}")
+            assert (error.peer, error.message) == (1, f"rank 1 could not form the communicator: {why}")
 
     run(main)

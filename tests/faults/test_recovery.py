@@ -442,7 +442,7 @@ async def nobody_joins(place: Rank) -> str:
         return str(late.value)
     comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1)
     comm.abort("to grow")
-    with pytest.raises(CommTimeoutError, match="no process came to take the free ranks") as caught:
+    with pytest.raises(CommTimeoutError, match="no process joined as the free ranks") as caught:
         await comm.reconfigure(size=2, timeout=1)
     await comm.aclose()
     return str(caught.value)

@@ -192,4 +192,4 @@ def test_error_names_the_ranks_whose_place_nobody_takes() -> None:
         return str(caught.value)
 
     results = simulate(program, 3).results
-    assert all("within 5 s: no process came to take the free ranks [1]" in results[rank] for rank in (0, 2)), results
+    assert all("within 5 s: no process joined as the free ranks [1]" in results[rank] for rank in (0, 2)), results

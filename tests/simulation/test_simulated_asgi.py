@@ -258,7 +258,7 @@ def test_web_server_is_told_to_end_when_nobody_takes_the_place_of_a_lost_rank():
             await WebService(start).work()
             return
         asyncio.get_running_loop().call_later(1, here().world.kill, 1)
-        with pytest.raises(CommError, match="no process came to take the free ranks"):
+        with pytest.raises(CommError, match="no process joined as the free ranks"):
             await serve()
 
     before = signal.signal(signal.SIGTERM, lambda *_: told.set())

@@ -857,7 +857,7 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
 @pytest.mark.asyncio
 async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
     store = HashStore()
-    with pytest.raises(CommTimeoutError, match="ranks had not come: 1"):
+    with pytest.raises(CommTimeoutError, match="ranks had not joined: 1"):
         await aiocomms.new_comm("nccl_fake", store=store, rank=0, size=2, timeout=0.2)
 
 

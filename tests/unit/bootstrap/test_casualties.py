@@ -79,12 +79,12 @@ def test_waiting_rank_hears_of_a_rank_that_failed(host: Host, store: Store, rank
     host.name = "here"
     error = heard(steps)
     assert error.peer == 1
-    assert error.message == "rank 1 failed before it came: ValueError: no"
+    assert error.message == "rank 1 failed before it joined: ValueError: no"
 
 
 def test_rank_that_arrives_later_hears_of_the_failure_at_once(host: Host, store: Store) -> None:
     host.fails(store, 1)
-    with pytest.raises(CommAbortedError, match="rank 1 failed before it came"):
+    with pytest.raises(CommAbortedError, match="rank 1 failed before it joined"):
         next(arriving(store, 2))
 
 
@@ -273,4 +273,4 @@ def test_failure_is_written_to_the_store_that_the_other_ranks_read(
     assert asked == ([] if protocol is None else [protocol == "torch's"])
     if protocol is not None:
         error = heard(arriving(store, 1 - rank, 2))
-        assert error.message == f"rank {rank} failed before it came: ValueError: no"
+        assert error.message == f"rank {rank} failed before it joined: ValueError: no"

@@ -247,7 +247,7 @@ def test_timeout_of_new_comm_names_the_missing_ranks(run, timeout):
         await together(lambda: come(0), lambda: come(3))
         assert len(messages) == 2
         for message in messages:
-            assert "after 1.0 s these ranks had not come: 1, 2" in message
+            assert "after 1.0 s these ranks had not joined: 1, 2" in message
             assert "Was every rank started, with the same size and name?" in message
             assert "on 'world' (rank " in message
 
@@ -355,7 +355,7 @@ def test_ranks_that_disagree_on_the_size_do_not_meet(run):
                 failures.append(str(error))
 
         await together(lambda: come(0, 2), lambda: come(1, 3))
-        assert any("these ranks had not come: 2" in message for message in failures)
+        assert any("these ranks had not joined: 2" in message for message in failures)
 
     run(main)
 
@@ -396,7 +396,7 @@ def test_stopped_store_server_fails_at_the_deadline():
 
             async def main():
                 server.send_signal(signal.SIGSTOP)
-                with pytest.raises(CommTimeoutError, match="these ranks had not come: 1"):
+                with pytest.raises(CommTimeoutError, match="these ranks had not joined: 1"):
                     await opened(store=store, rank=0, size=2, timeout=0.2)
                 server.send_signal(signal.SIGCONT)
 
@@ -575,7 +575,7 @@ def test_lone_process_names_the_missing_ranks(free_port):
     stdout, stderr = process.communicate(timeout=HANGS)
     assert stdout == ""
     assert "CommTimeoutError" in stderr
-    assert "these ranks had not come: 1, 2" in stderr
+    assert "these ranks had not joined: 1, 2" in stderr
 
 
 # -------------------------------------------------------------------------------------- a store that is older than they
@@ -628,7 +628,7 @@ def test_later_of_two_processes_with_one_rank_replaces_the_first(run):
             failed = anyio.Event()
 
             async def be_first():
-                with pytest.raises(ArgumentError, match="another process has come as rank 1"):
+                with pytest.raises(ArgumentError, match="another process has joined as rank 1"):
                     await come(1)
                 failed.set()
 

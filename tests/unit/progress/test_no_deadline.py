@@ -249,7 +249,7 @@ def test_invalid_timeout_error_mentions_none_for_no_deadline(run):
 def test_new_comm_without_a_timeout_still_ends(run, monkeypatch):
     async def main():
         monkeypatch.setattr(rendezvous, "FORMING", 0.2)
-        with pytest.raises(CommTimeoutError, match=r"after 0\.2 s these ranks had not come: 1"):
+        with pytest.raises(CommTimeoutError, match=r"after 0\.2 s these ranks had not joined: 1"):
             await aiocomms.new_comm("local", store=new_store(), rank=0, size=2, timeout=None)
         with pytest.raises(CommTimeoutError, match=r"within 0\.2 s no communicator took this process in"):
             await aiocomms.new_comm("local", store=new_store(), rank=0, size=2, timeout=None, join=True)
