@@ -331,7 +331,7 @@ class Core(Posting):
         self.router.lane_aborts.close()
         for work in self.in_flight:
             if work.op.withdrawable and self.withdraw(work):
-                work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
+                work.abandon(CommClosedError("the communicator was closed on this rank, and the op was withdrawn"))
         self.router.loopback.close()
         with anyio.move_on_after(CLOSE_GRACE):
             await self.in_flight.drained(but=ops.Send)
@@ -363,11 +363,11 @@ class Core(Posting):
             self._postmortem.close()
         self._end_works()
         if self.in_flight:
-            error = CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank)
+            error = CommAbortedError(f"closed by rank {self.rank}, which had unfinished ops", peer=self.rank)
             for transport in self.transports:
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
-                work.abandon(CommClosedError("it was closed on this rank"))
+                work.abandon(CommClosedError("the communicator was closed on this rank"))
         self.router.turns.clear()  # The works have ended, and their tensors belong to the program.
         self.over.set()
         self.in_flight.unwatch()

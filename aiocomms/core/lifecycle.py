@@ -93,7 +93,7 @@ def failure_of(error: CommError, since: float, rank: int) -> Failure:
     """Return the failure for an error. If this rank is reported dead, the error says that it is excluded."""
     if isinstance(error, PeerDiedError) and error.peer == rank:
         excluded = CommAbortedError(
-            f"this rank is excluded: the others took it for dead and go on without it: {error.message}"
+            f"this rank is excluded: the other ranks count it as dead and go on without it: {error.message}"
         )
         excluded.__cause__ = error
         error = excluded
@@ -169,7 +169,7 @@ def close(life: Life) -> Step:
     """Begin to close the communicator on this rank."""
     if life.state is not State.OPEN:
         return life, ()
-    return Life(State.CLOSING, None, CommClosedError("it was closed on this rank")), (Action.WITHDRAW,)
+    return Life(State.CLOSING, None, CommClosedError("the communicator was closed on this rank")), (Action.WITHDRAW,)
 
 
 def release(life: Life) -> Life:
@@ -179,5 +179,5 @@ def release(life: Life) -> Life:
 
 def disown(parent: int) -> Life:
     """Note that the communicator belongs to the parent process, from which this process was forked."""
-    why = f"it was created in process {parent} and cannot be used after a fork"
+    why = f"the communicator was created in process {parent}, and cannot be used after a fork: form a new one"
     return Life(State.CLOSED, None, CommClosedError(why))

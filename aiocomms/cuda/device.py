@@ -210,5 +210,5 @@ def check_stream(cuda: Cuda, stream: Any) -> None:
     if device is not None and device.index != cuda.index:
         raise ArgumentError(
             f"stream is of {device}, wanted one of cuda:{cuda.index}, the communicator's device: "
-            "have that one wait, and yours for it"
+            "let that one wait, and your stream wait for it"
         )

@@ -204,7 +204,7 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
     def __init__(self, stream: Stream | None = None, *, cuda: Cuda | None = None) -> None:
         self._cuda = cuda or TorchCuda(torch.device("cuda", torch.cuda.current_device()))
         if self._cuda.capturing(stream):
-            raise CapturedWorkError("the stream is being captured; record behind graph.replay(), and await that")
+            raise CapturedWorkError("the stream is being captured: await recorded() after graph.replay()")
         self._stream = stream or self._cuda.current_stream()
         self._event = self._cuda.event()
         self._event.record(self._stream)

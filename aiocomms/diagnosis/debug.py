@@ -44,7 +44,7 @@ class Forgotten:
     def __del__(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
         if self.armed:
             warn(
-                f"{self.what} was never awaited: await it, or call its forget() if nobody needs to know when it is "
+                f"{self.what} was never awaited: await it, or call its forget() if no code needs to know when it is "
                 "done", RuntimeWarning, *self.place, registry=_said,
             )  # fmt: skip
 

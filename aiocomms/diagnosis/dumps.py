@@ -197,7 +197,7 @@ def _usual() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user's alone")
+        raise PermissionError(f"{folder} is open to other users, or is no folder: set AIOCOMMS_RECORDER_DIR to another")
     return folder
 
 

@@ -214,7 +214,7 @@ class _AnyCall:
         try:
             tensor: Tensor = into(message)
         except Exception as error:
-            raise CommError(f"into raised {type(error).__name__}: {error}; the message was left there") from error
+            raise CommError(f"into raised {type(error).__name__}: {error}; the message is still there") from error
         checks.writable("the tensor that into gives", tensor, cast("checks.CheckedComm", comm))
         return tensor
 

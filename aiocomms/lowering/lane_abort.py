@@ -147,7 +147,7 @@ class LaneAborts:
         number = told.number
         if number in self.given_up:
             return
-        error = LaneAbortedError(f"the lane was given up by rank {told.first}: {told.reason}", peer=told.first)
+        error = LaneAbortedError(f"the lane was aborted by rank {told.first}: {told.reason}", peer=told.first)
         if len(self.given_up) >= REMEMBERED:
             del self.given_up[next(iter(self.given_up))]
         self.given_up[number] = error

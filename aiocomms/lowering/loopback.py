@@ -86,7 +86,7 @@ class Loopback:
     def close(self) -> None:
         """Fail the unmatched sends: this rank closes."""
         for work in [work for queue in self._sends.values() for _, work in queue]:
-            conclude(work, CommClosedError("it was closed on this rank, which had not received the message"))
+            conclude(work, CommClosedError("this rank has closed the communicator, and had not received the message"))
         self.clear()
 
     def clear(self) -> None:

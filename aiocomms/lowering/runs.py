@@ -151,7 +151,7 @@ class Run:
         if not self._posted:
             raise error
         why = error.message if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
-        failure = CommError(f"it broke off on this rank: {why}")
+        failure = CommError(f"the operation failed on this rank: {why}")
         failure.__cause__ = error
         self._give_up(failure)
 

@@ -96,7 +96,7 @@ def test_lost_raises_when_the_communicator_closes(run):
                 await turns()
                 await one.aclose()
             await wait()  # and later
-            assert raised == ["lost on 'world' (rank 0): it was closed on this rank"] * 3
+            assert raised == ["lost on 'world' (rank 0): the communicator was closed on this rank"] * 3
             two.abort("enough")
             await wait()
             assert len(raised) == 4
@@ -213,7 +213,7 @@ def test_lost_in_a_forked_child_is_refused(run):
             await anyio.to_thread.run_sync(os.waitpid, child, 0)
             os.close(write)
             with os.fdopen(read) as said:
-                assert said.read().startswith("CommClosedError('it was created in process")
+                assert said.read().startswith("CommClosedError('the communicator was created in process")
 
     run(main)
 

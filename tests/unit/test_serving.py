@@ -412,7 +412,7 @@ def test_abort_of_a_user_lane_within_a_plan_is_no_abort_of_the_plan(run):
         return execute
 
     async def body(driver):
-        with pytest.raises(LaneAbortedError, match="given up by rank 1: not today"):
+        with pytest.raises(LaneAbortedError, match="aborted by rank 1: not today"):
             await driver.run("own")
         assert driver.failure is None
 
@@ -863,7 +863,7 @@ def test_model_in_a_thread_ends_when_its_plan_is_aborted(run):
         assert await driver.run("good") == 4.0
         with pytest.raises(WorkerError, match="bad"):
             await driver.run("bad")
-        assert ended == ["the lane was given up by rank 1: ValueError: bad"]
+        assert ended == ["the lane was aborted by rank 1: ValueError: bad"]
         assert await driver.run("good") == 4.0
 
     drive(run, 2, make, body)
@@ -1100,9 +1100,9 @@ def test_aborted_lane_fails_pending_ops_and_refuses_new_ones(run, what):
             works = [calls[what](lane) for _ in range(3)]
             lane.abort("enough")
             for work in works:
-                with pytest.raises(LaneAbortedError, match="given up by rank 0: enough"):
+                with pytest.raises(LaneAbortedError, match="aborted by rank 0: enough"):
                     await work
-            with pytest.raises(LaneAbortedError, match="given up by rank 0: enough"):
+            with pytest.raises(LaneAbortedError, match="aborted by rank 0: enough"):
                 lane.barrier()
             assert not world[0]._core.router.turns
             await ranks(world, lambda comm: comm.lane("y").all_reduce(torch.ones(1)))

@@ -172,7 +172,7 @@ async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicat
     def fails(message: Message) -> torch.Tensor:
         raise KeyError(message.nbytes)
 
-    with pytest.raises(CommError, match=r"into raised KeyError: 24; the message was left there") as caught:
+    with pytest.raises(CommError, match=r"into raised KeyError: 24; the message is still there") as caught:
         await comm.recv_message(into=fails)
     assert isinstance(caught.value.__cause__, KeyError)
     strided = torch.zeros(12, dtype=torch.int32, device=comm.device)[::2]

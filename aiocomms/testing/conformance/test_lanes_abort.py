@@ -46,7 +46,7 @@ async def test_lane_abort_fails_pending_ops_on_other_ranks(comm: Communicator, c
         works.append(lane.recv_object(0))
         case.tell("called")
         for work in works:
-            with pytest.raises(LaneAbortedError, match="given up by rank 0: ValueError: a bad request") as caught:
+            with pytest.raises(LaneAbortedError, match="aborted by rank 0: ValueError: a bad request") as caught:
                 await work
             assert caught.value.peer == 0
             assert "lane req 7" in str(caught.value)
@@ -88,7 +88,7 @@ async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicat
                 await anyio.lowlevel.checkpoint()
         assert scope.cancelled_caught
     else:
-        with pytest.raises(LaneAbortedError, match="given up by rank 0"), comm.lane("gone"):
+        with pytest.raises(LaneAbortedError, match="aborted by rank 0"), comm.lane("gone"):
             work = comm.all_reduce(number(comm, 1))
             case.tell("called")
             await work

@@ -193,7 +193,7 @@ BAD: list[tuple[Callable[[Any, FakeCuda], object], type[Exception], str]] = [
     (
         lambda comm, cuda: comm.barrier().wait_stream(other_stream(cuda)),
         ArgumentError,
-        "stream is of cuda:1, wanted one of cuda:0, the communicator's device: have that one wait, and yours for it",
+        "stream is of cuda:1, wanted one of cuda:0, the communicator's device: let that one wait",
     ),
     (
         lambda comm, cuda: comm.barrier().wait_stream(3),

@@ -393,7 +393,7 @@ def test_default_recorder_folder_is_private_and_bounded(tmp_path, monkeypatch):
             assert len(list(folder.iterdir())) == 3
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             folder.chmod(0o755)
-            with pytest.raises(CommError, match="not a folder of this user's alone") as caught:
+            with pytest.raises(CommError, match="is open to other users") as caught:
                 comm.dump()
             assert isinstance(caught.value.__cause__, PermissionError)
 
