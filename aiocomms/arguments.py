@@ -101,7 +101,7 @@ def mapping(name: str, value: object) -> None:
 def label(value: str) -> str:
     """Check that a value can be a communicator's name: a ``str`` of 1 to 200 characters."""
     if not isinstance(value, str):
-        raise ArgumentTypeError(f"name is {short(value)}, wanted a str")
+        raise wrong_type("name", value, "a str")
     if not value or len(value) > 200:
         raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
     return value

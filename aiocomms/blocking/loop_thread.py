@@ -28,7 +28,7 @@ class LoopThread:
     def __init__(self) -> None:
         if clock.simulation is not None:
             raise SimulationError(
-                "a loop in a thread of its own cannot be simulated: simulate an async program whose threads, of "
+                "the loop thread of aiocomms.blocking cannot be simulated: simulate an async program whose threads, of "
                 "asyncio.to_thread, use comm.portal()"
             )
         try:

@@ -39,7 +39,7 @@ async def form(
         clock.simulation.check_store(store)
     where = await settled(device)
     if join and store is None:
-        raise ArgumentError("join is True without a launcher: give the store of the other ranks", rank=rank)
+        raise ArgumentError("join is True, and store is None: give the store of the other ranks", rank=rank)
     plan = await run_in_thread(functools.partial(choose, transport, where, size, hints), anyhow=True)
     try:
         return await _form(plan, store, rank, size, name, where, timeout, join)

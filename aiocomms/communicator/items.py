@@ -100,7 +100,7 @@ class Tensors(Kind[Tensor]):
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """See :meth:`Kind.arriving`."""
         if header[0] != DATA:
-            raise ProtocolError(f"a message of kind {header[0]} came")
+            raise ProtocolError(f"a message of the unknown kind {header[0]} came")
         dtype, shape, nbytes = codec.parse_tensor(header[8:])
         try:
             tensor = buffers.empty(shape, dtype=dtype, device=device)

@@ -147,7 +147,7 @@ class Lane(PointToPoint, Collectives, Objects):
         works = [work for work in core.in_flight if isinstance(work, LaneWork) and work.number == number]
         for work in works:
             if work.op.withdrawable and core.withdraw(work):
-                work.abandon(CommClosedError("the lane was closed, and the op withdrawn"))
+                work.abandon(CommClosedError("the lane was closed on this rank, and the op was withdrawn"))
         for work in works:
             await work.wait()
 
@@ -161,7 +161,7 @@ class Lane(PointToPoint, Collectives, Objects):
     ) -> None:
         found = CURRENT.get()
         if found is None or found.lane is not self:
-            raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
+            raise RuntimeError(f"{self!r} is not the current lane here: end the blocks of lanes in reverse order")
         CURRENT.set(found.before)
         if error is not None:
             self.abort(error)  # The other ranks may wait for ops that this rank will never call.

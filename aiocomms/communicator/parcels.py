@@ -121,9 +121,7 @@ class ArrivingObject:
         if not self.pickled:
             self._value = codec.decode(self.inline or codec.to_bytes(self.body), landing=self._landing)
         if self._landing.left:
-            raise ProtocolError(
-                f"an object's header announced {self._landing.left} bytes that nothing in it stands for"
-            )
+            raise ProtocolError(f"an object's header announced {self._landing.left} bytes more than its values take")
         return self._landing.messages
 
     @property
@@ -143,7 +141,7 @@ class ArrivingObject:
         """
         if self.pickled != pickle:
             how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
-            raise ProtocolError(f"the object was {how[0]} by its sender, and this end asked for one that is {how[1]}")
+            raise ProtocolError(f"the object was {how[0]} by its sender, wanted {how[1]}: give both the same pickle=")
         if pickle:
             return codec.decode(self.inline or codec.to_bytes(self.body), pickle=True)
         return self._value

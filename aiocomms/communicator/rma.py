@@ -70,7 +70,7 @@ class OneSided(Issuer):
             names = sorted(map(str, checks.DTYPES))
             dtypes_of = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
             raise MismatchError(
-                f"a window has one dtype on all ranks, and here {dtypes_of}; it was closed",
+                f"a window has one dtype on all ranks, and the dtypes here are {dtypes_of}; the window was closed",
                 comm=self.name, op="new_window", seq=works[0].seq, rank=self.rank,
             )  # fmt: skip
         return window

@@ -302,7 +302,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._await_credits()
         else:
             self._break(
-                ProtocolError(f"rank {self.peer} returned {count} credits and {nbytes} bytes on stream {self.name!r}")
+                ProtocolError(f"rank {self.peer} returned too much on stream {self.name!r}: {count} items, {nbytes} B")
             )
         self._notify()
 
@@ -421,7 +421,7 @@ class ItemStream(Handle, ObjectStream[T]):
 
     def _broken_off(self) -> None:
         """Note that the other end has broken off, and fail the messages that it never takes."""
-        error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
+        error = CommAbortedError(f"rank {self.peer} ended stream {self.name!r} early: see its error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)
         self._fail(error)

@@ -116,7 +116,7 @@ class Door:
         if get_ident() == self.core.thread:
             raise RuntimeError(
                 f"{what} on '{self.core.name}' was called on the loop's own thread, which would wait for itself; "
-                "await the method of the event loop's own object there"
+                "on that thread, await the method of the Communicator itself"
             )
 
     def nobody(self) -> CommError | None:
@@ -127,7 +127,7 @@ class Door:
 
     def refusal(self) -> CommError:
         """Return the error of a call that comes too late."""
-        error = self.core.refusal() or CommClosedError("its event loop has ended")
+        error = self.core.refusal() or CommClosedError("the event loop of the communicator has ended")
         return error.about(comm=self.core.name, rank=self.core.rank)
 
     # ---------------------------------------------------------------------------------------- on the loop's thread

@@ -71,7 +71,7 @@ class PortalCall(Pending, Generic[_T]):
         if self._error is not None:
             raise self._error
         if not self._values:
-            raise TimeoutError(f"it was not done within {patience} s, and was cancelled")
+            raise TimeoutError(f"the call was not done within {patience} s, and was cancelled")
         return self._values[0]
 
     def _begin(self) -> None:
@@ -360,7 +360,7 @@ class BlockingWork(Pending, Generic[T_co]):
         if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):
             return None
         error = CommTimeoutError(
-            "its deadline passed, and its event loop, which something blocks, has not come round",
+            "its deadline passed, and its event loop has not run since: a call blocks the loop's thread",
             late=[core.rank],
         )  # fmt: skip
         if self._taken() is not None and not self.op.withdrawable:

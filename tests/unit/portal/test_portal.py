@@ -282,10 +282,10 @@ def test_portal_wait_raises_when_the_loop_is_closed_by_hand(impatient):
     loop.close()
     for thread in waiting:
         assert isinstance(thread.end(), CommClosedError)
-        assert "its event loop has ended" in str(thread.end())
+        assert "the event loop of the communicator has ended" in str(thread.end())
     late = Thread(lambda: portal.barrier().wait()).end()
     assert isinstance(late, CommClosedError)
-    assert "barrier on 'world' (rank 0): its event loop has ended" in str(late)
+    assert "barrier on 'world' (rank 0): the event loop of the communicator has ended" in str(late)
     assert Thread(portal.close).end() is None
     comm._released()
     comm._leaving.finish()
