@@ -154,7 +154,7 @@ class Attachments:
             await attachment.opened
             if not attachment.leaving and self._over is None:
                 attachment.leaving = True
-                self._stop(attachment, why or "it was closed here")
+                self._stop(attachment, why or "this endpoint has closed it")
                 if self._me == LEADER:
                     self._lead(attachment, why)
                 else:
@@ -185,7 +185,7 @@ class Attachments:
         """
         if not self.say(Here(place, process)):
             raise UnsupportedOperation(
-                "the transport carries no notes (Transport.say), which endpoints need: use another"
+                "the transport has no Transport.say, which endpoints need: use another transport"
             )
 
     def say_bye(self) -> None:
@@ -257,7 +257,7 @@ class Attachments:
             case Ask(question, descriptor):
                 self._answer(question, descriptor)
             case Refuse(question, why):
-                self._end_question(question, RegionError(f"the other endpoint refuses it: {why}"))
+                self._end_question(question, RegionError(f"the other endpoint refuses the descriptor: {why}"))
             case Grant(question, number):
                 if question in self._questions:
                     self._begin(self._other, number, question)
@@ -295,7 +295,7 @@ class Attachments:
         if known is not None and known.over:  # The other end knew of the closing before it asked again.
             self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
-            self.say(Refuse(question, "it is open already"))
+            self.say(Refuse(question, "the region is open already"))
         else:
             self._granted[number] = region
             if self._me == LEADER:

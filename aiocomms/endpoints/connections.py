@@ -108,7 +108,7 @@ class Connections:
         if there.endpoint == self._mine.endpoint:
             raise ArgumentError("address is this endpoint's own, wanted another one's")
         if misfit := self._misfit(there):
-            raise MismatchError(f"the endpoint {there.name} cannot be connected with: {misfit}")
+            raise MismatchError(f"no connection with {there.where} is possible: {misfit}")
         with anyio.move_on_after(seconds):
             while (peer := self._peers.get(there.endpoint)) is None:
                 self._check()
@@ -122,7 +122,7 @@ class Connections:
                         return called
                     await anyio.sleep(_PAUSE)
             return peer
-        raise CommTimeoutError(f"after {seconds:g} s there was no connection with the endpoint {there.name}")
+        raise CommTimeoutError(f"after {seconds:g} s there was no connection with {there.where}")
 
     async def _call(self, there: Address, seconds: float) -> Peer | None:
         """Call another endpoint; return None if the other endpoint's own call counts, or may count."""
@@ -133,7 +133,7 @@ class Connections:
                 if answer.crossed or forming.answers or there.endpoint in self._peers:
                     return None  # Hanging up tells the other endpoint that this call does not count.
                 if answer.refusal:
-                    raise MismatchError(f"the endpoint {there.name} refuses the connection: {answer.refusal}")
+                    raise MismatchError(f"{there.where} refuses the connection: {answer.refusal}")
                 await run_in_thread(lambda: line.tell(b""))
                 return await self._meet(
                     line, CALLER, there, seal_of(self._mine, there, call.nonce, answer.nonce), seconds

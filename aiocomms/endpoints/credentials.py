@@ -52,6 +52,11 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         number = self.endpoint.hex()[:8]
         return f"{printable(self.label, LONGEST_LABEL)}@{number}" if self.label else number
 
+    @property
+    def where(self) -> str:
+        """The endpoint in an error's words: its name, host and port."""
+        return f"the endpoint {self.name} at {self.host}:{self.port}"
+
     def pack(self) -> bytes:
         """Return the address as bytes, signed with the job's token if there is one."""
         payload = _ADDRESSES.encode(self)
@@ -160,7 +165,7 @@ def check_descriptor(data: bytes, key: bytes) -> Descriptor:
     if not same(data, found.pack(key)):  # The comparison also refuses the same content in another encoding.
         raise RegionError(FORGED)
     if expired(found.expires):
-        raise RegionError("the descriptor has expired")
+        raise RegionError("the descriptor has expired: ask the owner of the region for a fresh one")
     return found
 
 

@@ -158,7 +158,7 @@ class HandedLease(Handle):
         try:
             incoming.check()
             if write and not incoming.write:
-                raise LeaseError("they were handed over to be read")
+                raise LeaseError("the blocks were handed over to be read only")
             moves = self._moves("source" if write else "into", given, part)
             incoming.begin(write=write)
             try:
@@ -203,7 +203,7 @@ class HandedLease(Handle):
         await words.get(word, self._incoming.slot, timeout=timeout)
         if int(word) != self._incoming.number:
             self._incoming.check()
-            raise LeaseError("its owner has ended the hand-over while it was read")
+            raise LeaseError("the owner of the blocks has ended the hand-over while they were read")
 
     # -------------------------------------------------------------------------------------------------------- layout
 

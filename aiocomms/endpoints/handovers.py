@@ -69,7 +69,7 @@ class Outgoing:
         self._of = of
         self.over, self.why = Promise(of.driver), ""
         self.answer: Any = None
-        self.error: CommError | None = LeaseError("it has ended")
+        self.error: CommError | None = LeaseError("the hand-over has ended")
 
     @property
     def ended(self) -> bool:
@@ -79,7 +79,7 @@ class Outgoing:
     async def take_back(self, why: str) -> None:
         """Recall the blocks, and wait 5 s for the borrower; then lose the connection, and wait for its close."""
         self.why = self.why or why
-        self._of.step(self, lending.recall(self.lent), LeaseError(f"it was taken back: {self.why}"))
+        self._of.step(self, lending.recall(self.lent), LeaseError(f"the lease was taken back: {self.why}"))
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(CLOSE_GRACE):
                 await self.over
@@ -120,7 +120,7 @@ class Incoming:
         """
         if self.borrowed.state is not Borrowing.OPEN:
             self.told = True
-            raise (self.error or LeaseError("it was given back")).about()
+            raise (self.error or LeaseError("the lease was given back")).about()
 
     def begin(self, *, write: bool = False) -> None:
         """Count an operation that begins; :meth:`check` must have passed."""
@@ -204,7 +204,7 @@ class HandOvers:
                 await out.over
         finally:
             if out is not None and not out.ended:
-                late_why = f"the other endpoint has not given it back within {seconds:g} s"
+                late_why = f"the other endpoint has not given the lease back within {seconds:g} s"
                 await out.take_back(late_why if late.cancelled_caught else "its owner was cancelled")
         if out is None or (late.cancelled_caught and out.error is not None):
             raise CommTimeoutError(f"the other endpoint has not given the lease back within {seconds:g} s")
@@ -329,7 +329,7 @@ class HandOvers:
                 out = self._out[number]
                 self.step(out, lending.parted(out.lent))
             case LetGo(number, why):
-                self._returned(number, LeaseError(f"the other endpoint has dropped it: {why}"))
+                self._returned(number, LeaseError(f"the other endpoint has dropped the lease: {why}"))
 
     def _hear_long(self, word: Lend | GiveBack) -> None:
         if not 0 <= word.more <= MOST_BODY // _PIECE:
@@ -358,12 +358,12 @@ class HandOvers:
     def _recalled(self, number: int, why: str) -> None:
         incoming = self._in.get(number)
         if incoming is not None:
-            incoming.end(None, LeaseError(f"its owner has taken it back: {why}"))
+            incoming.end(None, LeaseError(f"the owner has taken the lease back: {why}"))
             return
 
         async def answer() -> None:
             await self._earlier()
-            self._say(LetGo(number, "it is not used any more"))
+            self._say(LetGo(number, "the lease is not used any more"))
 
         # The hand-over has ended here. Perhaps it was of an earlier connection, which has lost the note about its end.
         self.driver.spawn(answer, Context())

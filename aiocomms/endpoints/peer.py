@@ -78,7 +78,7 @@ class Peer(Handle):
         :param endpoint: the name of this endpoint.
         """
         self._comm, self._address, self._ended = comm, address, ended
-        self._where = f"{endpoint}, peer {address.name}"
+        self._where = f"{endpoint}, peer {address.name} at {address.host}:{address.port}"
         comm._core.worded = self._worded
         self._counter = counter
         self._attachments = Attachments(comm, grant, self._left, self._hear_of_leases)
@@ -439,5 +439,5 @@ class Peer(Handle):
                 f"the descriptor is of a region of endpoint {says.endpoint.hex()[:8]}, and this peer is {self.name}"
             )
         if expired(says.expires):
-            raise RegionError("the descriptor has expired")
+            raise RegionError("the descriptor has expired: ask the owner of the region for a fresh one")
         return says

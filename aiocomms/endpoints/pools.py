@@ -330,7 +330,7 @@ class Lease(LeasedBlocks):
         :raises LeaseError: the lease has ended.
         """
         if self._ending:
-            raise LeaseError("the lease has ended: its blocks may be another one's")
+            raise LeaseError("the lease has ended: its blocks may belong to another lease")
         self._out[out] = None
 
     def _settled(self, out: LentBlocks) -> None:

@@ -158,7 +158,7 @@ async def submit(place: Rank, dies: bool) -> Any:
 def test_submitted_transfer_is_polled_to_its_end_and_reports_a_closed_peer(ranks: Run) -> None:
     fault, rows = ranks(2, submit, False)
     assert rows == [3, 4, *range(102, 115), 5]
-    assert "its owner has taken it back" in fault
+    assert "the owner has taken the lease back" in fault
 
 
 @pytest.mark.search

@@ -134,7 +134,7 @@ def test_blocks_are_filled_layer_by_layer_from_tensors_and_leases() -> None:
                 await handed.flush()
                 await peer.send_object(layer)
             assert handed.error is None
-        with pytest.raises(LeaseError, match="it was given back"):
+        with pytest.raises(LeaseError, match="the lease was given back"):
             await handed.flush()
         own = mine.new_pool(numbers(200))
         async with own.lease(4), own.lease(2) as lease, await anext(leases) as handed:
@@ -217,11 +217,11 @@ def test_wrong_arguments_of_a_handed_lease_are_refused_and_it_stays_usable() -> 
             ):
                 with pytest.raises(ArgumentError, match=text):
                     await handed.read(wrong, part)  # type: ignore[arg-type]
-        with pytest.raises(LeaseError, match="they were handed over to be read"):
+        with pytest.raises(LeaseError, match="the blocks were handed over to be read only"):
             await handed.write(into)
         await handed.give_back("still there")
         for use in (lambda: handed.read(into), handed.give_back):
-            with pytest.raises(LeaseError, match="it was given back"):
+            with pytest.raises(LeaseError, match="the lease was given back"):
                 await use()
 
     between(owner, borrower)
@@ -312,7 +312,7 @@ def test_read_during_which_the_hand_over_has_ended_raises(monkeypatch: pytest.Mo
     async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
         owners.append(mine)
         async with mine.new_pool(numbers()).lease() as lease:
-            with pytest.raises(LeaseError, match="has dropped it: LeaseError: read on"):
+            with pytest.raises(LeaseError, match="has dropped the lease: LeaseError: read on"):
                 await peer.hand_over(lease)
 
     async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
@@ -320,7 +320,7 @@ def test_read_during_which_the_hand_over_has_ended_raises(monkeypatch: pytest.Mo
         into = torch.zeros(lease.shape, dtype=torch.int64)
         await lease.read(into)
         monkeypatch.setattr(HandedLease, "_vouched", late)
-        with pytest.raises(LeaseError, match="its owner has ended the hand-over while it was read"):
+        with pytest.raises(LeaseError, match="has ended the hand-over while they were read"):
             async with lease:
                 await lease.read(into)
         assert not peer.closed
@@ -332,7 +332,7 @@ def test_body_that_raises_tells_the_owner_why() -> None:
     async def owner(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
         pool = mine.new_pool(numbers())
         async with pool.lease() as lease:
-            with pytest.raises(LeaseError, match="has dropped it: ValueError: no room") as caught:
+            with pytest.raises(LeaseError, match="has dropped the lease: ValueError: no room") as caught:
                 await peer.hand_over(lease)
             assert caught.value.op == "hand_over"
         assert pool.free == BLOCKS
@@ -369,9 +369,9 @@ def test_cancelled_hand_over_waits_until_the_borrower_has_let_go() -> None:
             for n in itertools.count():
                 await handed.write(torch.full(handed.shape, n))
 
-        with pytest.raises(LeaseError, match="its owner has taken it back: its owner was cancelled"):
+        with pytest.raises(LeaseError, match="the owner has taken the lease back: its owner was cancelled"):
             await write()
-        with pytest.raises(LeaseError, match="its owner has taken it back"):
+        with pytest.raises(LeaseError, match="the owner has taken the lease back"):
             await handed.give_back()
 
     between(owner, borrower)
@@ -392,11 +392,11 @@ def test_lease_that_ends_takes_its_hand_overs_back() -> None:
             await leave()
         assert pool.free == BLOCKS
         for call in calls:
-            with pytest.raises(LeaseError, match="it was taken back: ZeroDivisionError: enough"):
+            with pytest.raises(LeaseError, match="the lease was taken back: ZeroDivisionError: enough"):
                 await call
 
     async def borrower(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
-        with pytest.raises(LeaseError, match="its owner has taken it back: ZeroDivisionError: enough"):
+        with pytest.raises(LeaseError, match="the owner has taken the lease back: ZeroDivisionError: enough"):
             async with await anext(mine.handed()):
                 await asyncio.sleep(2)  # The second one is not taken by then, and does not come any more.
         assert not mine._counter.came
@@ -500,7 +500,7 @@ def test_connection_that_its_owner_closes_takes_everything_back_first() -> None:
             call = asyncio.ensure_future(peer.hand_over(lease))
             await asyncio.sleep(1)
             await peer.aclose()
-            with pytest.raises(LeaseError, match="it was taken back: the connection was closed"):
+            with pytest.raises(LeaseError, match="the lease was taken back: the connection was closed"):
                 await call
             with pytest.raises(CommClosedError):
                 await peer.hand_over(lease)
@@ -510,7 +510,7 @@ def test_connection_that_its_owner_closes_takes_everything_back_first() -> None:
         handed = await anext(mine.handed())
         with pytest.raises(CommClosedError):
             await peer.lost()
-        with pytest.raises(LeaseError, match="its owner has taken it back"):
+        with pytest.raises(LeaseError, match="the owner has taken the lease back"):
             await handed.give_back()
 
     between(owner, borrower)

@@ -198,7 +198,7 @@ async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, 
                     comm.recv_object(0).add_done_callback(lambda _: scope.cancel())
                     await peer.hand_over(lease, "cancel")
                 assert scope.cancelled_caught
-                with pytest.raises(errors.LeaseError, match="has dropped it: ZeroDivisionError: enough"):
+                with pytest.raises(errors.LeaseError, match="has dropped the lease: ZeroDivisionError: enough"):
                     await peer.hand_over(lease, "drop")
             assert (pool.free, pool.leased, pool.held) == (5, 0, 0)
             assert pool.tensor[:2].equal(content[:2])
@@ -219,7 +219,7 @@ async def use_leases(comm: Communicator, here: Endpoint, content: torch.Tensor) 
             await handed.write(content.flip(0)[:, part].clone(), part)
     handed = await anext(leases)
     await comm.send_object(None, 1)
-    with pytest.raises(errors.LeaseError, match="its owner has taken it back"):
+    with pytest.raises(errors.LeaseError, match="the owner has taken the lease back"):
         while True:
             await handed.read(torch.zeros_like(content))
             await anyio.lowlevel.checkpoint()

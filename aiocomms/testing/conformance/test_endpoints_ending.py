@@ -45,7 +45,7 @@ async def test_peer_close_ends_the_connection_on_both_sides(comm: Communicator, 
         by = "on this endpoint" if comm.rank else "the other endpoint has closed the connection"
         with pytest.raises(CommClosedError, match=by) as caught:
             await peer.recv(torch.zeros(1, device=comm.device))
-        assert str(caught.value).endswith(f" on 'endpoint, peer {peer.name}': {caught.value.message}")
+        assert f" on 'endpoint, peer {peer.name} at " in str(caught.value)
         assert (caught.value.rank, caught.value.peer) == (None, None)
         if comm.rank == 0:
             with pytest.raises(RegionError):
