@@ -163,7 +163,7 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
                 raised.append(ArgumentError("the request has a body that was not read: read it before"))
                 break
         else:
-            raised.append(ClientLeftError("the client has gone"))
+            raised.append(ClientLeftError("the client has disconnected"))
         scope.cancel()
 
     async def call(scope: anyio.CancelScope) -> None:

@@ -145,7 +145,7 @@ class HostProcesses:
         assert server is not None
         await server.aclose()
         if not ready:
-            raise CommError("the process that imports torch for the ranks has ended before it was through")
+            raise CommError("the process that imports torch for the ranks has ended before the imports were done")
         await self._printer.say("the fork server was killed, and all ranks with it")
         for process in list(self.processes.values()):
             self._end(process)

@@ -50,12 +50,12 @@ class HostQueue:
         self._out, self._in = (self._connected(at, size) for _ in range(2))
         with store_errors():
             if self._out.add(f"aiocomms run/host {host}", 1) > 1:
-                raise ArgumentError(f"node_rank is {host}, and another supervisor has come to {at} as that")
+                raise ArgumentError(f"node_rank is {host}, and another supervisor has joined at {at} with that number")
 
     def _connected(self, at: At, size: int) -> Store:
         return connect_store(at.host, at.port, self._host, size, agent_store=True, timeout=_COMES)
 
-    @store_errors("the first host's supervisor is gone")
+    @store_errors("the first host's supervisor has ended or was cut off")
     def send(self, host: int, message: object) -> None:
         """Send a message to a host.
 
@@ -65,7 +65,7 @@ class HostQueue:
         data = json.dumps(message).encode()
         self._out.set(f"aiocomms run/{key}", (mac(self._key, key, data) + data).hex())
 
-    @store_errors("the first host's supervisor is gone")
+    @store_errors("the first host's supervisor has ended or was cut off")
     def receive(self) -> list[Any]:
         """Wait for the next message to this host.
 
@@ -78,7 +78,7 @@ class HostQueue:
         record = bytes.fromhex(self._in.get(f"aiocomms run/{key}").decode())
         self._in.delete_key(f"aiocomms run/{key}")
         if not same(record[:_MAC], mac(self._key, key, record[_MAC:])):
-            raise AuthError("a supervisor of another host has not the same token")
+            raise AuthError("a supervisor of another host has another token than this one: give both the same")
         message: list[Any] = json.loads(record[_MAC:])
         return message
 

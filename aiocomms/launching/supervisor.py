@@ -253,7 +253,7 @@ class Follower(HostSupervisor):
         """Raise an error if this host gets a stop signal while it waits for the first host."""
         while (await self._events.receive())[0] != "stop":
             pass
-        raise CommError("it was told to end before the first host had come")
+        raise CommError("a signal has ended this supervisor before the first host had joined")
 
     async def _obey(self, queue: HostQueue) -> int:
         while True:

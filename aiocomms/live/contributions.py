@@ -90,5 +90,5 @@ def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes,
 def _itemsize(called: Called, rank: int) -> int:
     dtype = _DTYPES.get(called.dtype)
     if dtype is None and called.dtype:
-        raise ProtocolError(f"a contribution has dtype {called.dtype!r}, which there is not", peer=rank)
+        raise ProtocolError(f"a contribution has dtype {called.dtype!r}, which does not exist", peer=rank)
     return 1 if dtype is None else dtype.itemsize

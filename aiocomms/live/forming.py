@@ -91,7 +91,7 @@ async def _take(registers: Registers, rank: int) -> int:
     held = await registers.load(place_of(rank))
     while True:
         if held not in (0, LEFT) and isinstance(registers, SharedRegisters) and registers.alive(held):
-            raise ArgumentError(f"rank is {rank}, which another process is that lives")
+            raise ArgumentError(f"rank is {rank}, which another live process has already")
         if (found := await registers.swap(place_of(rank), held, mine)) == held:
             await registers.tell(None)  # The other ranks no longer wait for the former process.
             return mine
@@ -210,7 +210,7 @@ class LiveMeeting:
 
     def _absent(self) -> str:
         absent = [rank for rank, key in enumerate(self._hosts()) if not self.store.check([key])]
-        return f"ranks {absent} have not come"
+        return f"ranks {absent} have not joined"
 
     # ---------------------------------------------------------------------------------------------------- shared memory
 

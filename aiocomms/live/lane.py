@@ -248,7 +248,7 @@ class LiveLane(Handle):
         operator = ReduceOp.parse(op)
         checks.is_tensor("tensor", tensor)
         if not operator.supports(tensor.dtype):
-            raise ArgumentError(f"op is {operator}, which there is not for {tensor.dtype}")
+            raise ArgumentError(f"op is {operator}, which is not defined for dtype {tensor.dtype}")
         return operator
 
 

@@ -181,7 +181,7 @@ class Rounds:
     async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
         """Contribute to a round, and return its number. If this rank is late, the round may be decided without it."""
         if await self._registers.load(place_of(self._rank)) != self._holder:
-            raise CommClosedError("another process has this place of the group")
+            raise CommClosedError("another process has taken this rank's place in the group")
         if self._next is None:
             return await self._join(header, parts, ends)
         known, number = self._was_in, self._next
@@ -299,7 +299,7 @@ class Rounds:
         round_, held = await self._held(number)
         if round_.number != number:
             raise LeftBehindError(
-                f"round {number - BEGIN} was decided, and its contributions are gone: this rank was late by two rounds"
+                f"round {number - BEGIN} was decided, and its contributions are not kept: this rank was two rounds late"
             )
         return round_, held
 

@@ -91,7 +91,7 @@ class SharedRegisters:
             self._socket.bind(self._name + str(self._rank))
         except OSError:
             self._socket.close()
-            raise ArgumentError(f"rank is {self._rank}, which a process of this host is already") from None
+            raise ArgumentError(f"rank is {self._rank}, which another live process has already") from None
         Unshared(self._name + str(self._rank)).belongs_to(self)
         self._driver.watch(self._socket.fileno(), self._heard)
 

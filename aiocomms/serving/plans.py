@@ -197,7 +197,7 @@ class Worker(Handle):
             self._expected = Expected(comm._core.in_flight, "the service")
             comm._core.recorder.plans = self._plans
             if comm.rank == 0 and not self._drives:  # The ranks that have recovered keep their roles.
-                why = "there is no driver: it is lost, and a worker has become rank 0"
+                why = "the driver is lost, and a worker has become rank 0 without a driver"
                 comm._core.lose(DriverLostError(why, peer=0))
             async with anyio.create_task_group() as self._tasks:
                 for rank in [0] if comm.rank else range(1, comm.size):

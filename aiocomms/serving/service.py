@@ -75,7 +75,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
         if self.comm.rank != 0:
-            raise ArgumentError("rank 0 drives, and the others work()", comm=self.comm.name, rank=self.comm.rank)
+            raise ArgumentError("only rank 0 calls drive(): call work() here", comm=self.comm.name, rank=self.comm.rank)
         self._worker = driver = Driver(self.comm, self._recover, self._numbers, self._watch, execute, most)
         failure: BaseException | None = None
         try:
@@ -106,7 +106,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         :raises CommError: the communicator was lost and there is no ``recover``, or ``recover`` has raised this error.
         """
         if self.comm.rank == 0:
-            raise ArgumentError("rank 0 drives, and does not work()", comm=self.comm.name, rank=0)
+            raise ArgumentError("rank 0 does not call work(): call drive() here", comm=self.comm.name, rank=0)
         self._worker = worker = Worker(self.comm, self._recover, self._numbers, self._watch, execute)
         try:
             with signals.held(worker):
@@ -195,7 +195,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """
         plan = Plan.current.get(None)
         if plan is None:
-            raise ArgumentError("cancelled() is asked within a plan", comm=self.comm.name, rank=self.comm.rank)
+            raise ArgumentError("cancelled() was called outside of a plan", comm=self.comm.name, rank=self.comm.rank)
         return bool(await self.comm.broadcast_object(plan.cancelled, 0))
 
 

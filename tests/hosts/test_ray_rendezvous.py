@@ -219,7 +219,7 @@ def test_who_did_not_come_is_named(crew: list[Any], come: list[int], late: list[
     for rank in late if 0 not in late else come:
         kind, message = ray.get(refused[rank])
         assert kind == CommTimeoutError.__name__
-        assert f"{named} did not come to '{name}' within 600 s" in message
+        assert f"{named} did not join '{name}' within 600 s" in message
     if 0 not in late and 0 in come:
         ray.get(who[0].time_is_up.remote(name))
         ray.get(refused[0])
@@ -231,7 +231,7 @@ def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
     meeting_, waiting = first.meet.remote("twice", 0, 3), again.meet.remote("twice", 1, 3)
     ray.get(again.has_arrived.remote("twice"))
     for rank, size, kind, message in (
-        (0, 3, ArgumentError, "is rank 0 of 'twice' just now"),
+        (0, 3, ArgumentError, "is rank 0 of 'twice' at this time"),
         (1, 4, MismatchError, "size is 4, and rank 0's is 3"),
     ):
         name, said = ray.get(other.refused.remote("twice", rank, size))
@@ -265,7 +265,7 @@ def test_records_that_lead_elsewhere(crew: list[Any]):
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
             ray.get(second.time_is_up.remote("mine"))
             name, said = ray.get(told)
-        assert (name, "rank 0 of 2 did not come to 'mine'" in said) == (CommTimeoutError.__name__, True), said
+        assert (name, "rank 0 of 2 did not join 'mine'" in said) == (CommTimeoutError.__name__, True), said
         assert set(found()) == {key, *stale}  # what one rank cannot reach another one perhaps can
         waiting = second.meet.remote("mine", 1, 2)
         ray.get([waiting, third.meet.remote("mine", 0, 2)])
@@ -287,7 +287,7 @@ def test_two_that_come_as_rank_0_at_once(crew: list[Any]):
         except RayTaskError as error:
             told.append(str(error))
     assert len(told) == 1, told
-    assert re.search(r"another actor, on node .*, is rank 0 of 'both' just now", told[0])
+    assert re.search(r"another actor, on node .*, is rank 0 of 'both' at this time", told[0])
     assert found() == []
 
 

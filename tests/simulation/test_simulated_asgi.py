@@ -224,7 +224,7 @@ def test_awaited_for_a_client_gives_its_result_its_error_or_the_clients_end():
             async with asyncio.timeout(1):
                 await until_disconnect(receive, asyncio.sleep(1000))
         asyncio.get_running_loop().call_later(1, left.set)
-        with pytest.raises(ClientLeftError, match="has gone"):
+        with pytest.raises(ClientLeftError, match="has disconnected"):
             await until_disconnect(receive, asyncio.sleep(1000))
 
     simulate(program, 1)

@@ -130,7 +130,7 @@ class RayMeeting:
                 with contextlib.suppress(RuntimeError):
                     if other < key or store.check([_OPEN]):
                         raise ArgumentError(
-                            f"another actor, on node {record.node}, is rank 0 of '{self._name}' just now"
+                            f"another actor, on node {record.node}, is rank 0 of '{self._name}' at this time"
                         )
             if not waiting:
                 return
@@ -153,7 +153,7 @@ class RayMeeting:
 
     def _join(self) -> JobStore:
         store = self._find()
-        with store_errors("rank 0 was lost before all had come"):
+        with store_errors("rank 0 was lost before all ranks had joined"):
             if store.add(_arrival(self._rank), 1) > 1:
                 raise ArgumentError(f"another actor is rank {self._rank} of '{self._name}' already")
             try:
@@ -254,7 +254,7 @@ class RayMeeting:
     def _late(self, absent: list[int], why: str = "") -> CommTimeoutError:
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         return CommTimeoutError(
-            f"{who} of {self._size} did not come to '{self._name}' within {self._seconds:g} s{why and f': {why}'}",
+            f"{who} of {self._size} did not join '{self._name}' within {self._seconds:g} s{why and f': {why}'}",
             late=absent,
         )
 

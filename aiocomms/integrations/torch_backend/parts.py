@@ -104,7 +104,7 @@ class WorkStep:
             with contextlib.suppress(CommError):  # The step runs all the same.
                 part.wait(None if ends is None else max(0.0, ends - clock.now()))
         if not self._over.wait(None if ends is None else max(0.0, ends - clock.now())):
-            raise TimeoutError(f"what follows it was not done within {timeout} s; it goes on")
+            raise TimeoutError(f"the step after the operation was not done within {timeout} s; it goes on")
         if self._error is not None:
             raise self._error
 

@@ -110,9 +110,9 @@ class RemoteBuffer:
         try:
             says = read_descriptor(descriptor)
         except RegionError as error:
-            raise ArgumentError(f"it is no remote buffer of aiocomms: {error.message}") from None
+            raise ArgumentError(f"descriptor is no remote buffer of aiocomms: {error.message}") from None
         if says.dtype != str(torch.uint8):
-            raise ArgumentError(f"it is a region of {says.dtype}, wanted one of bytes, as transports register")
+            raise ArgumentError(f"descriptor is of a region of {says.dtype}, wanted one of bytes")
         self._descriptor, self._length = bytes(descriptor), says.count
 
     def size(self) -> int:

@@ -55,7 +55,7 @@ class SimulatedLine:
     def tell(self, what: bytes) -> None:
         """See :meth:`EndpointLine.tell`."""
         if self._over or self._closed:
-            raise PeerDiedError("the other endpoint is gone")
+            raise PeerDiedError("the connection with the other endpoint broke")
         self._conduit.send(Said(what))
 
     def hear(self) -> bytes:
@@ -70,7 +70,7 @@ class SimulatedLine:
             if not self._news.wait(max(0.0, self._ends - clock.now())):
                 raise CommTimeoutError("the other endpoint did not answer in time")
         if self._closed or not self._heard:
-            raise PeerDiedError("the other endpoint is gone")
+            raise PeerDiedError("the connection with the other endpoint broke")
         return self._heard.popleft()
 
     def answer(self, proved: bool) -> None:

@@ -80,7 +80,7 @@ class SimulatedWorld(Clockwork):
         while self._living:
             coming = self.next_time
             if coming == float("inf") or (self.time - self._happened > _STILL and self._stands_still()):
-                raise SimulationError(f"nothing will happen any more, for all wait:\n{self._waiting()}")
+                raise SimulationError(f"all ranks wait, and nothing will happen any more:\n{self._waiting()}")
             if coming > longest:
                 raise SimulationError(f"the history takes longer than {longest:g} s:\n{self._waiting()}")
             self.step()

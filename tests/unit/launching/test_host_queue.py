@@ -36,7 +36,7 @@ def test_each_host_gets_its_messages_in_order_and_none_stays(store):
 
 def test_second_supervisor_of_a_host_is_refused():
     HostQueue(AT, 1, 2)
-    with pytest.raises(ArgumentError, match=r"node_rank is 1, and another supervisor has come to 127.0.0.1:1 as that"):
+    with pytest.raises(ArgumentError, match=r"node_rank is 1, and another supervisor has joined at 127.0.0.1:1"):
         HostQueue(AT, 1, 2)
 
 
