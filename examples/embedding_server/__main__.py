@@ -35,7 +35,7 @@ def main() -> None:
 def positive(text: str) -> int:
     """Return a number of at least 1."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"it is {number}, wanted at least 1")
+        raise argparse.ArgumentTypeError(f"the number is {number}, wanted at least 1")
     return number
 
 

@@ -85,7 +85,7 @@ class Blocks:
         if name not in self._nodes:
             raise ArgumentError(f"node {name!r} was not added")
         if len(local) != len(remote):
-            raise ArgumentError(f"{len(local)} local indices, and {len(remote)} remote ones")
+            raise ArgumentError(f"local has {len(local)} indices and remote has {len(remote)}, wanted as many")
         return self._lease.select(local), self._nodes[name].select(remote)
 
     async def write_blocks(self, name: str, local: Sequence[int], remote: Sequence[int]) -> None:

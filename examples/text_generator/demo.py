@@ -86,7 +86,7 @@ class User:
                     return
                 if line:
                     yield json.loads(line.removeprefix("data: "))["token"]
-        raise SystemExit(f"the stream behind {prompt!r} has broken off")
+        raise SystemExit(f"the stream that continues {prompt!r} has ended early")
 
     async def health(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait until the server's health check has a wanted state, and return it."""
@@ -130,7 +130,7 @@ class User:
         for prompt, text in zip(PROMPTS, map(bytes, texts), strict=True):
             if len(text) != count or not await to_thread.run_sync(self._model.chooses, prompt.encode(), text):
                 expected = self._model.generate(prompt.encode(), count)
-                raise SystemExit(f"behind {prompt!r} came {text!r}, and of the unsplit model {expected!r}")
+                raise SystemExit(f"{prompt!r} was continued by {text!r}, and by the unsplit model with {expected!r}")
         return [bytes(text) for text in texts], times
 
 
@@ -168,7 +168,7 @@ async def leave(user: User) -> None:
     )
     print(f"after a median of {statistics.median(after):.1f} ms, and at most {max(after):.1f} ms\n")
     if wasted > LEAVERS:
-        raise SystemExit("that is more than the step that was under way")
+        raise SystemExit("the decoders have computed more than one step for clients that had left")
     if any(it["pages_free"] != it["pages"] for it in health["decoders"].values()):
         raise SystemExit(f"not all pages are free: {health}")
 

@@ -238,7 +238,7 @@ class Front:
         with anyio.move_on_after(PATIENCE):
             await self.ready()
             return
-        raise UnavailableError(f"No decoder has come within {PATIENCE:g} s.")
+        raise UnavailableError(f"No decoder has joined within {PATIENCE:g} s.")
 
     def _call(self, client: Client) -> _Calling:
         prefill, decoder = min(self.pairs(), key=lambda pair: len(pair[1].calls))
@@ -249,7 +249,7 @@ class Front:
         decoder.tell("take", call.key, pages_for(len(text) + missing))
         await call.hear("room")
         if call.prefill.name not in self.groups:
-            raise LostError(f"{call.prefill.name} is gone")
+            raise LostError(f"{call.prefill.name} is lost")
         call.filling = True
         prefill.tell("fill", call.key, call.decoder.name, text)
         token = await call.hear("filled")

@@ -257,7 +257,7 @@ class Sender:
     async def hand(self, key: int, decoder: str) -> None:
         """Hand a sequence's pages over, wait until the decoder has read them, and give them back."""
         if decoder not in self._decoders:
-            raise LOST(f"{decoder} is gone")
+            raise LOST(f"{decoder} is lost")
         lease, kept = self._leases.pop(key)
         async with kept:
             await self._decoders[decoder].hand_over(lease, key, timeout=None)

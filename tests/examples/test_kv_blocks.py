@@ -72,7 +72,7 @@ async def write(place: Rank) -> list[int]:
     await blocks.write_blocks("other", [0, 1, 2, 7], [10, 11, 12, 9])
     with pytest.raises(ArgumentError, match=r"places are \[16\], wanted ints of 0 <= place < 16"):
         await blocks.write_blocks("other", [0, 1], [0, 16])
-    with pytest.raises(ArgumentError, match="2 local indices, and 1 remote"):
+    with pytest.raises(ArgumentError, match="local has 2 indices and remote has 1"):
         await blocks.write_blocks("other", [0, 1], [0])
     with pytest.raises(ArgumentError, match="'nobody' was not added"):
         await blocks.write_blocks("nobody", [0], [0])
