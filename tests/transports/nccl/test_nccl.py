@@ -522,7 +522,7 @@ async def test_what_cannot_be_captured_is_refused(cuda: FakeCuda) -> None:
         with cuda.graph():
             with pytest.raises(UnsupportedOperation, match="cannot be captured"):
                 comms[0].send(torch.ones(3), 1)
-            with pytest.raises(CapturedWorkError, match=r"behind graph\.replay"):
+            with pytest.raises(CapturedWorkError, match=r"after graph\.replay"):
                 recorded(cuda=cuda)
             joined = comms[0].barrier()
             outside = FakeStream(cuda.gpu)
@@ -873,8 +873,8 @@ async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.
     store = HashStore()
     forming = [aiocomms.new_comm("nccl_fake", store=store, rank=rank, size=2, timeout=3) for rank in range(2)]
     waits, fails = await asyncio.gather(*forming, return_exceptions=True)
-    assert "could not be connected to: [1] (timed out)" in str(waits)
-    assert "could not be connected to: [0] (nobody is in)" in str(fails)
+    assert "did not connect: [1] (timed out)" in str(waits)
+    assert "did not connect: [0] (nobody is in)" in str(fails)
 
 
 @pytest.mark.real

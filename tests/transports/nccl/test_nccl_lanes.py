@@ -693,7 +693,7 @@ async def test_parts_of_an_all_to_all_that_do_not_fit(cuda: FakeCuda) -> None:
             for rank, comm in enumerate(comms)
         ]
         errors = [await failure(work) for work in works]
-        assert any("bytes from there" in str(error) for error in errors)
+        assert any("bytes from rank" in str(error) for error in errors)
 
 
 async def failure(work: Any) -> BaseException:
@@ -708,9 +708,9 @@ async def failure(work: Any) -> BaseException:
     ("src", "frame", "text"),
     [
         (0, wire.LaneEntries([7]), "that was not called"),
-        (0, wire.FormChannels([bytes(128)]), "another number of channels"),
-        (1, wire.LaneEntries([7]), "is their sequencer"),
-        (0, wire.LaneCalls([]), "is their sequencer"),
+        (0, wire.FormChannels([bytes(128)]), "another number of communicators"),
+        (1, wire.LaneEntries([7]), "sends the order of lanes"),
+        (0, wire.LaneCalls([]), "sends calls of lanes here"),
         (1, wire.LaneCalls([wire.LaneCall(7, "barrier()", [1], [1])]), "another number of ranks"),
     ],
 )

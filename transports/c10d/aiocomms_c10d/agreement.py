@@ -333,7 +333,7 @@ def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
     size = len(sizes)
     for rank in range(size):
         if len(sizes[rank]) != count:
-            return f"rank {rank} tells {len(sizes[rank])} sizes, wanted {count}"
+            return f"rank {rank} sends {len(sizes[rank])} sizes, wanted {count}"
     for src in range(size):
         for dst in range(size):
             given, wanted = sizes[src][dst], sizes[dst][size + src]

@@ -83,7 +83,9 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
         work.wait()
     for tensor, peer in zip(received, peers, strict=True):
         if not same(bytes(tensor.tolist()), bytes(_proof(key, peer, rank).tolist())):
-            raise AuthError(f"who is connected in the place of rank {peer} does not prove to be that rank", peer=peer)
+            raise AuthError(
+                f"the process in the place of rank {peer} does not prove to be that rank; check tokens", peer=peer
+            )
 
 
 def stop_listening(written: bytes) -> None:

@@ -123,7 +123,7 @@ def _parse(peer: int, value: bytes) -> list[str]:
     if parts[0] != (ours := _dialect()):
         raise ProtocolError(f"rank {peer} speaks version {parts[0][:16]} of c10d's frames, this rank {ours}", peer=peer)
     if len(parts) != 6 or parts[1] not in ("0", "1") or re.fullmatch("[0-9]{1,15}", parts[2]) is None:
-        raise ProtocolError(f"rank {peer} does not introduce itself as this version does", peer=peer)
+        raise ProtocolError(f"rank {peer} introduces itself in the form of another version", peer=peer)
     return parts
 
 
@@ -199,7 +199,7 @@ def store_over(group: Any, timeout: float) -> Store:
         return server
     host, _, port_text = place.partition(" ")
     if not port_text:
-        raise StoreLostError("rank 0 could not serve a store, and says why in its own error", peer=0)
+        raise StoreLostError("rank 0 could not serve a store: see the error there", peer=0)
     return reach_store(host, int(port_text), rank, timeout)
 
 

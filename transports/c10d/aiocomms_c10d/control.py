@@ -129,7 +129,7 @@ class ControlConnection:
         except CommError as failure:
             error = failure
         except Exception as failure:
-            error = CommError(f"the transport broke: {type(failure).__name__}: {failure}")
+            error = CommError(f"the transport 'c10d' is broken: {type(failure).__name__}: {failure}")
             error.__cause__ = failure
         self.flushed.set()
         self._on_lost(error)

@@ -241,7 +241,7 @@ class PeerMatcher:
             payload, work = self._announced.pop(header.ident, (None, None))
         if payload is None or work is None or header.nbytes > payload.numel():
             raise ProtocolError(
-                f"rank {self._connection.peer} asks for what was not announced", peer=self._connection.peer
+                f"rank {self._connection.peer} takes a message that was not announced", peer=self._connection.peer
             )
         if not header.nbytes:
             self._inbox.put(conclude, work)
@@ -259,7 +259,7 @@ class PeerMatcher:
         with self._lock:
             if not self._receiving or self._receiving[0][0] != frame.header.ident:
                 raise ProtocolError(
-                    f"rank {self._connection.peer} sends what was not asked for", peer=self._connection.peer
+                    f"rank {self._connection.peer} sends a message that was not taken", peer=self._connection.peer
                 )
             _, received, _, work, outcome = self._receiving[0]
         try:
@@ -276,7 +276,8 @@ class PeerMatcher:
         with self._lock:
             _, work, *_ = self._sending.pop(frame.header.ident, (None, None))
         if work is None:
-            raise ProtocolError(f"rank {self._connection.peer} confirms what was not sent", peer=self._connection.peer)
+            peer = self._connection.peer
+            raise ProtocolError(f"rank {peer} confirms a message that was not sent", peer=peer)
         self._inbox.put(conclude, work)
 
     def _add_credit(self, frame: C10dFrame) -> None:
@@ -311,5 +312,5 @@ def _outcome_of(header: C10dHeader, op: ops.Recv, peer: int) -> CommError | obje
     """Return the outcome of a receive that has taken a message."""
     wanted = op.tensor
     if not has_room(wanted):
-        return CommError("the tensor's storage was resized while the op had it, and has no room for the message")
+        return CommError("the storage of a tensor was resized while the op had it")
     return misfit(peer, header.type, header.nbytes, wanted) or OP_RESULT

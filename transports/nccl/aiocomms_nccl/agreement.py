@@ -323,6 +323,6 @@ class _CallLog:
         if mine.text() == described.text:
             if not mine.gives or described.sizes == [mine.takes[peer], mine.gives[peer]]:
                 return None
-            here += f" for {mine.takes[peer]} bytes from there and {mine.gives[peer]} to there"
-            there += f" for {described.sizes} bytes"
+            here += f" for {mine.takes[peer]} bytes from rank {peer} and {mine.gives[peer]} to it"
+            there += f" for {described.sizes} bytes to rank {self._rank} and from it"
         return disagreement(peer, there, self._rank, here)

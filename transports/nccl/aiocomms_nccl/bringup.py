@@ -185,7 +185,7 @@ def _connect_all(
         for connection in sockets.values():
             connection.close()
         absent = [peer for peer in range(size) if peer != rank and peer not in sockets]
-        raise CommTimeoutError(f"these ranks could not be connected to: {absent} ({error})", late=absent) from error
+        raise CommTimeoutError(f"these ranks did not connect: {absent} ({error})", late=absent) from error
     for connection in sockets.values():
         tune(connection)
     return sockets

@@ -33,7 +33,7 @@ from aiocomms_nccl.dtypes import Reduction, reduction
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 CAPTURED: Final = (
-    "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
+    "the op is part of a CUDA graph now: work.wait_stream() joins it to the capture; after graph.replay(), "
     "await aiocomms.cuda.recorded()"
 )
 """The text of the error with which the work of a captured op ends."""

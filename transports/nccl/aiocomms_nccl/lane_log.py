@@ -212,10 +212,10 @@ class LaneLog:
         """
         if isinstance(frame, (wire.LaneCalls, wire.LaneGivenUp)):
             if self._sequencer is None:
-                raise ProtocolError(f"rank {peer} tells of lanes, and rank {SEQUENCER} is their sequencer", peer=peer)
+                raise ProtocolError(f"rank {peer} sends calls of lanes here, wanted at rank {SEQUENCER}", peer=peer)
             self._hear(self._sequencer, peer, frame)
         elif peer != SEQUENCER:
-            raise ProtocolError(f"rank {peer} orders lanes, and rank {SEQUENCER} is their sequencer", peer=peer)
+            raise ProtocolError(f"rank {peer} sends the order of lanes, which only rank {SEQUENCER} does", peer=peer)
         else:
             self._obey(frame)
 
@@ -235,7 +235,7 @@ class LaneLog:
                 if (found := self._lanes.get(lane)) is not None:
                     found.missing = ranks
         elif self._channels.begun or len(frame.unique_ids) != CHANNELS:
-            raise ProtocolError(f"rank {SEQUENCER} has another number of channels formed", peer=SEQUENCER)
+            raise ProtocolError(f"rank {SEQUENCER} forms another number of communicators for lanes", peer=SEQUENCER)
         else:
             self._channels.form(lambda: frame.unique_ids)
 
@@ -247,7 +247,7 @@ class LaneLog:
             return
         for call in frame.calls:
             if len(call.gives) not in (0, self._owner.size) or len(call.takes) != len(call.gives):
-                raise ProtocolError(f"rank {peer} calls a collective of another number of ranks", peer=peer)
+                raise ProtocolError(f"rank {peer} calls a collective with sizes for another number of ranks", peer=peer)
             sequencer.hear(peer, call)
 
     def append(self, lane: int) -> None:

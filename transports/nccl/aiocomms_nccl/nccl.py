@@ -40,12 +40,12 @@ FUNCTIONS: Final = tuple(
 _STATUS: Final = {
     1: ("ncclUnhandledCudaError", "a CUDA call within NCCL failed; NCCL_DEBUG=INFO says which"),
     2: ("ncclSystemError", "a system call within NCCL failed: shared memory, a socket, a limit; NCCL_DEBUG=WARN says"),
-    3: ("ncclInternalError", "NCCL has met a bug, its own or of memory that was overwritten"),
-    4: ("ncclInvalidArgument", "NCCL did not accept an argument, or the communicator is gone"),
-    5: ("ncclInvalidUsage", "NCCL is not used as it wants to be; NCCL_DEBUG=WARN says how"),
+    3: ("ncclInternalError", "NCCL has a bug, or its memory was overwritten"),
+    4: ("ncclInvalidArgument", "NCCL did not accept an argument, or the communicator is closed"),
+    5: ("ncclInvalidUsage", "NCCL was used in a wrong way; NCCL_DEBUG=WARN says how"),
     6: ("ncclRemoteError", "another rank has ended, or the network between the ranks failed"),
     7: ("ncclInProgress", "the communicator is still being formed: it was made non-blocking, and this was too early"),
-    8: ("ncclTimeout", "NCCL waited longer for another rank than it was told to"),
+    8: ("ncclTimeout", "NCCL waited longer for another rank than its time limit"),
 }
 
 

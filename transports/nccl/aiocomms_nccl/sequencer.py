@@ -153,6 +153,6 @@ def disagree(rank: int, mine: LaneCall, peer: int, theirs: LaneCall) -> Mismatch
     if here == there:
         if not mine.gives or (mine.takes[peer], mine.gives[peer]) == (theirs.gives[rank], theirs.takes[rank]):
             return None
-        here += f" for {mine.takes[peer]} bytes from there and {mine.gives[peer]} to there"
-        there += f" for {[theirs.takes[rank], theirs.gives[rank]]} bytes"
+        here += f" for {mine.takes[peer]} bytes from rank {peer} and {mine.gives[peer]} to it"
+        there += f" for {theirs.takes[rank]} bytes from rank {rank} and {theirs.gives[rank]} to it"
     return disagreement(peer, there, rank, here)

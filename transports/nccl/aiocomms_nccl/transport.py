@@ -461,7 +461,7 @@ class NcclTransport(LaneTransport):
                 self._end_all(self._comm_streams(), abort=False)
         self.control.close(_PATIENCE)
         self._threads.join(_PATIENCE)
-        if self._matcher.release(CommClosedError("it was closed on this rank")):
+        if self._matcher.release(CommClosedError("the communicator was closed on this rank")):
             self._threads.join(_PATIENCE)
         if not isinstance(self._failure, CudaBrokenError):
             for late in self._threads.returned:

@@ -347,12 +347,12 @@ class _Calling:
         size, seconds = self._rendezvous.size, self._rendezvous.timeout
         absent = [it for it in range(size) if it != self._rendezvous.rank and it not in self.conduits]
         if absent:
-            late = f"after {seconds:g} s there was no connection with ranks {absent}"
+            late = f"these ranks did not connect within {seconds:g} s: {absent}"
             raise CommTimeoutError(late, late=absent)
 
     def close(self) -> None:
         """Close all connections, and tell the other ranks, which may have opened the communicator already."""
-        given_up = lowlevel.Reason("CommAbortedError", "it has given up while it was formed", self._rendezvous.rank)
+        given_up = lowlevel.Reason("CommAbortedError", "it gave up while the ranks connected", self._rendezvous.rank)
         for conduit in self.conduits.values():
             conduit.send(Aborted(given_up))
             conduit.close()
