@@ -394,7 +394,7 @@ async def test_copy_that_cuda_refuses_fails_alone(cuda: FakeCuda, monkeypatch: p
         windows = await opened(a, b)
         with monkeypatch.context() as patch:
             patch.setattr(cuda, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("invalid argument")))
-            with pytest.raises(CommError, match="CUDA could not begin it: invalid argument"):
+            with pytest.raises(CommError, match="CUDA could not begin the op: invalid argument"):
                 windows[0].put_signal(ones(), 1)
         await windows[0].put_signal(ones(2), 1)
         await windows[1].wait_signal(0)

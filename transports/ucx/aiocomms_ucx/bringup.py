@@ -189,7 +189,7 @@ def _introduce(
         try:
             shared.introduce(peers[peer], addresses, place.address, fd, pid, cookies[peer], name, cores)
         except RuntimeError as error:
-            raise CommError(f"rank {peer} cannot be introduced to the engine: {error}{circumstances()}") from error
+            raise CommError(f"UCX cannot take rank {peer} as a peer: {error}{circumstances()}") from error
     in_place = len(here) > cores or places[hosts.index(mine.host)].in_place
     return Ranks(peers, hosts, [hello.pid for hello in hellos], in_place)
 

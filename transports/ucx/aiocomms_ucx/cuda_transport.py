@@ -116,8 +116,8 @@ class CudaUcxTransport(UcxTransport):
     def _check_not_captured(self) -> None:
         if self.cuda.capturing():
             raise UnsupportedOperation(
-                "the current stream is being captured into a CUDA graph, and what UCX does is none of the GPU's doing: "
-                "call it before the capture, or behind graph.replay()"
+                "the current stream is being captured into a CUDA graph, and the GPU does not run UCX's operations: "
+                "call it before the capture, or after graph.replay()"
             )
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]]:
@@ -186,12 +186,12 @@ class CudaUcxTransport(UcxTransport):
             return
         try:
             if not all(has_room(tensor) for _, tensor in op.reads() + op.writes()):
-                raise CommError("the storage of a tensor was resized before the engine had it")
+                raise CommError("the storage of a tensor was resized while the op had it")
             self.hand_over(op, work)
         except CommError as error:
             work.fail(error)
         except RuntimeError as error:  # raised by UCX or by torch
-            work.fail(CommError(f"UCX could not begin it: {error}"))
+            work.fail(CommError(f"UCX could not begin the op: {error}"))
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """See :meth:`UcxTransport.finish`. Of a message that is too long, it copies the beginning to the tensor."""

@@ -73,7 +73,7 @@ class Copies:
                 stream.wait_event(behind)
                 cuda.copy(stream, to, source, op.tensor.nbytes)
             except RuntimeError as error:
-                raise CommError(f"CUDA could not begin it: {error}") from error
+                raise CommError(f"CUDA could not begin the op: {error}") from error
             self._under_way.append(_Copy(work, (op, memory), behind))
             self._completions.add(stream, self._ended)  # an error loses the communicator, because the GPU may copy
         self._begun += 1

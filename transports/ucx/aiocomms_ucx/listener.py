@@ -60,7 +60,7 @@ class Listener:
             try:
                 hear()
             except Exception:  # A bad note must not stop the notes of other ranks.
-                _log.exception("what another rank has said was not understood")
+                _log.exception("a note of another rank could not be read")
             del hear
         with self._lock:
             self._ended = True

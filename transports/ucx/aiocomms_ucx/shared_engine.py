@@ -140,7 +140,7 @@ class SharedEngine:
             self._listener = Listener(engine.notes_fileno(), self.hear_notes)
         except (RuntimeError, OSError) as error:
             engine.close(False, 0.0)
-            raise CommError(f"what other ranks say cannot be heard: {error}") from error
+            raise CommError(f"the notes of other ranks cannot be received: {error}") from error
         self._unshared = Unshared()
         self._unshared.belongs_to(self)
         _open_engines.add(self)

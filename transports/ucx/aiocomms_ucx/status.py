@@ -43,7 +43,7 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, live
         why = explain(a)
         if a in _GONE and not lives:
             return gone(peer, why)
-        return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
+        return CommError(f"UCX failed with rank {peer}: {why}", peer=peer)
     wrong = misfit(op.src, _DTYPES[b], a, op.tensor)
     return wrong or CommError(f"the engine says that {a} bytes of {_DTYPES[b]} do not fit", peer=peer)
 

@@ -334,7 +334,7 @@ def open_segment(rank: int, pid: int, number: int) -> int:
         sealed = False
     if not sealed:
         os.close(fd)
-        raise ProtocolError(f"rank {rank} names something else than shared memory", peer=rank)
+        raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
     return fd
 
 
