@@ -1,4 +1,4 @@
-// The clock that all times of the engine are read from.
+// The engine's only clock.
 #pragma once
 
 #include <chrono>
@@ -6,7 +6,7 @@
 
 namespace aiocomms {
 
-// Nanoseconds of the monotonic clock.
+// Returns the monotonic time in nanoseconds.
 inline std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())

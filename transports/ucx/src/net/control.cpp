@@ -23,7 +23,7 @@ struct Prefix {
   std::uint32_t kind;
 };
 
-constexpr std::uint32_t kLongest = 1 << 20;  // a frame is a sentence or a key, never a tensor
+constexpr std::uint32_t kLongest = 1 << 20;  // A frame is a sentence or a key, never a tensor.
 constexpr std::uint32_t kBell = ~std::uint32_t{0};
 
 int checked(int result, const char* what) {
@@ -79,7 +79,7 @@ void Control::connect(int peer, Socket socket) {
   link.heard = now_ns();
 }
 
-// The socket is closed on the thread that listens to it, which finds its end.
+// The thread that listens to the socket closes it when it reads the end.
 void Control::part(int peer, bool in_order) {
   std::lock_guard lock(mutex_);
   Link& link = links_.at(static_cast<std::size_t>(peer));
@@ -96,7 +96,7 @@ void Control::wake() {
 
 void Control::ring(int peer) {
   std::lock_guard lock(mutex_);
-  // One that has not been read yet does as well as a second.
+  // One unread doorbell is enough.
   if (links_[peer].out.empty()) post(peer, kDoorbell, {});
 }
 
@@ -114,7 +114,7 @@ std::vector<std::uint64_t> Control::signs(const std::vector<int>& peers) {
   for (int peer : peers) {
     const Link& link = links_.at(static_cast<std::size_t>(peer));
     heard.push_back(link.fd < 0 ? ~std::uint64_t{0} : link.heard);
-    // One that has not been sent yet does as well as a second.
+    // One unsent question is enough.
     if (link.out.empty()) post(peer, kAsk, {});
   }
   return heard;
@@ -129,7 +129,8 @@ void Control::post(int peer, std::uint32_t kind, const std::string& payload) {
   Link& link = links_[peer];
   if (link.fd < 0) return;
   Prefix prefix{static_cast<std::uint32_t>(payload.size()), kind};
-  link.out.reserve(link.out.size() + sizeof prefix + payload.size());  // all of it, or, for want of memory, nothing
+  // The memory is reserved first, so that a failure leaves no part of a frame in the queue.
+  link.out.reserve(link.out.size() + sizeof prefix + payload.size());
   link.out.append(reinterpret_cast<const char*>(&prefix), sizeof prefix).append(payload);
   flush(link);
   if (link.blocked) listen(peer, true);
@@ -142,7 +143,7 @@ void Control::flush(Link& link) {
     if (sent < 0 && errno == EINTR) continue;
     if (sent <= 0) {
       link.blocked = errno == EAGAIN;
-      if (!link.blocked) link.out.clear();  // it is gone; reading will say so
+      if (!link.blocked) link.out.clear();  // The connection is lost. The next read reports it.
       return;
     }
     link.out.erase(0, static_cast<std::size_t>(sent));
@@ -176,7 +177,7 @@ void Control::wait(int timeout_ms, bool worker) {
 }
 
 void Control::hear(int peer) {
-  Link& link = link_to(peer);  // whose descriptor is changed on this thread alone from now on
+  Link& link = link_to(peer);  // From here on only this thread changes the link's descriptor.
   std::array<char, 16384> buffer;
   ssize_t got = recv(link.fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
@@ -190,7 +191,7 @@ void Control::hear(int peer) {
   while (link.in.size() - at >= sizeof(Prefix)) {
     Prefix prefix;
     std::memcpy(&prefix, link.in.data() + at, sizeof prefix);
-    if (prefix.bytes > kLongest || prefix.kind > kAlive) return lose(peer);  // it speaks another language
+    if (prefix.bytes > kLongest || prefix.kind > kAlive) return lose(peer);  // The peer does not follow the protocol.
     if (link.in.size() - at - sizeof prefix < prefix.bytes) break;
     std::string payload = link.in.substr(at + sizeof prefix, prefix.bytes);
     at += sizeof prefix + prefix.bytes;
@@ -201,7 +202,7 @@ void Control::hear(int peer) {
     if (prefix.kind == kFrame) heard_.frame(peer, std::move(payload));
     if (prefix.kind == kAsk) {
       std::lock_guard lock(mutex_);
-      if (link.out.empty()) post(peer, kAlive, {});  // else what waits there is a sign, too
+      if (link.out.empty()) post(peer, kAlive, {});  // Otherwise the bytes that wait in `out` are a sign of life too.
     }
   }
   link.in.erase(0, at);

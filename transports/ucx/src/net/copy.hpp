@@ -1,4 +1,4 @@
-// Memory of another process, read from this one.
+// Reads the memory of another process.
 #pragma once
 
 #include <sys/types.h>
@@ -10,13 +10,14 @@
 
 namespace aiocomms {
 
-// What is copied without a look at anything else: some 20 µs, and far below what a loop notices on any processor.
+// The largest copy that is made at once. It takes about 20 µs, far less than an event loop notices on any processor.
 constexpr std::size_t kCopyAtOnce = 256 * 1024;
 constexpr std::size_t kPage = 4096;
-// The bytes of a copy whose pages are looked up before it is made.
+// The number of bytes whose pages Copy::foresee looks up.
 constexpr std::size_t kForeseen = 4 * kPage;
 
-// Copy from a process's memory, or, if `pid` is 0, from this one's. False: it cannot be read any more.
+// Copies from the memory of process `pid`, or of this process if `pid` is 0. False: the memory is not readable any
+// more.
 inline bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size_t bytes) {
   if (pid == 0) {
     std::memcpy(to, from, bytes);
@@ -33,14 +34,14 @@ inline bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size
   return true;
 }
 
-// A copy that is done in pieces.
+// A copy in pieces.
 struct Copy {
   std::byte* to = nullptr;
-  const std::byte* from = nullptr;  // in the memory of process `pid`, if that is not 0
-  std::size_t bytes = 0;            // that are left
+  const std::byte* from = nullptr;  // in the memory of process `pid`, or of this process if `pid` is 0
+  std::size_t bytes = 0;            // the bytes that are left
   pid_t pid = 0;
 
-  // One piece. False: it cannot be read any more.
+  // Copies one piece. False: the memory is not readable any more.
   bool advance(std::size_t most) {
     const std::size_t now = std::min(bytes, most);
     if (now && !copy_from(pid, to, from, now)) return false;
@@ -50,8 +51,8 @@ struct Copy {
     return true;
   }
 
-  // Have the processor look up the first pages while it makes another copy: pages that lie anywhere in memory take
-  // longer to be found than to be copied.
+  // Makes the processor look up the first pages while it makes another copy. For scattered pages the lookup takes
+  // longer than the copy.
   void foresee() const {
     for (std::size_t at = 0; at < std::min(bytes, kForeseen); at += kPage) {
       __builtin_prefetch(from + at);

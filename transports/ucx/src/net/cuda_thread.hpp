@@ -1,5 +1,5 @@
-// What a thread needs before it may drive CUDA through UCX. The driver is looked up at run time: the engine is built,
-// and runs, where there is none.
+// The setup that a thread needs before it drives CUDA through UCX. The driver is loaded at run time, so the engine
+// builds and runs on hosts without it.
 #pragma once
 
 #include <dlfcn.h>
@@ -8,13 +8,14 @@ namespace aiocomms {
 
 class CudaThread {
  public:
-  // On a thread that has the GPU's context.
+  // Runs on a thread that has the GPU's context.
   CudaThread() {
     if (driver_ == nullptr) return;
     if (auto current = reinterpret_cast<int (*)(void**)>(dlsym(driver_, "cuCtxGetCurrent"))) current(&context_);
   }
 
-  // On another one: take the same context, and let calls from here not break a capture into a graph elsewhere.
+  // Runs on another thread. It takes the same context, and keeps calls of this thread from breaking the capture of a
+  // graph on another thread.
   void enter() const {
     if (context_ == nullptr) return;
     int mode = kThreadLocal;
@@ -26,7 +27,7 @@ class CudaThread {
 
  private:
   static constexpr int kThreadLocal = 1;              // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-  void* driver_ = dlopen("libcuda.so.1", RTLD_LAZY);  // never closed: CUDA does not expect it
+  void* driver_ = dlopen("libcuda.so.1", RTLD_LAZY);  // CUDA does not expect that the driver is closed.
   void* context_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Whose turn it is where the engine's thread and the event loop share a core.
+// A scheduling hint for the case that the engine's thread and the event loop share a core.
 #pragma once
 
 #include <sched.h>
@@ -9,12 +9,15 @@
 
 namespace aiocomms {
 
-// Let the loop have the core as soon as it wakes. Since Linux 6.12 a thread that wakes goes first if its slice is
-// shorter than that of the thread that runs; else it may have to wait for the next tick, 4 ms. So this thread's is
-// longer. Twice as long is enough; with much more it would come last itself: one of 20 ms took 20 ms for a message
-// beside a busy program. Without effect on older kernels, and on a thread that is not scheduled as usual.
+// Gives the core to the loop as soon as the loop wakes.
+//
+// Since Linux 6.12 a waking thread goes first if its slice is shorter than the running thread's slice. Otherwise it may
+// wait for the next tick, 4 ms. So this thread requests a longer slice.
+//
+// Twice the length is enough. With a slice of 20 ms this thread itself waited 20 ms for a message beside a busy
+// program. The request has no effect on older kernels, or on a thread with another policy than SCHED_OTHER.
 inline void request_long_slice() {
-  struct {  // sched_attr of sched_setattr(2), as it first was
+  struct {  // the first version of sched_attr, see sched_setattr(2)
     std::uint32_t size, policy;
     std::uint64_t flags;
     std::int32_t nice;

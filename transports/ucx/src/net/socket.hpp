@@ -6,7 +6,7 @@
 
 namespace aiocomms {
 
-// A descriptor that is closed unless somebody takes it over.
+// Owns a descriptor, and closes it unless release() has passed it on.
 class Socket {
  public:
   explicit Socket(int fd) : fd_(fd) {}

@@ -27,7 +27,7 @@ Speeds shortest_of(const Measured& measured) {
 }
 
 Speeds measure_speeds() {
-  // Written first, so that all pages are there.
+  // The memory is written first, so that all its pages exist.
   const std::unique_ptr<std::byte[]> memory(new std::byte[3 * kMeasuredBytes]());
   std::byte *from = memory.get(), *slot = from + kMeasuredBytes, *to = slot + kMeasuredBytes;
   return shortest_of({[&] { return copy_from(getpid(), to, from, kMeasuredBytes); },

@@ -1,5 +1,5 @@
-// How quickly this host's processor and kernel move bytes from one process to another: which of two ways is better
-// differs between processors by a factor of three, so it is measured, and not known by their names.
+// Measures how fast this host's processor and kernel move bytes between two processes. The ratio of the two ways
+// differs between processors by a factor of three, so a processor's name cannot tell it.
 #pragma once
 
 #include <cstddef>
@@ -8,28 +8,28 @@
 
 namespace aiocomms {
 
-// The two ways of `kMeasuredBytes`, in ns.
+// The times of both ways for `kMeasuredBytes`, in ns.
 struct Speeds {
-  std::uint64_t read = 0;    // the kernel reads them where they lie; 0: it may not
-  std::uint64_t copied = 0;  // they are copied into a slot, and out of it
+  std::uint64_t read = 0;    // The kernel reads the bytes in place. 0: the kernel does not allow it.
+  std::uint64_t copied = 0;  // The bytes are copied into a slot and out of it.
 };
 
 constexpr std::size_t kMeasuredBytes = 128 * 1024;
-// Of each way. That is 3 MiB to be copied in all: below 1 ms at 4 GB/s.
+// Measurements of each way. They copy 3 MiB in all, which takes less than 1 ms at 4 GB/s.
 constexpr int kMeasurements = 8;
 
-// What is measured, and the clock (ns) to do it by.
+// The two measured ways, and the clock in ns.
 struct Measured {
   std::function<bool()> read;  // false: the kernel does not allow it
   std::function<void()> copy;
   std::function<std::uint64_t()> clock;
 };
 
-// The shortest time of each way: on a busy machine some take longer, and on none they take less.
+// Returns the shortest time of each way. A busy machine only adds time to a measurement.
 Speeds shortest_of(const Measured& measured);
 
-// The same of this host, in memory of this process: the kernel looks up each page as it does that of another process.
-// What the lines of another core cost is left out. Both ways fetch them once, and then copy what is near.
+// Measures this host in memory of this process. The kernel looks up each page as it does for another process. The
+// measurement leaves out the cost of cache lines of another core, because both ways fetch each of those lines once.
 Speeds measure_speeds();
 
 }  // namespace aiocomms

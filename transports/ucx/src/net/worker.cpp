@@ -11,9 +11,9 @@
 namespace aiocomms {
 namespace {
 
-constexpr unsigned kMessage = 1;                   // our one active message id
+constexpr unsigned kMessage = 1;                   // the id of the engine's one active message
 constexpr std::size_t kLongestTold = 64;           // bytes
-constexpr unsigned kUcxMajor = 1, kUcxMinor = 18;  // the oldest UCX whose interface this is
+constexpr unsigned kUcxMajor = 1, kUcxMinor = 18;  // the oldest UCX with this interface
 
 void check(const char* call, ucs_status_t status) {
   if (status != UCS_OK) throw UcxError(call, status);
@@ -39,7 +39,8 @@ ucs_status_t outcome(ucs_status_ptr_t request) {
   return UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_INPROGRESS;
 }
 
-// A datatype whose values take their beginning and drop the rest: UCX itself refuses a message longer than its buffer.
+// A datatype whose unpacking keeps the beginning and drops the rest. UCX itself refuses a message that is longer than
+// its buffer.
 ucp_generic_dt_ops_t beginning_ops() {
   ucp_generic_dt_ops_t ops{};
   ops.start_pack = [](void*, const void*, std::size_t) -> void* { return nullptr; };
@@ -95,7 +96,8 @@ Worker::Worker(const std::vector<std::pair<std::string, std::string>>& options, 
   }
 
   ucp_worker_params_t wanted{};
-  // Outstanding requests are no leak when a worker whose peer has died is set aside.
+  // A worker may be destroyed with outstanding requests after the death of a peer. UCX would call those requests a
+  // leak.
   wanted.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS;
   wanted.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   wanted.flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK;
@@ -188,7 +190,8 @@ ucp_ep_h Worker::endpoint(Peer& peer) {
     if (peer.watched) {
       params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLER;
       params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-      // That a peer is gone is learnt from its control connection, with its name; here it must only not be fatal.
+      // The control connection reports the loss of the peer, with its name. This handler only keeps the error from
+      // being fatal.
       params.err_handler.cb = [](void* arg, ucp_ep_h, ucs_status_t) { static_cast<Peer*>(arg)->failed = true; };
       params.err_handler.arg = &peer;
     }
@@ -201,7 +204,7 @@ ucp_ep_h Worker::endpoint(Peer& peer) {
   return peer.failed ? nullptr : peer.endpoint;
 }
 
-// What goes with every call on memory: who is told of its end, and what kind of memory it is about.
+// Sets the parameters of each call on memory: its waiter, and the type of the memory.
 ucp_request_param_t Worker::param(Memory memory, Pending* pending) const {
   ucp_request_param_t param = request_param(pending);
   if (memory == Memory::kUsers && device_) {
@@ -211,18 +214,18 @@ ucp_request_param_t Worker::param(Memory memory, Pending* pending) const {
   return param;
 }
 
-// The same, of a call that counts as unfinished until its callback: who waits for it then stands in the request.
+// Marks a call that counts as unfinished until its callback. Its waiter is then stored in the request.
 ucp_request_param_t Worker::counted(ucp_request_param_t param) {
   param.cb.send = on_counted;
   param.user_data = this;
   return param;
 }
 
-// A counted call has returned.
+// Counts a call that has returned.
 ucs_status_t Worker::count(ucs_status_ptr_t request, Pending* pending, Peer* peer) {
   const ucs_status_t status = outcome(request);
   if (status == UCS_INPROGRESS) {
-    *static_cast<Counted*>(request) = {pending, peer};  // no callback comes before the next progress()
+    *static_cast<Counted*>(request) = {pending, peer};  // No callback comes before the next progress().
     if (peer) ++peer->unfinished;
     if (!peer || !peer->written_off) ++unfinished_;
   }
@@ -264,15 +267,16 @@ ucs_status_t Worker::send(Peer& peer, const void* header, std::size_t header_byt
   ucp_ep_h to = endpoint(peer);
   if (to == nullptr) return peer.why;
   ++peer.sent;
-  // Whoever gets the message may overwrite what this rank has read, in shared memory or where a peer's tensor lies, and
-  // read what it has written. UCX has barriers for the bytes that it carries, and promises nothing for others.
+  // The receiver may then overwrite memory that this rank has read, in shared memory or in a peer's tensor. It may also
+  // read memory that this rank has written. UCX has barriers for the bytes that it carries, and promises nothing for
+  // other bytes.
   fence(std::memory_order_release);
   ucp_request_param_t param = counted(this->param(memory, nullptr));
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
-  // By rendezvous the receiver is handed a descriptor, and UCX alone touches the memory at both ends.
+  // With rendezvous the receiver gets a descriptor, and only UCX touches the memory at both ends.
   if (memory == Memory::kUsers && device_ && bytes) param.flags |= UCP_AM_SEND_FLAG_RNDV;
-  if (bytes == 0) param.flags |= UCP_AM_SEND_FLAG_EAGER;  // nothing to fetch, whatever UCX_RNDV_THRESH says
+  if (bytes == 0) param.flags |= UCP_AM_SEND_FLAG_EAGER;  // There is nothing to fetch, at any value of UCX_RNDV_THRESH.
   return count(ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param), pending, &peer);
 }
 
@@ -281,14 +285,14 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
   fence(std::memory_order_acquire);  // see send()
   const bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
   const ucs_status_t status = static_cast<Worker*>(arg)->receive(raw, header_bytes, data, bytes, large);
-  // UCX gives the place of what has just been read to the next message, behind a barrier that is for stores alone.
+  // UCX reuses the memory of this message for the next one. Its own barrier orders stores only.
   fence(std::memory_order_acquire);
   return status;
 }
 
 ucs_status_t Worker::receive(const void* raw, std::size_t header_bytes, void* data, std::size_t bytes, bool large) {
   Header header;
-  if (header_bytes < sizeof header) return UCS_OK;  // nobody of ours
+  if (header_bytes < sizeof header) return UCS_OK;  // a message from a foreign process
   std::memcpy(&header, raw, sizeof header);
   if (header.peer >= peers_.size()) return UCS_OK;
   const int peer = static_cast<int>(header.peer);
@@ -309,7 +313,8 @@ ucs_status_t Worker::receive(const void* raw, std::size_t header_bytes, void* da
   return std::exchange(arriving_, nullptr) ? UCS_INPROGRESS : UCS_OK;
 }
 
-// A descriptor is not complete before the callback that is given it has returned, and what that returns releases it.
+// A descriptor is not complete until the callback that received it returns. The callback's return value then releases
+// it.
 void Worker::release(void* descriptor) {
   if (descriptor == arriving_) {
     arriving_ = nullptr;

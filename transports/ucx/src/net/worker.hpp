@@ -1,8 +1,10 @@
-// UCX behind one class: a context, a worker, and an endpoint for each peer that is spoken to.
+// Wraps UCX: one context, one worker, and one endpoint for each peer that this rank sends to.
 //
-// All methods are called under the engine's lock. Messages are UCX active messages with a header of ours, and matched
-// by us (matching.hpp), for what UCX's tag matching cannot say: the dtype of a message before its payload is touched,
-// and that a receive has been withdrawn, at once.
+// All methods run under the engine's lock.
+//
+// Messages are UCX active messages with the engine's own header, and the engine matches them (matching.hpp). UCX's tag
+// matching cannot give a message's dtype before the payload is touched, nor confirm at once that a receive is
+// withdrawn.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -20,22 +22,23 @@
 
 namespace aiocomms {
 
-// A call of UCX that failed where nothing is pending: opening, mapping.
+// A failed call of UCX without a pending request, such as opening or mapping.
 struct UcxError : std::runtime_error {
   UcxError(const char* call, ucs_status_t status);
 };
 
 class Worker final : public Network {
  public:
-  // Given each message that arrives: its header, and its payload, valid in this call only; or, for a large one, no
-  // payload but a descriptor, for fetch() or release(). UCX calls it: no exception may leave it.
+  // Gets each message that arrives, with its header. A small payload is valid in this call only. A large message has a
+  // descriptor instead, for fetch() or release(). UCX calls this function, so no exception may leave it.
   using Arrived = std::function<void(int peer, const Header&, const void* payload, void* descriptor)>;
 
-  // Told of a peer whose message makes no sense; nothing is taken from it any more. Likewise.
+  // Gets a peer that has sent an invalid message. This rank takes nothing more from that peer. No exception may leave
+  // this function either.
   using Misled = std::function<void(int peer)>;
 
-  // options: UCX settings, such as {"NET_DEVICES", "eth0"}; the environment's UCX_ variables win.
-  // device: UCX's type of the users' memory, if only UCX may touch it; UcxError: this UCX cannot.
+  // options: UCX settings, such as {"NET_DEVICES", "eth0"}. The environment's UCX_ variables win. device: UCX's type of
+  // the users' memory, if only UCX may touch it. UcxError: this UCX does not support that type.
   Worker(const std::vector<std::pair<std::string, std::string>>& options, std::optional<ucs_memory_type_t> device,
          Arrived arrived, Misled misled);
   ~Worker() override;
@@ -43,35 +46,37 @@ class Worker final : public Network {
   Worker& operator=(const Worker&) = delete;
 
   std::string address() const;
-  // Whether users' memory is a device's: no pointer to it may be followed, and messages from it have to be fetched.
+  // Whether users' memory is a device's. The engine then follows no pointer to it, and fetches each message for it.
   bool device() const { return device_.has_value(); }
   int event_fd() const;
   bool progress() { return ucp_worker_progress(worker_) != 0; }
-  // True: the descriptor will tell of the next event. False: there is one now.
+  // True: the descriptor becomes readable at the next event. False: there is an event now.
   bool arm() { return ucp_worker_arm(worker_) == UCS_OK; }
 
-  // Peers have the numbers below. Nothing is sent to one, or taken from it, before it is introduced.
+  // Every peer has a number below `peers`. Nothing is sent to a peer or taken from it before introduce().
   void make_room(std::size_t peers);
-  // watched: a peer on another host, whose connection UCX watches; within a host that would turn shared memory off.
-  // name: the number that the peer has given this worker.
+  // watched: the peer is on another host, and UCX watches the connection. Within a host, watching would disable shared
+  // memory. name: the peer's number of this worker.
   void introduce(int peer, std::string address, bool watched, Cookies cookies, std::uint32_t name);
-  // Make its endpoint, which is otherwise made at the first word to it.
+  // Makes the peer's endpoint now, instead of at the first message.
   void connect(int peer) { endpoint(peer); }
   void refuse(int peer) override;
-  // It is gone: what UCX has not finished for it never will be, and need not be waited for.
+  // The peer is lost. UCX never finishes its calls, so they do not count as unfinished any more.
   void write_off(int peer);
-  // Nothing more is sent to it or taken from it. flush: its endpoint is closed once all that was sent is there; if the
-  // peer does not take it, that goes on until the worker's end. Else UCX drops it; but a peer of this host that it has
-  // mapped stays until the worker's end.
+  // Ends all traffic with a peer.
+  //
+  // flush: the endpoint closes after the peer has taken all that was sent. If the peer does not take it, the close
+  // lasts until the worker's end. Otherwise UCX drops the endpoint at once, except for a peer of this host. That
+  // endpoint stays until the worker's end.
   void forget(int peer, bool flush);
   bool closing(int peer) const { return peers_[peer].closing; }
-  // Whether UCX has nothing of it any more.
+  // Whether UCX holds nothing of the peer any more.
   bool closed(int peer) const { return peers_[peer].endpoint == nullptr && !closing(peer); }
 
-  // How many calls UCX has not finished of whose progress it does not tell a sleeping thread: messages that are not
-  // sent off yet, and all calls on a device's memory.
+  // The number of unfinished calls whose progress does not wake a sleeping thread: unsent messages, and all calls on a
+  // device's memory.
   int unfinished() const { return unfinished_; }
-  // How many messages were sent to a peer.
+  // The number of messages that were sent to a peer.
   std::uint32_t sent(int peer) const { return peers_[peer].sent; }
 
   ucs_status_t send(int peer, Header header, const void* data, Memory memory, Pending* pending);
@@ -91,7 +96,7 @@ class Worker final : public Network {
   ucp_rkey_h unpack(int peer, const std::string& rkey) override;
   void destroy(ucp_rkey_h rkey) override { ucp_rkey_destroy(rkey); }
 
-  // forget() all peers that are not forgotten, and make progress until they are closed, or `patience` is over.
+  // Calls forget() for all remaining peers, and makes progress until they are closed or `patience` is over.
   void disconnect(const std::function<bool()>& patience);
 
  private:
@@ -101,22 +106,23 @@ class Worker final : public Network {
     std::string address;
     bool watched = false;
     ucp_ep_h endpoint = nullptr;
-    bool closing = false;  // the endpoint; one that does not close in time calls back when the worker is destroyed
+    // The endpoint is closing. If it does not close in time, it calls back when the worker is destroyed.
+    bool closing = false;
     std::uint32_t sent = 0;
     std::uint32_t name = 0;
     Cookies cookies;
-    bool heard = false;                           // what comes from it is taken
+    bool heard = false;                           // messages from it are taken
     bool failed = true;                           // nothing is sent to it
-    ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // if it has failed
+    ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // the reason for `failed`
     int unfinished = 0;
     bool written_off = false;
     bool forgotten = false;
   };
 
-  // What stands in UCX's request of a call that is counted.
+  // The engine's data in UCX's request of a counted call.
   struct Counted {
     Pending* pending;
-    Peer* peer;  // null: it is about something that has come
+    Peer* peer;  // null: the call is about a message that has arrived
   };
 
   static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
@@ -141,10 +147,10 @@ class Worker final : public Network {
   ucp_datatype_t beginnings_ = 0;
   std::optional<ucs_memory_type_t> device_;
   int unfinished_ = 0;
-  std::deque<Peer> peers_;  // where UCX finds them
+  std::deque<Peer> peers_;  // A deque, because UCX keeps pointers to the peers.
   Arrived arrived_;
   Misled misled_;
-  void* arriving_ = nullptr;  // the descriptor that `arrived_` is called with, unless it has been released
+  void* arriving_ = nullptr;  // the descriptor that `arrived_` was called with, until it is released
 };
 
 }  // namespace aiocomms
