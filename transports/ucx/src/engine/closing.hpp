@@ -1,5 +1,5 @@
-// What a rank says when it closes a communicator, or its engine; or when it is asked whether what it sends comes. It
-// counts once all that the rank has sent before has come.
+// The farewell of a rank that closes a communicator or its engine, or that answers a question with an echo. It counts
+// after all earlier messages of the rank have arrived.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +11,21 @@ namespace aiocomms {
 
 struct Farewell {
   enum Kind : char { kCommunicator = 'B', kEngine = 'E', kEcho = 'P' } kind;
-  std::uint32_t order;        // messages sent before
-  std::uint32_t group, rank;  // of the communicator, as the receiver knows them
-  std::uint64_t collectives;  // that the rank has done
+  std::uint32_t order;        // number of messages sent before
+  std::uint32_t group, rank;  // the receiver's numbers of the communicator and the rank
+  std::uint64_t collectives;  // the collectives that the rank has done
 
   std::string pack() const;
-  // False: the frame is none.
+  // False: the frame is not a farewell.
   static bool unpack(const std::string& frame, Farewell& farewell);
 };
 
-// The frame that acknowledges a farewell to an engine.
+// The frame that acknowledges an engine's farewell.
 inline constexpr char kAcknowledgement = 'A';
-// The frame that asks for an echo: an empty message, and what says that it has been sent.
+// The frame that asks for an echo: an empty message, and a farewell that counts it.
 inline constexpr char kQuestion = 'Q';
 
-// By peer: the farewells that wait for messages, and those of this engine that its peers have not acknowledged yet.
+// Holds, by peer, the farewells that wait for messages, and whether the peer has acknowledged this engine's farewell.
 class Farewells {
  public:
   void make_room(std::size_t peers) {
@@ -35,7 +35,7 @@ class Farewells {
   }
   void add(int peer, const Farewell& farewell) { waiting_[peer].push_back(farewell); }
   bool waiting(int peer) const { return !waiting_[peer].empty(); }
-  // Those for which all messages have come by now; they do not wait any more.
+  // Removes and returns the farewells whose messages have all arrived.
   std::vector<Farewell> take_due(int peer, std::uint32_t received);
 
   void expect_acknowledgement(int peer, bool expected) { unacknowledged_[peer] = expected; }

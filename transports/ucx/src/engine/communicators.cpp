@@ -1,4 +1,4 @@
-// How communicators come and go.
+// The life of a communicator: opening, loss and closing.
 #include <algorithm>
 #include <stdexcept>
 
@@ -7,7 +7,7 @@
 namespace aiocomms {
 namespace {
 
-constexpr std::size_t kMostRanks = 65'535;  // a rank is 16 bits of a header
+constexpr std::size_t kMostRanks = 65'535;  // A header has 16 bits for a rank.
 constexpr std::uint32_t kNobodys = ~0u;     // the number of no communicator
 
 }  // namespace
@@ -41,7 +41,7 @@ bool Engine::reads_all(const std::vector<int>& peers) {
   });
 }
 
-// The pool of the family is part of its first communicator's memory.
+// The memory of a family's first communicator contains the family's pool.
 std::unique_ptr<Pool> Engine::make_pool(const Group& group, const std::vector<int>& local, int segment) {
   const int ranks = static_cast<int>(local.size());
   std::vector<int> places(peers_.size(), -1);
@@ -92,11 +92,11 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (leaders.size() > 1) memory.fd = -1;
   auto keyed = std::make_unique<Lanes>(group, memory, sender_, inbox_, schedules_, reports_);
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
-  // Who may not read another's memory takes no offers, so nobody of this host makes any.
+  // A rank that may not read another's memory takes no offers. So no rank of this host makes offers.
   if (!readable) {
     for (int rank : local) peers_[group.peers[rank]].readable = 0;
   }
-  // From here on nothing throws: it is open, or it is not.
+  // From here on nothing throws, so the communicator is either open or unchanged.
   if (pool) {
     pool_ = std::move(pool);
     offers_.share(pool_.get());
@@ -180,12 +180,13 @@ void Engine::lose_group(std::uint32_t id) {
 }
 
 void Engine::lose(Group& group) noexcept {
-  if (group.shared) group.shared->segment.let_go();  // before anybody hears that an op of it has ended
+  // The other ranks must see the loss before any op of the communicator ends.
+  if (group.shared) group.shared->segment.let_go();
   if (group.keyed) lanes_of(group).let_go();
   release(group);
 }
 
-// Nothing of it moves any more. What UCX still holds stays where it is.
+// Stops all activity of the communicator. Memory that UCX still uses stays valid.
 void Engine::release(Group& group) noexcept {
   group.lost = true;
   group.running = false;
@@ -200,7 +201,7 @@ void Engine::release(Group& group) noexcept {
 void Engine::close_group(std::uint32_t id) {
   std::lock_guard lock(lock_);
   Group& group = groups_.at(id);
-  // One that was never opened has no name that the others would know, and 0 is another communicator's.
+  // A communicator that was never opened has no number on the other ranks. Number 0 is a different communicator.
   const int told = group.lost ? 0 : static_cast<int>(group.their_ids.size());
   for (int rank = 0; rank < told; ++rank) {
     if (rank == group.rank) continue;
@@ -214,8 +215,7 @@ void Engine::close_group(std::uint32_t id) {
   groups_.close(group);
 }
 
-// --------------------------------------------------------------------------------------------------- the others'
-// leaving
+// -------------------------------------------------------------------------------------------- departure of other ranks
 
 void Engine::handle_frame(int peer, std::string frame) {
   std::lock_guard lock(lock_);
@@ -229,14 +229,14 @@ void Engine::handle_frame(int peer, std::string frame) {
     notes_.add(peer, std::move(frame));
   } else if (Farewell::unpack(frame, farewell)) {
     farewells_.add(peer, farewell);
-    apply_farewells(peer);  // or when what it waits for arrives
+    apply_farewells(peer);  // If messages are missing, their arrival applies the farewell.
   } else {
     reports_.notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
   }
 }
 
-// What a peer has sent before its end counts. If a farewell still waits for some of that, it never comes, and whoever
-// waits for it is not to believe in an end in order.
+// Messages that a peer has sent before its end count. If a farewell still waits for one of them, that message never
+// arrives. Then the end is not in order.
 void Engine::handle_end(int peer, bool parted) {
   std::lock_guard lock(lock_);
   if (parted && farewells_.waiting(peer)) {
@@ -266,14 +266,14 @@ void Engine::apply_farewells(int peer) {
     Group* group = groups_.find(farewell.group);
     if (group == nullptr) continue;
     if (farewell.rank >= group->peers.size() || group->peers[farewell.rank] != peer) {
-      worker_->refuse(peer);  // a rank speaks for itself alone
+      worker_->refuse(peer);  // A rank may only speak for itself.
     } else {
       handle_departure(*group, static_cast<int>(farewell.rank), farewell.collectives);
     }
   }
 }
 
-// A rank has closed a communicator: what needs it ends.
+// A rank has closed a communicator. Ops that need this rank end.
 void Engine::handle_departure(Group& group, int rank, std::uint64_t collectives) {
   group.left[rank] = 1 + collectives;
   inbox_.end_receives(group, rank);

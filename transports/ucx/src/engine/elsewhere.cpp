@@ -14,12 +14,12 @@ double Elsewhere::finish() noexcept {
     if (next == Pacer::Next::kYield) {
       sched_yield();
     } else {
-      relax();  // somebody may want the lock
+      relax();  // Another thread may want the lock.
     }
   }
 }
 
-// With the lock; the first look at what may be there already is made at once.
+// Looks once, with the lock, for results that may already exist.
 Pacer::Spin Elsewhere::begin() noexcept {
   began_ = now_ns();
   const std::lock_guard lock(engine_.lock_);
@@ -30,7 +30,7 @@ Pacer::Spin Elsewhere::begin() noexcept {
     if (!op_->done() && !engine_.pacer_.bulk()) engine_.advance();
     engine_.tell_loop();
   }
-  static_cast<void>(engine_.shares_core(*op_));  // which notes where this rank looks on
+  static_cast<void>(engine_.shares_core(*op_));  // The call notes the core of this rank.
   return engine_.pacer_.begin_post_elsewhere(began_, group.crowded);
 }
 
@@ -38,7 +38,7 @@ Pacer::Next Elsewhere::look(Pacer::Spin& spin) noexcept {
   const auto later = [&](Pacer::Next next) { return now_ns() - began_ < spin.budget ? next : Pacer::Next::kStop; };
   if (engine_.lock_.is_wanted()) return later(Pacer::Next::kYield);
   const PriorityLock::Background lock(engine_.lock_, std::try_to_lock);
-  if (!lock) return later(Pacer::Next::kRelax);  // whoever has it moves this on, too
+  if (!lock) return later(Pacer::Next::kRelax);  // The thread that holds the lock makes progress too.
   Pacer& pacer = engine_.pacer_;
   if (op_->done() || engine_.stopping_ || pacer.bulk()) return Pacer::Next::kStop;
   pacer.begin_look_elsewhere(now_ns());

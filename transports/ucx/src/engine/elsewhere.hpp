@@ -1,13 +1,11 @@
-// A post by another thread than the loop's. It keeps nobody else from posting for longer than a look at the engine
-// takes, and nobody hears of the outcome before the thread has noted what is pending. So it is made in steps:
+// A post by another thread than the loop's. It keeps other threads from posting for at most one look at the engine. The
+// loop receives the outcome only after the posting thread has noted what is pending. A post has three steps:
 //
-// 1. A collective gets its place among those of its communicator, or of its lane. That waits for nothing but, for a
-//    moment, the engine's lock, and so the thread may have the interpreter's; it starts with the next step. A message
-//    is started, which may take longer.
-// 2. finish(): the thread looks on until the op is done, for as long as the loop would, but that it holds the lock for
-//    one look at a time. The loop goes first.
-// 3. leave(): the outcome goes to the loop, unless the loop has withdrawn the op meanwhile, of which it then hears no
-//    more.
+// 1. A collective takes its place in its communicator or lane. It only tries the engine's lock, so the thread may hold
+//    the interpreter's lock. It starts with the next step. A message is started here, which may take longer.
+// 2. finish(): the thread looks until the op is done, for as long as the loop would. It holds the engine's lock for one
+//    look at a time, and the loop goes first.
+// 3. leave(): the loop gets the outcome, unless it has withdrawn the op.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +26,7 @@ class Elsewhere {
   Elsewhere& operator=(const Elsewhere&) = delete;
   ~Elsewhere() { leave(); }
 
-  // As the methods of Engine; each returns that the op is not done: nobody has looked yet.
+  // These are the posting methods of Engine. Each returns that the op is not done, because no look has followed yet.
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t group, std::uint64_t fingerprint, const Make& make) {
     place([&] {
@@ -60,9 +58,9 @@ class Elsewhere {
     return false;
   }
 
-  // Whether the engine has the op. If not nothing has happened: others have kept the lock.
+  // Whether the engine has the op. If not, another thread holds the lock, and nothing has changed.
   bool placed() const { return op_ != nullptr; }
-  // When the op was done, in seconds; 0: it is not, or has not ended well.
+  // Returns when the op was done, in seconds. 0: the op is not done, or has not succeeded.
   double finish() noexcept;
   // Idempotent.
   void leave() noexcept;
@@ -79,7 +77,7 @@ class Elsewhere {
   void start(Ticket ticket, const Start& begin) {
     const std::lock_guard lock(engine_.lock_);
     auto op = engine_.expected(ticket, engine_.opened(group_));
-    begin(op.get());  // may throw before the op is known to anybody else
+    begin(op.get());  // This call may throw before the engine knows the op.
     accept(std::move(op));
   }
   void accept(std::unique_ptr<Operation> op) noexcept {
@@ -93,9 +91,9 @@ class Elsewhere {
   Engine& engine_;
   const std::uint32_t group_;
   Operation* op_ = nullptr;
-  bool waits_ = false;                 // it is a collective that has its place, and has not begun
-  std::optional<std::uint64_t> lane_;  // whose it is
-  std::uint64_t began_ = 0;            // the post
+  bool waits_ = false;                 // the op is a collective that has its place and has not begun
+  std::optional<std::uint64_t> lane_;  // the collective's lane
+  std::uint64_t began_ = 0;            // the start of the post
 };
 
 }  // namespace aiocomms

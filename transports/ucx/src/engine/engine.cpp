@@ -1,4 +1,4 @@
-// How ops are posted, who moves them on, and how the engine starts and ends.
+// The posting of ops, the progress of ops, and the start and the end of an engine.
 #include "engine/engine.hpp"
 
 #include <sched.h>
@@ -19,17 +19,17 @@
 namespace aiocomms {
 namespace {
 
-// The core that this thread is on; glibc reads it from the thread's own memory (rseq).
+// Returns the core of this thread. glibc reads it from the thread's own memory (rseq).
 std::uint64_t core() { return static_cast<std::uint64_t>(sched_getcpu()); }
 
-// How often another thread has got the core of this one, which could have gone on.
+// Returns how often the kernel has given this thread's core to another thread.
 long switches() {
   rusage usage{};
   getrusage(RUSAGE_THREAD, &usage);
   return usage.ru_nivcsw;
 }
 
-// Whether this process may read another's memory: reading where nothing is fails in another way if it may not.
+// Whether this process may read the memory of another one. A permitted read of an invalid address fails with EFAULT.
 bool may_read(pid_t pid) {
   std::byte byte;
   iovec here{&byte, 1}, nowhere{nullptr, 1};
@@ -74,7 +74,7 @@ Engine::Engine(int number, const std::vector<std::pair<std::string, std::string>
 
 Engine::~Engine() {
   close(false, 0);
-  worker_.reset();  // of an engine that was never started: before what its callbacks may still want to touch
+  worker_.reset();  // This is for an engine that was never started. UCX's callbacks may still use the other members.
 }
 
 void Engine::start() { thread_ = std::thread(&Engine::run, this); }
@@ -87,9 +87,11 @@ void Engine::make_room(std::size_t peers) {
   if (peers > peers_.size()) peers_.resize(peers);
 }
 
-// UCX has one queue for what all processes of this host send to this one. A process that dies while it puts something
-// there (between taking an element and marking it as written) stops it for ever, and nobody can take that element away.
-// So each of the others has to show that its messages still come; until it has, it counts as silent since it was asked.
+// Asks each other process of this host for an echo.
+//
+// UCX has one queue for the messages of all processes of this host to this one. A process may die between taking an
+// element and marking it as written. The queue then stops forever, and no process can remove that element. So each
+// other process must show that its messages still arrive. Until then it counts as silent since the question.
 void Engine::ask_the_others(int dead) {
   for (int number = 0; number < static_cast<int>(peers_.size()); ++number) {
     Peer& peer = peers_[number];
@@ -105,22 +107,23 @@ void Engine::introduce(int peer, Introduction introduction, int cores) {
   std::lock_guard lock(lock_);
   if (stopping_) throw std::runtime_error("the engine is closed");
   make_room(static_cast<std::size_t>(peer) + 1);
-  control_->connect(peer, std::move(introduction.socket));  // may throw; nobody has heard of the peer yet
+  control_->connect(peer, std::move(introduction.socket));  // This call may throw while the peer is still unknown.
   worker_->introduce(peer, std::move(introduction.address), pid == 0, cookies, name);
   peers_[peer] = {pid, may_read(pid) ? pid : 0};
-  // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
-  // peer has just died: while they are introduced to each other both are there.
+  // UCX 1.21 maps the memory of a peer on this host at the first message to or from it. It crashes if the peer has just
+  // died. While two ranks introduce themselves, both are alive.
   if (peer != number_ && pid != 0) worker_->connect(peer);
   alone_ = alone_ && (peer == number_ || pid != getpid());
   if (peer != number_) cores_ = std::min(cores_, cores);
   abroad_ = abroad_ || pid == 0;
-  // A GPU's copy takes longer than a post should, and a post that spun until it is done would hold the next one back.
+  // A GPU's copy takes longer than a post should take. A post that spun until the end of the copy would delay the next
+  // post.
   pacer_.configure(alone_ && !cuda_);
   const auto here = std::ranges::count_if(peers_, [](const Peer& it) { return it.pid != 0; });
   offers_.allow_assistance(here <= cores_);
 }
 
-// ------------------------------------------------------------------------------------------------------------ a post
+// --------------------------------------------------------------------------------------------------------------- posts
 
 std::unique_ptr<Operation> Engine::begin_post(Ticket ticket, std::uint32_t id) {
   Group& group = opened(id);
@@ -132,7 +135,7 @@ template <typename Start>
 bool Engine::post(Ticket ticket, std::uint32_t id, Held& held, const Start& start) {
   const auto lock = lock_for_post(held);
   auto op = begin_post(ticket, id);
-  start(op.get());  // may throw before the op is known to anybody else
+  start(op.get());  // This call may throw before the engine knows the op.
   return finish_post(op.release(), now_ns(), held) != 0;
 }
 
@@ -140,14 +143,14 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
   std::uint64_t ended = began;
   const bool copies = !op->done() && windows_.has_jobs();
   if (copies && !pacer_.bulk() && pacer_.has_copied_enough(began)) pacer_.hand_over();
-  if (!op->done() && !pacer_.bulk()) {  // else the thread is at it
+  if (!op->done() && !pacer_.bulk()) {  // otherwise the thread works
     held.let_go();
     ended = spin(*op, began);
     if (copies) pacer_.note_copy(began, ended);
   }
   const bool done = op->done();
   if (done) pacer_.note_done_at_once(op->group.crowded);
-  // Not if other outcomes came first: the loop hears of those first.
+  // If other outcomes came first, the loop must receive those first.
   if (op->is_plain_success() && !ready()) {
     delete op;
   } else {
@@ -155,7 +158,7 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
     ended = 0;
   }
   if (done) {
-    hand_on();  // an answer, say, for which UCX had no room
+    hand_on();  // The thread may have to retry, for example, an answer that found no room in UCX.
   } else if (pacer_.thread_is_late(is_quiet())) {
     wake_thread();
   }
@@ -179,13 +182,17 @@ std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
 bool Engine::shares_core(const Operation& op) const noexcept {
   if (!op.group.shared) return false;
   const std::uint64_t here = core();
-  op.group.shared->segment.note_core(here);  // the scheduler may have moved this rank
+  op.group.shared->segment.note_core(here);  // The scheduler may have moved this rank.
   return op.group.shared->segment.shares_core(here);
 }
 
-// A yield gives the core to threads of the same scheduling group: of this session, or of this container; on some
-// kernels to others, too, at one of the next tries. Where it has given it to nobody for a while, and another rank was
-// last seen on this core, this thread blocks until what it waits for is published.
+// Gives the core to another thread.
+//
+// A yield gives the core to threads of the same scheduling group, which is this session or this container. Some kernels
+// give it to other groups too, at one of the next tries.
+//
+// A yield may have no effect for a while, although another rank was last seen on this core. This thread then blocks
+// until the awaited line is published.
 void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
   sched_yield();
   const long before = std::exchange(switches_, switches());
@@ -203,8 +210,8 @@ void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
   segment.note_core(core());
 }
 
-// Whether an op, whose post has not returned, waits for what its host's ranks publish, and there is nothing else for
-// this engine to do. Of what ranks of other hosts want of it nobody would tell it.
+// Whether an op, whose post has not returned, only waits for lines of this host's ranks, and this engine has nothing
+// else to do. Peers on other hosts exclude that, because nothing would wake this thread for their messages.
 bool Engine::is_sole(const Operation& op) const noexcept {
   const Group& group = op.group;
   return !abroad_ && group.running && group.schedules.front().op == &op && !group.shared->waits_for_nothing() &&
@@ -212,10 +219,10 @@ bool Engine::is_sole(const Operation& op) const noexcept {
          !offers_.pulls() && !waits_for_room();
 }
 
-// Null: something has matched it, or will have ended it.
+// Null: the request is matched, or has already ended.
 bool Engine::withdraw(Request* request) {
   if (request == nullptr) return false;
-  static_cast<Operation*>(request)->withdraw();  // for it has a ticket
+  static_cast<Operation*>(request)->withdraw();  // A request with a ticket is an Operation.
   return true;
 }
 
@@ -256,7 +263,7 @@ std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int 
   static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
   const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
   const std::uint64_t began = now_ns();
-  if (!op->group.mail.look(key)) advance();  // it may have come, and nobody has looked
+  if (!op->group.mail.look(key)) advance();  // The message may have arrived unseen.
   inbox_.probe(op.get(), key);
   op->any_will_do = true;
   if (look_on && !op->done() && !pacer_.bulk()) spin(*op, began);
@@ -266,7 +273,7 @@ std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int 
   } else {
     op.release()->leave_post(began);
   }
-  tell_loop();  // of ops that have ended meanwhile
+  tell_loop();  // Other ops may have ended meanwhile.
   if (pacer_.thread_is_late(is_quiet())) wake_thread();
   return found;
 }
@@ -292,7 +299,7 @@ std::string Engine::head(Ticket ticket) {
   return reports_.take_beginning(ticket);
 }
 
-// ----------------------------------------------------------------------------------------------------------- windows
+// ------------------------------------------------------------------------------------------------------------- windows
 
 std::string Engine::map_window(std::uint32_t id, std::uint64_t window, void* data, std::size_t bytes, bool remote) {
   std::lock_guard lock(lock_);
@@ -356,7 +363,7 @@ bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int ra
   return post(ticket, id, nothing_held, [&](Operation* op) { windows_.flush(op, window, rank); });
 }
 
-// --------------------------------------------------------------------------------------------- what the inbox hands on
+// ------------------------------------------------------------------------------ messages for other parts of the engine
 
 void Engine::handle(Group& group, const Header& header, const void* payload) {
   switch (header.channel) {
@@ -382,9 +389,9 @@ void Engine::pull(Request* receive, const Header& header, const Offer& offer) {
   offers_.pull(receive, header, offer, peers_[receive->group.peers[header.source]].readable);
 }
 
-// ---------------------------------------------------------------------------------------------------- moving things on
+// ------------------------------------------------------------------------------------------------------------ progress
 
-// Whatever may throw in it is caught where it is known whose step that was.
+// Looks once at everything. Each step catches its own exceptions, because it knows their communicator.
 bool Engine::advance() noexcept {
   bool moved = windows_.advance_jobs();
   moved |= offers_.advance();
@@ -396,21 +403,21 @@ bool Engine::advance() noexcept {
   return moved;
 }
 
-// Whether something waits for room, of which nobody tells: UCX tells of what comes in, but not of room in a peer's
-// queue for what is to go out, nor, always, of a device; and nobody of a slot that a receiver has emptied, or of slots
-// that are to go back to the system.
+// Whether something waits for room that no event announces. UCX announces arrivals, but not room in a peer's queue, and
+// not always the progress of a device. No event announces that a receiver has emptied a slot, or that a slot's pages
+// are due to be returned.
 bool Engine::waits_for_room() const {
   return worker_->unfinished() > 0 || offers_.assists() || windows_.has_waiting_ops() || (pool_ && pool_->overflows());
 }
 
-// Whether all that can happen comes as a message, which a sleeping thread hears of. Of what appears in shared memory it
-// does not hear, for a schedule that it has not seen.
+// Whether each possible event is a message, which wakes a sleeping thread. A line in shared memory does not wake the
+// thread for a schedule that began after it fell asleep.
 bool Engine::is_quiet() const {
   return schedules_.idle() && !windows_.has_jobs() && !offers_.pulls() && !waits_for_room();
 }
 
 void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
-  if (pacer_.bulk() && !ready()) return pacer_.loop_parks();  // the thread is at it
+  if (pacer_.bulk() && !ready()) return pacer_.loop_parks();  // the thread works
   pacer_.loop_comes(now_ns());
   std::lock_guard lock(lock_);
   bool moved = false;
@@ -484,10 +491,10 @@ Pacer::Rest Engine::take_turn() noexcept {
   tell_loop();
   const Pacer::Rest rest = pacer_.end_turn(moved, is_quiet(), began, now_ns());
   if (rest.kind != Pacer::Rest::kSleep) return rest;
-  // Announce that this rank sleeps, then look once more: whoever publishes later sees the announcement.
+  // Announce that this rank sleeps, then look once more. A rank that publishes later sees the announcement.
   schedules_.announce_sleep(true);
   const bool nothing = worker_->arm() && !advance();
-  tell_loop();  // UCX may have ended a call of which it says that nothing has moved
+  tell_loop();  // UCX may have ended a call although it reported no progress.
   if (nothing) return pacer_.fall_asleep(waits_for_room());
   schedules_.announce_sleep(false);
   return {Pacer::Rest::kYield};
@@ -501,7 +508,7 @@ void Engine::wake_thread() noexcept {
 // ------------------------------------------------------------------------------------------------------------- the end
 
 void Engine::close(bool sound, double patience) noexcept {
-  if (getpid() != process_) {  // a forked child: the thread, the connections and UCX's memory are its parent's
+  if (getpid() != process_) {  // a forked child: the thread, the connections and UCX's memory belong to the parent
     if (thread_.joinable()) thread_.detach();
     static_cast<void>(control_.release());
     static_cast<void>(worker_.release());
@@ -513,11 +520,12 @@ void Engine::close(bool sound, double patience) noexcept {
   if (sound) {
     std::vector<int> all(peers_.size());
     std::iota(all.begin(), all.end(), 0);
-    await_arrival(all, patient);  // who has not confirmed it by then is told of no end in order
+    await_arrival(all, patient);  // A peer that has not acknowledged by then receives no orderly end.
   }
   stop_thread();
   std::lock_guard lock(lock_);
-  tear_down(sound && !reports_.failed(), patient);  // what the peers were to be told may not have gone out
+  // After a failure, messages to the peers may be missing, so the end is not in order.
+  tear_down(sound && !reports_.failed(), patient);
 }
 
 void Engine::halt() noexcept {
@@ -548,7 +556,7 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   }
   windows_.destroy_keys();
   control_->shut();
-  worker_.reset();  // before what its callbacks may still want to touch
+  worker_.reset();  // UCX's callbacks may still use the other members.
   groups_.drop_schedules();
   reports_.close();
   notes_.close();
@@ -557,7 +565,7 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   pool_.reset();
 }
 
-// Their engines acknowledge that they have got everything without their loops.
+// Waits until the peers' engines acknowledge that everything has arrived. Their loops are not needed.
 bool Engine::await_arrival(const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
   bool told;
   {
@@ -572,8 +580,8 @@ bool Engine::await_arrival(const std::vector<int>& peers, const std::function<bo
   return told && advance_until([&](int peer) { return farewells_.acknowledged(peer); }, peers, patient);
 }
 
-// Move things on until that is so of each of these peers; in slices, for others want the engine meanwhile. Returns
-// whether it is.
+// Makes progress until `is` holds for each of the peers, and returns whether it does. It works in slices, because other
+// threads need the engine meanwhile.
 template <typename Is>
 bool Engine::advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
   do {

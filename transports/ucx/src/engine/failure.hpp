@@ -1,9 +1,10 @@
-// What becomes of an exception where nobody can be told of it at once: in a schedule, in a call from UCX, on the
-// engine's thread. Whatever was amid the step cannot be trusted to come to its end, so the communicator whose step it
-// was has failed, or, if that is not known, all of the engine's; the loop is told, and aborts it.
+// Handles an exception that no caller can receive: in a schedule, in a callback of UCX, or on the engine's thread. The
+// interrupted step may never finish. So its communicator has failed. If the communicator is unknown, all communicators
+// of the engine have failed. The loop receives a notice and aborts the communicator.
 //
-// That needs no memory. What an op needs to end is taken before it is posted (Reports::make_room), and what a schedule
-// needs before its first message (schedule_parts.hpp); ends, drops and releases allocate nothing, and are noexcept.
+// A failure needs no memory. An op reserves the memory for its end before it is posted (Reports::make_room). A schedule
+// reserves memory before its first message (schedule_parts.hpp). Ends, drops and releases allocate nothing and are
+// noexcept.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +18,11 @@ class Failure {
  public:
   explicit operator bool() const { return why_[0] != 0; }
   const char* why() const { return why_.data(); }
-  // The first one stays.
+  // Only the first reason is kept.
   void note(const char* why) noexcept {
     if (!*this) std::memcpy(why_.data(), why, std::min(std::strlen(why), why_.size() - 1));
   }
-  // In a handler: what the exception says.
+  // Called in a handler. It stores the exception's message.
   void note() noexcept {
     try {
       throw;

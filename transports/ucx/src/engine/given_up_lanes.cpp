@@ -1,4 +1,4 @@
-// Lanes that are given up; see lanes.hpp.
+// Lanes that are given up, see lanes.hpp.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace aiocomms {
 
 void Lanes::give_up(std::uint64_t number) {
-  poll();  // what was ordered before runs to its end
+  poll();  // A collective that is already in the order runs to its end.
   const auto found = lanes_.find(number);
   if (found == lanes_.end() || found->second->calls.empty()) return;
   LaneCalls& lane = *found->second;
@@ -35,13 +35,13 @@ void Lanes::forget_rank(std::uint64_t number, int rank) {
   go_on(lane);
 }
 
-// Whether the first rank may have this rank's entry, and write an order that this one has not seen.
+// Whether the first rank may have this rank's entry, and may write an order that this rank has not seen.
 bool Lanes::may_be_ordered(const LaneCalls& lane) const {
   const bool told = lane.waits_ == LaneCalls::Waits::kTurn && lane.now.of[static_cast<std::size_t>(group_.rank)].come;
   return told && group_.rank != 0 && !group_.left[0];
 }
 
-// Whether nobody uses the memory of a lane's first collective any more, nor needs it.
+// Whether no rank uses or needs the memory of a lane's first collective any more.
 bool Lanes::is_free(const LaneCalls& lane) const {
   if (!lane.given_up || lane.calls.empty()) return false;
   return lane.wire ? lane.under_way == 0 : !lane.ordered && !may_be_ordered(lane);
@@ -54,7 +54,7 @@ void Lanes::drop_last(LaneCalls& lane) noexcept {
   schedule.op->drop();
 }
 
-// What this rank has given to it the others have, or nobody has.
+// Either all other ranks have this rank's contribution, or none has.
 void Lanes::drop_first(LaneCalls& lane) noexcept {
   if (board_) lane.now.clear(group_.rank);
   lane.running = lane.stuck = lane.ordering = false;
@@ -63,7 +63,7 @@ void Lanes::drop_first(LaneCalls& lane) noexcept {
   drop_last(lane);
 }
 
-// A rank has closed the communicator, and says no more which lanes it has given up.
+// A rank that has closed the communicator announces no more lanes that it gives up.
 void Lanes::forget_left(int rank) {
   std::vector<std::uint64_t> numbers;
   for (const auto& [number, lane] : lanes_) {

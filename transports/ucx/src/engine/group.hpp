@@ -1,4 +1,4 @@
-// One communicator, as the engine knows it: who its ranks are, what waits to be matched, and which collectives run.
+// The engine's record of one communicator: its ranks, its unmatched messages and receives, and its running collectives.
 #pragma once
 
 #include <algorithm>
@@ -24,15 +24,15 @@ class Operation;
 class Request;
 struct Lane;
 
-// A collective that is running or waits for its turn: one communicator's run one after the other, in the order of the
-// calls.
+// A collective that runs or waits for its turn. A communicator's collectives run one after the other, in the order of
+// the calls.
 struct Schedule {
   Task task;
   std::uint64_t fingerprint;
   Operation* op;
 };
 
-// The collectives of lanes: lanes_of() in lanes.hpp.
+// The interface to the collectives of lanes. lanes_of() in lanes.hpp returns the implementation.
 class LaneSchedules {
  public:
   virtual ~LaneSchedules() = default;
@@ -41,14 +41,14 @@ class LaneSchedules {
   virtual bool holds_slots() noexcept = 0;
 };
 
-// A tensor that the others may read and write, and theirs.
+// A window: this rank's tensor that the other ranks may access, and the tensors of the other ranks.
 struct Window {
   struct Part {
-    std::byte* mapped = nullptr;  // memory shared with this process, if it is
-    ucp_rkey_h rkey = nullptr;    // else; a device's memory is reached by this alone
+    std::byte* mapped = nullptr;  // the mapping of the part in this process, or null
+    ucp_rkey_h rkey = nullptr;    // the key for other parts. A device's memory is always accessed by its key.
     std::uint64_t address = 0;
     std::size_t bytes = 0;
-    std::uint64_t signals = 0;  // that this rank has not waited for
+    std::uint64_t signals = 0;  // signals that this rank has not waited for
     Queue<Request> waits;
   };
   std::vector<Part> parts;
@@ -60,40 +60,41 @@ struct Group {
 
   std::uint32_t id;
   int rank;
-  std::vector<int> peers;                // the engine's number of each rank
-  std::vector<std::uint64_t> left;       // 1 + the collectives that a rank had done when it closed; 0: it has not
-  std::vector<std::uint32_t> their_ids;  // what each rank calls this group; empty until it is opened
-  std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
+  std::vector<int> peers;  // the engine's number of each rank
+  // by rank: 1 + the collectives it had done when it closed. 0: it has not closed.
+  std::vector<std::uint64_t> left;
+  std::vector<std::uint32_t> their_ids;  // Each rank's number of this group. Empty until the group is opened.
+  std::unique_ptr<Shared> shared;        // with the other ranks of this host, or null
   std::unique_ptr<Messages> wire;        // between all ranks
-  std::unique_ptr<Messages> leaders;     // between one rank of each host; on the others null
+  std::unique_ptr<Messages> leaders;     // between the first ranks of the hosts, null on all others
   std::vector<int> leader_of;            // by rank: the number of its host
   Hosts hosts;                           // where the ranks are
-  bool crowded = false;                  // there are more of them on this host than that has cores
+  bool crowded = false;                  // this host has fewer cores than ranks of this communicator
 
   Mailbox<Request> mail;
   std::deque<Schedule> schedules;
-  bool running = false;           // the first of them has begun
+  bool running = false;           // the first schedule has begun
   std::uint64_t collectives = 0;  // done so far
-  // Of collectives to come: who has begun one, and its fingerprint.
+  // For each later collective: a rank that has begun it, and its fingerprint.
   std::map<std::uint64_t, std::pair<int, std::uint64_t>> fingerprints;
-  int disagrees = -1;                    // the rank that does something else than this one
-  std::unique_ptr<LaneSchedules> keyed;  // of its lanes; null until it is opened
-  std::size_t lane_calls = 0;            // collectives of lanes that have not ended
-  bool lost = false;                     // nothing moves any more
-  Failure failure;                       // why it cannot go on, if it cannot
+  int disagrees = -1;                    // the rank that runs another collective than this rank
+  std::unique_ptr<LaneSchedules> keyed;  // the lanes, or null until the group is opened
+  std::size_t lane_calls = 0;            // unfinished collectives of lanes
+  bool lost = false;                     // all activity has stopped
+  Failure failure;                       // why the communicator cannot continue
   bool failure_told = false;
-  std::size_t users = 0;  // requests and sends that are not done
+  std::size_t users = 0;  // unfinished requests and sends
   std::unordered_map<std::uint64_t, Window> windows;
   std::map<int, Lane*> lanes;  // by rank
-  // Of messages that have to be vouched for, by sender and order: whether that has come, and the receive that has got
-  // all but that.
+  // The state of each message that needs a vouch, by sender and order. `come`: the vouch has arrived. `waits`: the
+  // receive that only lacks the vouch.
   struct Vouch {
     bool come = false;
     Request* waits = nullptr;
   };
   std::map<std::pair<int, std::uint32_t>, Vouch> vouches;
 
-  // The header of a message to one of its ranks. What else a message says the caller sets by name.
+  // The header of a message to a rank. The caller sets the other fields by name.
   Header header_to(int to, std::uint8_t channel, std::int64_t tag) const {
     return {.group = their_ids[to], .source = static_cast<std::uint16_t>(rank), .channel = channel, .tag = tag};
   }
@@ -104,40 +105,40 @@ struct Group {
     rouse(to);
     return status;
   }
-  // Tell a rank something that one number identifies.
+  // Sends a rank a control message with one number.
   void tell(Network& network, int to, Channel channel, std::uint64_t number, std::uint64_t value = 0) const {
     Header header = header_to(to, channel, static_cast<std::int64_t>(number));
     header.value = value;
     tell(network, to, header);
   }
-  // A message is on its way to a rank, whose post may block until one comes.
+  // A message is on its way to a rank whose post may block until a message arrives.
   void rouse(int to) const {
     if (const int at = place(to); at >= 0) shared->segment.rouse(at);
   }
-  // Its collectives end, the running one and those behind it. UCX holds nothing of theirs any more.
+  // Ends the running and all waiting collectives. UCX must not hold any of their memory.
   void drop_schedules() noexcept;
 
-  // Of one that is lost: UCX has something of it in its hands.
+  // For a lost communicator: whether UCX still holds some of its memory.
   bool held() const { return users > schedules.size() + lane_calls; }
-  // Of one that is closed: others may still read what this rank has put in slots of the family's.
+  // For a closed communicator: whether other ranks may still read this rank's data in slots of the family.
   bool holds_slots() const noexcept {
     return (shared && shared->segment.holds_slots()) || (keyed && keyed->holds_slots());
   }
-  // A rank reads none of these slots any more: this one, or one that is gone.
+  // A rank reads none of these slots any more: this rank, or a rank that is lost.
   void depart(int of) const noexcept {
     if (place(of) < 0) return;
     shared->segment.depart(place(of));
     keyed->depart(place(of));
   }
-  // This host's ranks, in the order of `shared`; once it is open.
+  // The ranks of this host, in the order of `shared`. Valid after the group is opened.
   const std::vector<int>& local() const { return hosts.ranks[static_cast<std::size_t>(hosts.here)]; }
-  // Where a rank is among those of this host with whom this one shares memory, or -1.
+  // A rank's place among the ranks that share memory with this one, or -1.
   int place(int of) const {
     if (!shared) return -1;
     const auto found = std::find(local().begin(), local().end(), of);
     return found != local().end() ? static_cast<int>(found - local().begin()) : -1;
   }
-  // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
+  // Whether a rank of this host has lost the communicator. Its unsent and unpublished data are then lost too.
   bool has_let_go(int of) const { return place(of) >= 0 && shared->segment.has_let_go(place(of)); }
 };
 

@@ -18,9 +18,9 @@ void Group::drop_schedules() noexcept {
 
 std::uint32_t Groups::add(int rank, std::vector<int> peers) {
   const std::size_t most = groups_.size() + closed_.size() + 1;
-  held_.reserve(most);  // so that the end of one needs no memory
+  held_.reserve(most);  // A loss must not need memory.
   closed_.reserve(most);
-  const std::uint32_t id = next_++;  // never used again: a late message must not find another communicator
+  const std::uint32_t id = next_++;  // Numbers are never reused. A late message must not reach a later communicator.
   groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
   return id;
 }

@@ -7,7 +7,7 @@
 namespace aiocomms {
 namespace {
 
-// UCX lets small messages overtake large ones, but not that many.
+// The most messages that may overtake one. UCX lets small messages overtake large ones, but never this many.
 constexpr std::uint32_t kMostEarly = 1u << 20;
 
 std::unique_ptr<Message> copy_of(const Header& header, const void* payload) {
@@ -20,12 +20,12 @@ std::unique_ptr<Message> copy_of(const Header& header, const void* payload) {
   return message;
 }
 
-// Without what the engine notes beside it.
+// The dtype without the engine's flags.
 std::uint8_t dtype_of(const Header& header) { return static_cast<std::uint8_t>(header.dtype & ~(kOffered | kVouched)); }
 
 }  // namespace
 
-// What UCX has handed over in place of a payload. Who does not take it in hand lets go of it.
+// A descriptor of UCX, in place of a payload. It is released unless take() passes it on.
 class Inbox::Descriptor {
  public:
   Descriptor(Network& network, void* held) : network_(network), held_(held) {}
@@ -56,7 +56,7 @@ void Inbox::make_room(std::size_t peers) {
 
 void Inbox::arrive(int peer, const Header& header, const void* payload, void* handed) {
   Descriptor descriptor(network_, handed);
-  // UCX may deliver a small message before a large one that was sent earlier; nobody may notice.
+  // UCX may deliver a small message before an earlier large one. The receives must see the order of the sends.
   auto& early = early_[peer];
   if (header.order != received_[peer]) {
     if (header.order - received_[peer] >= kMostEarly || early.contains(header.order)) return network_.refuse(peer);
@@ -65,7 +65,7 @@ void Inbox::arrive(int peer, const Header& header, const void* payload, void* ha
   }
   ++received_[peer];
   deliver(peer, header, payload, descriptor);
-  // The numbers start again at 0 after 2^32 messages, so the next one need not be the lowest.
+  // The numbers restart at 0 after 2^32 messages, so the next number need not be the lowest.
   while (!early.empty()) {
     auto next = early.extract(received_[peer]);
     if (!next) break;
@@ -82,7 +82,7 @@ void Inbox::forget_early(int peer) noexcept {
   }
 }
 
-// The next message of a peer, in the order in which they were sent.
+// Delivers a peer's next message, in the order of the sends.
 void Inbox::deliver(int peer, const Header& header, const void* payload, Descriptor& descriptor) noexcept {
   Group* group = groups_.find_open(header.group);
   if (group == nullptr) return;
@@ -94,15 +94,15 @@ void Inbox::deliver(int peer, const Header& header, const void* payload, Descrip
   }
 }
 
-// Whether a peer is who it says it is in a group, and may send such a message.
+// Whether a peer has the rank that it claims in the group, and may send such a message.
 bool Inbox::is_sensible(const Group& group, int peer, const Header& header, const Descriptor& descriptor) const {
   if (header.source >= group.peers.size() || group.peers[header.source] != peer || header.channel >= kChannels) {
     return false;
   }
   if (header.channel > kLane) return !descriptor && !(header.dtype & kOffered);
-  if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // only those of other hosts vouch
+  if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // Only ranks of other hosts vouch.
   if (is_on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
-  return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
+  return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // An offer needs a sender whose memory is readable.
 }
 
 void Inbox::match(Group& group, const Header& header, const void* payload, Descriptor& descriptor) {
@@ -112,7 +112,7 @@ void Inbox::match(Group& group, const Header& header, const void* payload, Descr
     if (header.channel == kSchedule && !owner_.agrees(group, header)) return;
   }
   if (header.dtype & kVouched && !group.vouches.try_emplace({header.source, header.order}).second) {
-    // One of 2^32 messages ago has not been received yet: nobody could tell for which of the two a vouch is.
+    // A message of the same number, 2^32 messages ago, still waits. A vouch could not tell the two apart.
     return network_.refuse(group.peers[header.source]);
   }
   if (Request* receive = group.mail.receive_for(header)) return accept_message(receive, header, payload, descriptor);
@@ -171,7 +171,7 @@ void Inbox::accept_message(Request* receive, const Header& header, const void* p
                            Descriptor& descriptor) noexcept {
   try {
     take(receive, header, payload, descriptor);
-  } catch (...) {  // before anybody else had the receive in hand
+  } catch (...) {  // Such an exception comes before the receive is passed on.
     owner_.failed(receive->group);
     receive->drop();
   }
@@ -234,8 +234,8 @@ void Inbox::fetch(Request* receive, const Header& header, Descriptor& descriptor
   follow(fetching, network_.fetch_beginning(descriptor.take(), &receive->beginning, fetching));
 }
 
-// The payload is all here. Does it count? It may have been written over while it was read, if its sender had lost the
-// communicator by then.
+// The payload is complete. It may be invalid, because a sender that has lost the communicator may overwrite it during
+// the read.
 void Inbox::end_receive(Request* receive, const Header& header) noexcept {
   Group& group = receive->group;
   if (group.lost) return receive->finished(UCS_ERR_CANCELED);
@@ -271,11 +271,11 @@ void Inbox::end_receives(Group& group, int rank) noexcept {
   group.mail.drain_receives(
       [&](const Key& key) { return key.source() == rank && (key.channel() < kUserChannels || key.channel() == kLane); },
       [&](Request* receive) { receive->end(Status::kClosed, source); });
-  // What the rank has offered and nobody has taken is not there any more.
+  // The offered memory of that rank is not valid any more.
   group.mail.drain_messages([&](const Key& key) { return key.source() == rank; },
                             [](const Message& message) { return (message.header.dtype & kOffered) != 0; },
                             [](Message* message) { delete message; });
-  // Nor does it vouch for anything any more.
+  // Receives that wait for a vouch of that rank end too.
   std::erase_if(group.vouches, [&](const auto& entry) {
     const auto& [message, vouch] = entry;
     const bool vain = message.first == rank && vouch.waits && vouch.waits->ends_when_peer_closes();

@@ -1,5 +1,5 @@
-// Messages that come: put in the order in which they were sent, matched with receives, fetched; and what becomes of
-// those that come too early, are too long, or are from a rank that has lost the communicator.
+// Handles incoming messages: restores the order of the sends, matches them with receives, and fetches payloads. It also
+// handles messages that are early, too long, or from a rank that has lost the communicator.
 #pragma once
 
 #include <cstdint>
@@ -17,53 +17,53 @@ namespace aiocomms {
 
 class Inbox {
  public:
-  // Whoever takes what is not for a user's receive.
+  // The recipient of all messages that are not for a user's receive.
   class Owner {
    public:
-    // A message on a channel of the engine's own, other than kSchedule, kLane and kVouch.
+    // Handles a message on an engine's channel other than kSchedule, kLane and kVouch.
     virtual void handle(Group& group, const Header& header, const void* payload) = 0;
-    // A message of a collective. False: the ranks disagree, and the message is of no use.
+    // Handles a message of a collective. False: the ranks disagree, and the message is useless.
     virtual bool agrees(Group& group, const Header& header) = 0;
-    // A receive has matched a message that has to be copied from where it lies.
+    // A receive has matched an offer, whose message must be copied from its place.
     virtual void pull(Request* receive, const Header& header, const Offer& offer) = 0;
-    // In a handler of an exception: what a message, or a receive of a communicator needs cannot be done.
+    // Called in a handler of an exception. A message or a receive of the communicator could not be handled.
     virtual void failed(Group& group) noexcept = 0;
 
    protected:
     ~Owner() = default;
   };
 
-  // peers: the engine's. device: users' memory is a device's, and never looked at here. first: the number of each
+  // peers: the engine's peers. device: users' memory is a device's, and is never read here. first: the number of each
   // peer's first message.
   Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner,
         std::uint32_t first = 0);
 
-  // There are more peers.
+  // Adds peers.
   void make_room(std::size_t peers);
-  // UCX has delivered a message: its payload, valid in this call only, or a descriptor. std::bad_alloc: the messages
-  // behind it are not delivered any more.
+  // Accepts a message from UCX. The payload is valid in this call only. Otherwise there is a descriptor.
+  // std::bad_alloc: the peer's later messages are not delivered any more.
   void arrive(int peer, const Header& header, const void* payload, void* descriptor);
-  // How many messages of a peer have come, all before them included.
+  // The number of a peer's messages that have arrived without a gap.
   std::uint32_t received(int peer) const { return received_[peer]; }
-  // What has overtaken other messages of a peer is of no use any more.
+  // Drops a peer's messages that have overtaken others.
   void forget_early(int peer) noexcept;
 
-  // A receive takes the message that it matches, or waits for it. std::bad_alloc: it does neither.
+  // A receive takes its matching message, or waits. std::bad_alloc: it does neither.
   void post(Request* receive, const Key& key);
-  // A probe ends with the size and dtype of the message that a receive would take, which stays; or waits for it.
+  // A probe ends with the size and dtype of the message that a receive would take, or waits. The message stays.
   // std::bad_alloc: it does neither.
   void probe(Request* probe, const Key& key);
-  // Take back a receive or a probe that nothing has matched; null if something has.
+  // Withdraws an unmatched receive or probe. Null: it is already matched.
   Request* withdraw(Group& group, const Key& key, Ticket ticket);
 
-  // A lane is given up: its receives that nothing has matched are dropped; and, once nothing of it comes from a rank
-  // any more, what has come. Its sender is told, where it waits for that.
+  // A lane is given up. The first function drops its unmatched receives. The second drops a rank's arrived messages,
+  // after that rank sends no more. A sender that waits for an answer gets it.
   void drop_receives(Group& group, const Key& key) noexcept;
   void drop_messages(Group& group, const Key& key);
 
-  // A rank has closed the communicator: receives from it end.
+  // A rank has closed the communicator. Receives from it end.
   void end_receives(Group& group, int rank) noexcept;
-  // The communicator is lost: what waits is dropped.
+  // The communicator is lost. All that waits is dropped.
   void release(Group& group) noexcept;
 
  private:
@@ -86,8 +86,8 @@ class Inbox {
   Network& network_;
   Owner& owner_;
   const std::uint32_t first_;
-  std::vector<std::uint32_t> received_;                                   // messages, by peer
-  std::vector<std::map<std::uint32_t, std::unique_ptr<Message>>> early_;  // that overtook others, by peer
+  std::vector<std::uint32_t> received_;                                   // number of messages, by peer
+  std::vector<std::map<std::uint32_t, std::unique_ptr<Message>>> early_;  // messages that overtook others, by peer
 };
 
 }  // namespace aiocomms

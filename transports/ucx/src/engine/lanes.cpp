@@ -23,7 +23,7 @@ void Contributions::clear(int rank) {
   one.more.reset();
 }
 
-// ------------------------------------------------------------------------------------------------ for the schedules
+// --------------------------------------------------------------------------------------------------- for the schedules
 
 LaneCalls::Wait LaneCalls::meet(const void* data, std::size_t bytes) {
   mine_ = data;
@@ -42,12 +42,12 @@ const void* LaneCalls::given(int rank) const {
 
 Shared& LaneCalls::slots() { return *lanes_of(group).slots_; }
 
-// --------------------------------------------------------------------------------------------------------- the lanes
+// ----------------------------------------------------------------------------------------------------------- the lanes
 
 Lanes::Lanes(Group& group, const SharedMemory& memory, Sender& sender, Inbox& inbox, Schedules& schedules,
              Reports& reports)
     : group_(group), sender_(sender), inbox_(inbox), schedules_(schedules), reports_(reports) {
-  spare_.reserve(kSpare);  // so that what ends needs no memory
+  spare_.reserve(kSpare);  // The end of a lane must not need memory.
   if (memory.fd < 0) return;
   slots_ = std::make_unique<Shared>(memory, Segment::bytes(memory.ranks));
   board_ = std::make_unique<Board>(memory.fd, 2 * Segment::bytes(memory.ranks), memory.rank, memory.ranks);
@@ -77,7 +77,7 @@ LaneCalls& Lanes::at(std::uint64_t number) {
   return *lanes_.emplace(number, std::move(made)).first->second;
 }
 
-// Nothing is kept of a lane at rest.
+// Releases an idle lane.
 void Lanes::forget(LaneCalls& lane) noexcept {
   if (!lane.calls.empty() || lane.now.come > 0 || lane.next.come > 0) return;
   lane.given_up = false;
@@ -98,7 +98,7 @@ void Lanes::enqueue(LaneCalls& lane, Schedule schedule) {
 }
 
 void Lanes::start_next(std::uint64_t number) noexcept {
-  const auto found = lanes_.find(number);  // it may be gone with what it had
+  const auto found = lanes_.find(number);  // The lane may have ended with its collectives.
   if (found != lanes_.end() && !group_.lost) schedules_.attempt(group_, [&] { go_on(*found->second); });
 }
 
@@ -118,7 +118,7 @@ void Lanes::start(LaneCalls& lane) {
   }
 }
 
-// As far as a lane can go now.
+// Moves a lane on as far as possible.
 void Lanes::go_on(LaneCalls& lane) {
   if (is_free(lane)) drop_first(lane);
   while (!lane.calls.empty() && !lane.stuck && !(lane.given_up && lane.wire)) {
@@ -134,7 +134,7 @@ void Lanes::go_on(LaneCalls& lane) {
   if (lane.calls.empty()) forget(lane);
 }
 
-// What its collective waits for may have come.
+// Resumes the collective if the awaited entries have arrived.
 bool Lanes::resume(LaneCalls& lane) {
   if (lane.waits_ == LaneCalls::Waits::kNothing || !met(lane)) return false;
   if (lane.waits_ == LaneCalls::Waits::kTurn) {
@@ -148,7 +148,7 @@ bool Lanes::resume(LaneCalls& lane) {
 }
 
 void Lanes::end(LaneCalls& lane) {
-  lane.calls.front().task.check();  // of one that has failed nothing goes on, nor of those behind it
+  lane.calls.front().task.check();  // A failed collective stops itself and all collectives behind it.
   Schedule schedule = std::move(lane.calls.front());
   lane.calls.pop_front();
   --group_.lane_calls;
@@ -165,13 +165,13 @@ void Lanes::end(LaneCalls& lane) {
   }
 }
 
-// Every rank has called it. It is in the order once that is written.
+// Every rank has called the collective. It is in the order once the entry is written.
 void Lanes::append(LaneCalls& lane) {
   lane.ordering = true;
   tell({Board::kOrders, &lane, nullptr, 0});
 }
 
-// ------------------------------------------------------------------------------------------------ messages of lanes
+// --------------------------------------------------------------------------------------------------- messages of lanes
 
 void Lanes::report_mismatch(LaneCalls& lane, int rank) {
   if (!std::exchange(lane.stuck, true)) reports_.notify({Notice::kLaneDisagrees, rank, group_.id, lane.number, {}});
@@ -181,13 +181,13 @@ void Lanes::report_left(LaneCalls& lane, int rank) {
   if (!std::exchange(lane.stuck, true)) reports_.notify({Notice::kLaneLeft, rank, group_.id, lane.number, {}});
 }
 
-// ---------------------------------------------------------------------------------------------------- shared memory
+// ------------------------------------------------------------------------------------------------------- shared memory
 
 void Lanes::tell(const Entry& entry) {
   if (!unwritten_.empty() || !write(entry)) unwritten_.push_back(entry);
 }
 
-// A contribution counts for this rank, too, once it is written: before, the memory must stay as it is.
+// This rank's own contribution also counts only once it is written. Until then its memory must not change.
 bool Lanes::write(const Entry& entry) {
   LaneCalls& lane = *entry.lane;
   const std::uint64_t fingerprint = lane.calls.front().fingerprint;
@@ -224,11 +224,11 @@ bool Lanes::take_from(int rank) {
     accept(rank, entry);
     moved = true;
   }
-  if (moved) group_.shared->published_any = true;  // that there is room
+  if (moved) group_.shared->published_any = true;  // There is new room on the board.
   return moved;
 }
 
-// A lane goes on once its entry is taken, for it may look at the board itself.
+// The entry is taken before its lane moves on, because the lane may read the board itself.
 void Lanes::accept(int rank, const Board::Entry& entry) {
   LaneCalls& lane = at(entry.cell->lane);
   if (entry.cell->kind == Board::kGives) {
@@ -279,7 +279,7 @@ bool Lanes::poll() {
   return moved;
 }
 
-// The head of the order may have ended, and the next one its turn.
+// The head of the order may have ended. Then the next collective has its turn.
 void Lanes::follow_order() {
   while (!order_.empty()) {
     LaneCalls& lane = *order_.front();

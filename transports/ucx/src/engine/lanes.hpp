@@ -1,27 +1,32 @@
-// The collectives of a communicator's lanes: one after the other within a lane, and in any order between lanes.
+// The collectives of a communicator's lanes. They run one after the other within a lane, and in any order between
+// lanes.
 //
-// Where the ranks share memory, each rank writes on its Board that it has called a lane's next collective, and what it
-// gives to a small one, which is done once everybody's entry is there. A large one runs in the slots of a Segment,
-// which all ranks must fill with the same collectives in the same order. The first rank makes that order: it appends a
-// collective when every rank has called it, and writes so on its own board; each rank runs them one after the other.
+// If the ranks share memory, each rank writes an entry on its Board for each collective that it calls. A small
+// collective's entry carries the contribution. It is done when all entries have arrived.
 //
-// Nobody waits in a circle. The collective at the head of the order has been called by every rank, and needs nothing
-// but that all of them move it on, which their engines do whatever their programs wait for; so it ends, and so does
-// each one behind it. If a rank appended what it alone has called, another rank might await a lane behind that, and
-// never come to call it. The slots are others than those of the communicator's own collectives, whose order is that of
-// the calls: in one sequence these could wait for a lane that is called after they are awaited.
+// A large collective runs in the slots of a Segment, and all ranks must use those slots in the same order. The first
+// rank makes that order. It appends a collective when every rank has called it, and writes the order on its own board.
+// Each rank runs the ordered collectives one after the other.
 //
-// A rank may give a lane up, which all others do when they hear of it. Then a small collective ends at once: what this
-// rank has given to it was copied. So does a large one that the first rank has not written into the order; and as that
-// rank stops to append what it has given up, it is known once the rank has been heard. What is in the order runs to its
-// end, on every rank: all have called it, and none drops it. So what has been said above of the head of the order holds
-// there, too, and nobody waits for it longer than that takes; a large one that is not in the order waits for nothing
-// but the first rank's word, which waits for no lane. Order is what is written on the first rank's board, and no less:
-// an entry that has no room yet is taken back, and nobody would have seen it.
+// There is no deadlock. Every rank has called the collective at the head of the order, and the ranks' engines move it
+// on without their programs. So it ends, and so do the collectives behind it. If a rank could append a collective that
+// it alone has called, another rank might await a lane behind it. That rank would never call it.
 //
-// Everywhere else they are schedules of messages, whose tag is the lane's number; those that come early wait in the
-// inbox, and as a lane's collectives run one after the other, it needs no other number. The header carries the
-// fingerprint, so that ranks that disagree find out when a message and its receive meet.
+// The lanes have other slots than the communicator's own collectives, which run in the order of the calls. With common
+// slots, such a collective could wait for a lane that is called only after the wait.
+//
+// A rank may give up a lane, and all other ranks then do so too. A small collective then ends at once, because its
+// contribution was copied. A large collective that is not in the order also ends, as soon as the first rank has given
+// up the lane. The first rank appends no collectives of a lane that it has given up. This wait ends, because the first
+// rank's message waits for no lane. A collective in the order runs to its end on every rank. All ranks have called it,
+// and none drops it.
+//
+// The order consists of the entries on the first rank's board. An entry that found no room yet is withdrawn, because no
+// rank has seen it.
+//
+// Without shared memory, the collectives are schedules of messages with the lane's number as the tag. Early messages
+// wait in the inbox. A lane's collectives run one after the other, so the tag needs no further number. The header
+// carries the fingerprint. Ranks that disagree notice it when a message meets its receive.
 #pragma once
 
 #include <array>
@@ -38,18 +43,18 @@
 
 namespace aiocomms {
 
-// What a rank gives to a collective.
+// The contribution of a rank to a collective.
 struct Contribution {
   bool come = false;
   std::uint64_t fingerprint = 0;
   std::uint32_t bytes = 0;
   alignas(16) std::array<std::byte, Board::kInline> little;
-  std::unique_ptr<std::byte[]> more;  // if they are not few
+  std::unique_ptr<std::byte[]> more;  // for more than kInline bytes
   const std::byte* data() const { return more ? more.get() : little.data(); }
 };
 
-// One collective, by rank. While it runs, contributions to the lane's next one may come, but not to the one after that:
-// nobody ends that without everybody's contribution to the next.
+// The contributions to one collective, by rank. While it runs, contributions to the lane's next collective may arrive,
+// but none to the one after it. No rank ends the next one without the contribution of every rank.
 struct Contributions {
   std::vector<Contribution> of;
   int come = 0;
@@ -57,7 +62,7 @@ struct Contributions {
   void clear(int rank);
 };
 
-// One lane: its collectives that have not ended, of which the first runs, and what the others have given.
+// One lane: its unfinished collectives, and the contributions of the ranks. The first collective runs.
 class LaneCalls {
  public:
   explicit LaneCalls(Group& the_group) : group(the_group) {}
@@ -65,17 +70,17 @@ class LaneCalls {
   Group& group;
   std::uint64_t number = 0;
   std::deque<Schedule> calls;
-  bool running = false;   // the first of them has begun
-  bool stuck = false;     // it cannot end: ranks disagree, or one has left, as the loop is told
-  bool ordered = false;   // it is in the order
-  bool ordering = false;  // this rank is about to write that it is
-  bool given_up = false;  // the first ends when nobody needs it any more, and there is no other
+  bool running = false;   // the first call has begun
+  bool stuck = false;     // it cannot end because ranks disagree or one has left. The loop has a notice.
+  bool ordered = false;   // the first call is in the order
+  bool ordering = false;  // this rank is about to write the order
+  bool given_up = false;  // the first call ends once no rank needs it, and no call follows
   Contributions now, next;
-  std::vector<int> awaited;  // the ranks whose messages it waits for
-  int under_way = 0;         // messages of it that have not ended
+  std::vector<int> awaited;  // the ranks whose messages the lane waits for
+  int under_way = 0;         // its unfinished messages
   std::unique_ptr<Wire> wire;
 
-  // ------------------------------------------------------------------------------------ for the schedules
+  // ------------------------------------------------------------------------------------------------- for the schedules
   enum class Waits { kNothing, kMeeting, kTurn };
   class Wait {
    public:
@@ -92,12 +97,12 @@ class LaneCalls {
     Waits what_;
   };
 
-  // Give the others so many bytes, at most Board::kLargest, which stay where they are until this ends; it waits for
-  // what all of them give.
+  // Gives `bytes` bytes, at most Board::kLargest, to the other ranks, and waits for all contributions. The data must
+  // not change until the wait ends.
   Wait meet(const void* data, std::size_t bytes);
-  // What a rank has given. This rank's is where it was.
+  // The contribution of a rank. This rank's is its original memory.
   const void* given(int rank) const;
-  // Wait until this lane has the slots.
+  // Waits until this lane has the slots.
   Wait turn();
   Shared& slots();
   // Null: all ranks share memory.
@@ -113,34 +118,35 @@ class LaneCalls {
   const void* mine_ = nullptr;
 };
 
-// The lanes of a communicator that have collectives under way.
+// The lanes of a communicator that have unfinished collectives.
 class Lanes final : public LaneSchedules {
  public:
-  // memory: of this host's ranks, if they are all that there are; else its fd is -1.
+  // memory: the shared memory if all ranks are on this host. Otherwise its fd is -1.
   Lanes(Group& group, const SharedMemory& memory, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports);
 
   LaneCalls& at(std::uint64_t number);
-  // It has been looked up in vain.
+  // Releases a lane that at() has returned and that is idle.
   void forget(LaneCalls& lane) noexcept;
-  // The schedule starts now, or after those before it. std::bad_alloc: it does not.
+  // The schedule starts now or after the earlier ones. std::bad_alloc: it does not start.
   void begin(LaneCalls& lane, Schedule schedule);
-  // It has its place in its lane, and starts with the next call of start_next at the latest.
+  // The schedule takes its place in its lane, and starts at the next start_next at the latest.
   void enqueue(LaneCalls& lane, Schedule schedule);
   void start_next(std::uint64_t number) noexcept;
-  // Look at the shared memory. Returns whether something went on.
+  // Reads the shared memory. Returns whether a lane moved on.
   bool poll();
   // A message of a lane has ended.
   void go_on(LaneCalls& lane);
-  // A rank has closed the communicator: what needs it does not end.
+  // A rank has closed the communicator. Collectives that need it do not end.
   void end_with(int rank);
   void report_mismatch(LaneCalls& lane, int rank);
   void report_left(LaneCalls& lane, int rank);
-  // This rank gives a lane up: what it has under way there is dropped, as soon as nobody uses its memory, or has ended
-  // before. Nothing of the lane begins any more.
+  // This rank gives up a lane. Its collectives are dropped once no rank uses their memory, unless they have already
+  // ended. The lane starts no more collectives.
   void give_up(std::uint64_t number);
-  // A rank has given a lane up, as this one has, and nothing of it comes from there any more: what has is forgotten.
+  // Another rank has given up a lane, as this rank has, and sends no more for it. The rank's contributions are
+  // forgotten.
   void forget_rank(std::uint64_t number, int rank);
-  // The ticket of the collective that a lane has under way; 0: there is none.
+  // The ticket of a lane's running collective. 0: the lane is idle.
   Ticket under_way(std::uint64_t number) const;
   // The ranks that a lane's collective waits for.
   std::vector<int> missing(std::uint64_t number) const;
@@ -157,7 +163,7 @@ class Lanes final : public LaneSchedules {
   friend class LaneCalls;
   friend struct EngineInside;  // of the tests
 
-  // What this rank has to tell of a lane's first collective.
+  // This rank's next entry about a lane's first collective.
   struct Entry {
     Board::Kind kind;
     LaneCalls* lane;
@@ -176,7 +182,8 @@ class Lanes final : public LaneSchedules {
   void append(LaneCalls& lane);
   bool resume(LaneCalls& lane);
   void follow_order();
-  // What is in the order all ranks have called, though their entries of a lane that was given up may be gone.
+  // All ranks have called each collective in the order, although the entries of a lane that is given up may be
+  // forgotten.
   bool met(const LaneCalls& lane) const { return lane.now.come == lane.ranks() || (lane.given_up && lane.ordered); }
   bool may_be_ordered(const LaneCalls& lane) const;
   bool is_free(const LaneCalls& lane) const;
@@ -193,13 +200,13 @@ class Lanes final : public LaneSchedules {
   std::unique_ptr<Shared> slots_;
   using Map = std::unordered_map<std::uint64_t, std::unique_ptr<LaneCalls>>;
   Map lanes_;
-  std::vector<Map::node_type> spare_;  // a few that have ended, for the next ones
-  std::deque<Entry> unwritten_;        // for which there is no room yet
+  std::vector<Map::node_type> spare_;  // nodes of ended lanes, for reuse
+  std::deque<Entry> unwritten_;        // entries that found no room yet
   std::deque<LaneCalls*> order_;       // the first of them has the slots
-  bool left_ = false;                  // some rank has
+  bool left_ = false;                  // some rank has closed the communicator
 };
 
-// Of a communicator that is open.
+// The communicator must be open.
 inline Lanes& lanes_of(const Group& group) { return static_cast<Lanes&>(*group.keyed); }
 
 }  // namespace aiocomms

@@ -1,4 +1,4 @@
-// Matches messages with receives: by source, channel and tag, each in the order in which they came.
+// Matches messages with receives by source, channel and tag, each in the order of arrival.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace aiocomms {
 
-// A first-in first-out list of nodes that carry their own links: a waiting receive costs its node and nothing else.
+// A first-in first-out queue of nodes that carry their own links. A waiting receive costs only its node.
 template <typename Node>
 class Queue {
  public:
@@ -29,7 +29,7 @@ class Queue {
     head_ = node->next;
     return node;
   }
-  // The first node for which `is`, taken out; or null.
+  // Removes and returns the first node for which `is` holds, or null.
   template <typename Is>
   Node* take(Is is) {
     Node* before = nullptr;
@@ -51,11 +51,11 @@ class Queue {
 struct Message {
   Message* next = nullptr;
   Header header;
-  std::unique_ptr<std::byte[]> payload;  // of a small one
-  void* descriptor = nullptr;            // of a large one, whose payload is still with its sender
+  std::unique_ptr<std::byte[]> payload;  // for a small message
+  void* descriptor = nullptr;            // for a large message, whose payload is still at the sender
 };
 
-// What a receive and a message must share.
+// The fields that a receive and its message share.
 struct Key {
   std::int64_t tag;
   std::uint32_t source_and_channel;
@@ -76,40 +76,40 @@ struct KeyHash {
   }
 };
 
-// Recv: a node with `next`.
+// Recv: a node type with `next`.
 template <typename Recv>
 class Mailbox {
  public:
-  // The oldest receive for a message, taken out; or null.
+  // Removes and returns the oldest receive for a message, or null.
   Recv* receive_for(const Header& header) { return pop(recvs_, Key(header)); }
-  // The oldest message for a receive, taken out; or null.
+  // Removes and returns the oldest message for a receive, or null.
   Message* message_for(const Key& key) { return pop(messages_, key); }
-  // The same, left where it is.
+  // Returns the same message without removing it.
   const Message* look(const Key& key) const {
     auto found = messages_.find(key);
     return found == messages_.end() ? nullptr : found->second.front();
   }
-  // One that waits until there is a message, and takes none; taken out. Or null.
+  // Removes and returns a probe for a message, or null. A probe waits for a message and takes none.
   Recv* probe_for(const Header& header) { return probes_.empty() ? nullptr : pop(probes_, Key(header)); }
 
   void keep(const Key& key, Recv* recv) { recvs_[key].push(recv); }
   void keep_probe(const Key& key, Recv* probe) { probes_[key].push(probe); }
   void keep(Message* message) { messages_[Key(message->header)].push(message); }
 
-  // Forget a receive or a probe that nothing has matched; null if something has.
+  // Removes an unmatched receive or probe. Null: it is already matched.
   template <typename Is>
   Recv* withdraw(const Key& key, Is is) {
     Recv* recv = take(recvs_, key, is);
     return recv ? recv : take(probes_, key, is);
   }
 
-  // Take out every receive and probe whose key `is`, and hand each to `each`, which puts nothing in.
+  // Removes every receive and probe whose key satisfies `is`, and passes it to `each`. `each` adds nothing.
   template <typename Is, typename Each>
   void drain_receives(Is is, Each each) {
     drain(recvs_, is, [](const Recv&) { return true; }, each);
     drain(probes_, is, [](const Recv&) { return true; }, each);
   }
-  // The same of messages, if `is_one` of them.
+  // Removes the messages of such keys for which `is_one` holds.
   template <typename Is, typename IsOne, typename Each>
   void drain_messages(Is is, IsOne is_one, Each each) {
     drain(messages_, is, is_one, each);
@@ -128,7 +128,7 @@ class Mailbox {
     return node;
   }
 
-  // The first node for which `is`, taken out; or null.
+  // Removes and returns the first node for which `is` holds, or null.
   template <typename Is>
   static Recv* take(Queues<Recv>& queues, const Key& key, Is is) {
     auto found = queues.find(key);
@@ -147,7 +147,7 @@ class Mailbox {
   }
 
   Queues<Recv> recvs_;
-  Queues<Recv> probes_;  // of a key for which there is no message
+  Queues<Recv> probes_;  // for keys without a message
   Queues<Message> messages_;
 };
 

@@ -10,17 +10,17 @@
 namespace aiocomms {
 namespace {
 
-// Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an
+// Messages within a host are offered from this size on. Below it, two copies are faster than a system call and an
 // answer.
 constexpr std::size_t kOfferedFrom = 32 * 1024;
-// Messages to other hosts are copied up to this size, the longest segment of a collective's: that takes less time than
-// vouching for them.
+// Messages to other hosts are copied up to this size, the longest segment of a collective. The copy takes less time
+// than a vouch.
 constexpr std::size_t kCopiedTo = 64 * 1024;
 
 }  // namespace
 
-// A message on its way to another host. UCX may read it long after the call, whatever its size: while the connection is
-// being made, or the socket is full. By then the communicator may be lost, and the program may have written over it.
+// A message on its way to another host. UCX may read it long after the call, at any size, while the connection is being
+// made or the socket is full. By then the communicator may be lost, and the program may have overwritten the data.
 class Sender::Outgoing final : public Pending {
  public:
   Outgoing(Worker& worker, Group& group, int rank, Pending* pending)
@@ -35,7 +35,7 @@ class Sender::Outgoing final : public Pending {
     pending_->finished(status);
     delete this;
   }
-  // UCX has read all of it. So what has been sent is what was meant, if the communicator is not lost yet.
+  // UCX has read the whole message. If the communicator is not lost yet, the sent data are valid.
   void vouch() {
     if (!copy_ && !group_.lost) group_.tell(worker_, rank_, kVouch, order_);
   }
@@ -46,11 +46,11 @@ class Sender::Outgoing final : public Pending {
   const int rank_;
   const std::uint32_t order_;
   Pending* pending_;
-  std::unique_ptr<std::byte[]> copy_;  // of a small one
+  std::unique_ptr<std::byte[]> copy_;  // for a small message
 };
 
-// Large messages within a host are offered, for UCX would copy them at one go, on the loop. But what a user's message
-// carries from a device is never looked at, copied or offered here: UCX alone moves it, by its descriptor.
+// Large messages within a host are offered, because UCX would copy them at once, on the loop. A user's message on a
+// device is never read, copied or offered here. Only UCX moves it, through its descriptor.
 ucs_status_t Sender::send(Group& group, int rank, Header header, const void* data, Pending* pending) {
   const int peer = group.peers[rank];
   const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
@@ -77,15 +77,15 @@ ucs_status_t Sender::send_abroad(Group& group, int rank, Header header, const vo
   }
   const ucs_status_t status = worker_.send(group.peers[rank], header, data, memory, outgoing.get());
   if (status == UCS_OK) outgoing->vouch();
-  if (status == UCS_INPROGRESS) static_cast<void>(outgoing.release());  // UCX tells it of the end
+  if (status == UCS_INPROGRESS) static_cast<void>(outgoing.release());  // UCX reports the end to it.
   return status;
 }
 
-// ------------------------------------------------------------------------------------------------- schedules' messages
+// ----------------------------------------------------------------------------------------------- messages of schedules
 
 namespace {
 
-// A schedule's send.
+// A send of a schedule.
 class ScheduleSend final : public Pending, public Awaited {
  public:
   ScheduleSend(Group& group, Events& events, Event& event, LaneCalls* of_lane)
@@ -106,7 +106,7 @@ class ScheduleSend final : public Pending, public Awaited {
   Events& events_;
 };
 
-// A receive of a lane's schedule. Its message may be of another collective, or never come.
+// A receive of a lane's schedule. Its message may be of another collective, or never arrive.
 class LaneReceive final : public Request, public Awaited {
  public:
   LaneReceive(Schedules& schedules, int source, LaneCalls& of_lane, Event& event)
@@ -124,7 +124,7 @@ class LaneReceive final : public Request, public Awaited {
     delete this;
   }
   void end(Status how, std::uint64_t, std::uint64_t) noexcept override {
-    if (lane->given_up) return schedules_.events().push(this);  // its outcome is all the same
+    if (lane->given_up) return schedules_.events().push(this);  // The lane ignores its outcome.
     schedules_.attempt(group, [&] {
       if (how == Status::kDtype) lanes_of(group).report_mismatch(*lane, source_);
       if (how == Status::kClosed) lanes_of(group).report_left(*lane, source_);
@@ -164,12 +164,13 @@ void Wire::start_send(int dst, const void* data, std::size_t bytes, Event& event
   auto pending = std::make_unique<ScheduleSend>(group_, schedules_.events(), event, lane_);
   const ucs_status_t status = sender_.send(group_, rank, header, data, pending.get());
   if (status == UCS_INPROGRESS) {
-    static_cast<void>(pending.release());  // it is told of the end
+    static_cast<void>(pending.release());  // UCX reports the end to it.
     return;
   }
   pending.reset();
   if (status == UCS_OK) event.complete();
-  // Otherwise the peer is gone, which its control connection says with its name; this schedule stands still.
+  // Otherwise the peer is lost, and this schedule does not continue. The control connection reports the loss with the
+  // peer's name.
 }
 
 void Wire::recv(int src, void* data, std::size_t bytes, Event& event) noexcept {
@@ -190,7 +191,7 @@ void Wire::start_recv(int src, void* data, std::size_t bytes, Event& event) {
   receive->data = data;
   receive->bytes = bytes;
   inbox_.post(receive.get(), key);
-  static_cast<void>(receive.release());  // it waits, or has ended
+  static_cast<void>(receive.release());  // The receive waits, or has ended and deleted itself.
 }
 
 }  // namespace aiocomms

@@ -1,4 +1,4 @@
-// Messages that go out, of users and of schedules.
+// Outgoing messages of users and schedules.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ class Sender {
   Sender(const std::vector<Peer>& peers, Worker& worker, Offers& offers)
       : peers_(peers), worker_(worker), offers_(offers) {}
 
-  // header: from Group::header_to. Returns as a call of UCX does. std::bad_alloc: nothing is sent.
+  // header: made by Group::header_to. Returns like a call of UCX. std::bad_alloc: nothing is sent.
   ucs_status_t send(Group& group, int rank, Header header, const void* data, Pending* pending);
 
  private:
@@ -32,8 +32,8 @@ class Sender {
   Offers& offers_;
 };
 
-// The messages of a schedule between some ranks of a group; see Messages. lane: of whose collectives; null: of the
-// communicator's own.
+// The messages of a schedule between some ranks of a group, see Messages. lane: the lane of the collectives. Null: they
+// are the communicator's own.
 class Wire final : public Messages {
  public:
   Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks,

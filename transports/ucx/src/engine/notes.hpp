@@ -1,5 +1,5 @@
-// What the Python sides of other ranks have said that must not wait for this rank's loop, which may be busy. A thread
-// of Python's sleeps until there is something; the engine's own thread, which hears it, never asks for Python's lock.
+// Messages between the Python sides of ranks that must not wait for this rank's loop, which may be busy. A Python
+// thread sleeps until there are notes. The engine's own thread receives them and never takes the interpreter's lock.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -15,10 +15,10 @@
 
 namespace aiocomms {
 
-// The first byte of a frame that is a note.
+// The first byte of a frame with a note.
 inline constexpr char kNote = 'N';
 
-// Everything but fileno is called under the engine's lock.
+// All methods except fileno run under the engine's lock.
 class Notes {
  public:
   using Note = std::pair<int, std::string>;  // the peer, and its frame
@@ -30,10 +30,9 @@ class Notes {
   Notes(const Notes&) = delete;
   Notes& operator=(const Notes&) = delete;
 
-  // An eventfd; to read it waits until there are notes to take.
+  // An eventfd. A read of it waits until there are notes.
   int fileno() const { return fd_; }
-  // Nobody depends on a note: one that is too long is thrown away, and so are those that nobody takes, from some number
-  // on.
+  // Notes are optional. Too long notes are dropped, and so are new notes while the queue is full.
   void add(int peer, std::string frame) {
     constexpr std::size_t kMost = 4096;
     constexpr std::size_t kLongest = 4096;  // bytes
@@ -43,7 +42,7 @@ class Notes {
     [[maybe_unused]] ssize_t written = write(fd_, &one, sizeof one);
   }
   std::vector<Note> take() { return std::exchange(notes_, {}); }
-  void close() {  // idempotent
+  void close() {  // Idempotent.
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
   }
 

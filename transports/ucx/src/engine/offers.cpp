@@ -6,7 +6,8 @@
 namespace aiocomms {
 namespace {
 
-// The receiver reads a slot's bytes before it looks for the sender's: of a smaller message nothing would be left.
+// The receiver reads the bytes of one slot before it looks for the sender's slots. A smaller message would leave
+// nothing for the sender.
 constexpr std::size_t kAssistedFrom = 2 * Pool::kSlot;
 
 }  // namespace
@@ -67,7 +68,7 @@ bool Offers::advance_pull() noexcept {
   return true;
 }
 
-// The receiver's next piece. False: the message cannot be read any more.
+// Copies the receiver's next piece. False: the message is not readable any more.
 bool Offers::copy_piece(Pull& pull) noexcept {
   const Group& group = pull.receive->group;
   Pool& pool = *pool_;
@@ -88,7 +89,7 @@ bool Offers::copy_piece(Pull& pull) noexcept {
   return copy.advance(Pool::kSlot);
 }
 
-// The sender's next piece of the message that is first until its receiver has answered.
+// Copies the sender's next piece of the first assisted message, until its receiver has answered.
 bool Offers::assist() noexcept {
   const std::uint64_t number = assisted_.front();
   Offered& message = offered_.at(number);
@@ -114,7 +115,7 @@ void Offers::release(Group& group) noexcept {
       ++entry;
       continue;
     }
-    // Its slots are the next message's then, and its receiver may be reading them.
+    // The next message reuses its slots, which the receiver may still read.
     if (std::erase(assisted_, number) > 0) group.shared->segment.let_go();
     entry = offered_.erase(entry);
     message.pending->finished(UCS_ERR_CANCELED);

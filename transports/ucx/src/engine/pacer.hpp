@@ -1,8 +1,8 @@
-// Who moves things on, and when: how long a post spins, when the loop hands over to the engine's thread, and whether
-// that thread spins, yields, ticks, dozes or sleeps.
+// Decides which thread makes progress, and when. It decides how long a post spins, and when the loop passes the work to
+// the engine's thread. It also decides whether that thread spins, yields, ticks, dozes or sleeps.
 //
-// The pacer decides and does nothing itself: it makes no system call, takes no lock and reads no clock. Every time is
-// an argument, in nanoseconds of one clock. All methods are called under the engine's lock, but those marked "any".
+// The pacer makes no system call, takes no lock and reads no clock. Every time is an argument, in nanoseconds of one
+// clock. All methods run under the engine's lock, except those marked "any thread".
 #pragma once
 
 #include <algorithm>
@@ -14,73 +14,73 @@ namespace aiocomms {
 
 class Pacer {
  public:
-  // A post spins for so long in vain before it returns: about what it costs to park and to be woken where others want
-  // the cores too, and below what anybody notices on an event loop.
+  // A post without progress spins for this long before it returns. It is about the cost of parking and waking a thread
+  // when other threads want the cores. No user of an event loop notices it.
   static constexpr std::uint64_t kSpin = 100'000;
-  // With more ranks than cores the peers have to be given the core first, one after the other.
+  // With more ranks than cores, the peers first need the core, one after the other.
   static constexpr std::uint64_t kCrowdedSpin = 1'000'000;
   static constexpr std::uint64_t kLeastCrowdedSpin = 50'000;
-  // An op that is done within so many times the spin of its post's call would be done sooner had nobody parked: of the
-  // time that it took, most is then what parking costs.
+  // An op is worth spinning for if it ends within this multiple of its post's spin. Most of its time is then the cost
+  // of parking.
   static constexpr std::uint64_t kWorth = 4;
-  // A peer that has a core of its own answers within this; where it was last seen may be out of date, and a wake across
+  // A peer on its own core answers within this time. The record of its core may be out of date, and a wake-up across
   // cores takes 35 µs.
   static constexpr std::uint64_t kGrace = 5'000;
-  // A post in a crowd yields for so long before it blocks: on Linux 6.18 a thread of another scheduling group gets the
-  // core at one of the first few tries; on others never, and then this is halved each time. Every so many blocks it is
-  // tried in full again.
+  // A post in a crowded communicator yields for this long before it blocks. On Linux 6.18 a thread of another
+  // scheduling group gets the core at one of the first tries. On other kernels it never does, so each block halves this
+  // time. Every kProbedBlocks blocks the full time is tried again.
   static constexpr std::uint64_t kYields = 100'000;
   static constexpr std::uint32_t kProbedBlocks = 64;
-  // However seldom spinning has paid lately, a post spins in full again once in so many times the spin: what is spent
-  // in vain stays below 1 % of a core.
+  // Even if spinning rarely succeeds, a post spins for its full budget once in this many budgets. The waste stays below
+  // 1 % of a core.
   static constexpr std::uint64_t kProbes = 100;
-  // A post may work on a large collective for so long; then the thread goes on with it.
+  // A post may work on a large collective for this long. Then the thread continues.
   static constexpr std::uint64_t kSlice = 400'000;
-  // The same where ranks outnumber cores: most of that time is then the other ranks'.
+  // The same if ranks outnumber cores. The other ranks use most of that time.
   static constexpr std::uint64_t kCrowdedSlice = 2'000'000;
-  // The same of a thread that posts beside the loop, of one look at the engine: the loop may wait for it meanwhile.
+  // The longest look of a thread that posts beside the loop, because the loop may wait for the lock.
   static constexpr std::uint64_t kLookSlice = 20'000;
-  // Between posts that are so far apart the loop has had a turn.
+  // The loop has had a turn between posts with at least this gap.
   static constexpr std::uint64_t kApart = 50'000;
-  // A loop that has not come for so long is taken to be busy or parked.
+  // A loop that has not come for this long counts as busy or parked.
   static constexpr std::uint64_t kLoopAway = 500'000;
-  // How often the thread looks whether the loop has gone. With nothing pending it looks ever less often: a thousand
-  // times a second would get in the way of ranks that share a core, and the scheduler would move them about.
+  // How often the thread checks whether the loop has stopped polling. With nothing pending the interval doubles. A
+  // thousand checks a second would disturb ranks that share a core, and make the scheduler migrate them.
   static constexpr int kShortestTickMs = 1;
   static constexpr int kLongestTickMs = 8;
-  // The thread looks at the control connections at least this often, however much it has to do.
+  // The thread reads the control connections at least this often, at any load.
   static constexpr std::uint64_t kListen = 10'000'000;
   static constexpr int kLongestDozeMs = 8;
-  // The thread looks on for so long before it sleeps while a collective is under way: the peers are about to answer.
+  // The thread keeps polling for this long before it sleeps during a collective, because the peers are about to answer.
   static constexpr std::uint64_t kLinger = 50'000;
-  // How many turns of the loop are worth polling before it parks.
+  // The loop polls for this many turns without progress before it parks.
   static constexpr int kTurns = 16;
-  // The loop polls on for an op that is pending where ops are usually done within their posts: then its peer lacks a
-  // core, and comes when it has one; but ranks that park and wake each other end up on one core. Each op that is done
-  // within its post saves this much for that: what the ranks lose by it is of the order of what they gain.
+  // The loop polls longer for a pending op if ops usually complete within their posts. Its peer then lacks a core and
+  // comes soon. Ranks that park and wake each other end up on one core. Each op that completes within its post saves
+  // this much time for polling. So the ranks lose no more than about what they gain.
   static constexpr std::uint64_t kSaving = 10'000;
   // Two ticks of the scheduler.
   static constexpr std::uint64_t kMostSaved = 8'000'000;
-  // More turns of a loop than that takes.
+  // More turns than a loop makes in that time.
   static constexpr int kMostTurns = 4096;
 
-  // alone: no other rank is in this process. Otherwise a post does not spin, for a rank of this very process may wait
-  // for this thread.
+  // alone: this process has no other rank. Otherwise a post does not spin, because another rank of this process may
+  // wait for this thread.
   void configure(bool alone) {
     patience_[0] = {alone ? kSpin : 0, alone ? kSpin : 0, 0};
     patience_[1] = {alone ? kCrowdedSpin : 0, alone ? kCrowdedSpin : 0, alone ? kLeastCrowdedSpin : 0};
   }
 
-  // Any. Something under way takes too long for the loop: the thread works on it.
+  // Any thread. Some operation takes too long for the loop, so the thread works on it.
   bool bulk() const { return bulk_; }
-  // Any. The loop may park: the thread moves things on.
+  // Any thread. The loop may park, and the thread makes progress.
   bool parks() const { return bulk_ || loop_seen_.load(std::memory_order_relaxed) == 0; }
-  // When whoever moves things on lets others have their turn. The address is that of a member.
+  // The time when a thread that makes progress gives others their turn. The result refers to a member.
   const std::uint64_t& slice_ends() const { return slice_ends_; }
   bool slice_is_over(std::uint64_t now) const { return now >= slice_ends_; }
   std::uint64_t spin_budget() const { return patience().now; }
 
-  // Posts that copy, one upon the other, hold the loop together for no longer than one of them may. The thread goes on.
+  // Successive posts that copy may not hold the loop longer than one post may. The thread then continues.
   bool has_copied_enough(std::uint64_t now) {
     if (now - copied_last_ > kApart) copied_ = 0;
     return copied_ >= kSlice;
@@ -92,15 +92,14 @@ class Pacer {
 
   // ------------------------------------------------------------------------------------------------------------ a post
 
-  // One post that spins until its op is done. crowded: the communicator has more ranks on this host than that has
-  // cores.
+  // A post that spins until its op is done. crowded: this host has fewer cores than ranks of the communicator.
   struct Spin {
     bool crowded;
     std::uint64_t began;
-    std::uint64_t budget;          // that it may spin in vain
-    std::uint64_t ends;            // until when it may work at most
-    std::uint64_t now = began;     // when it last looked at the clock
-    std::uint64_t idle_since = 0;  // 0: something has moved since
+    std::uint64_t budget;          // the longest spin without progress
+    std::uint64_t ends;            // the end of its longest work
+    std::uint64_t now = began;     // the last reading of the clock
+    std::uint64_t idle_since = 0;  // 0: there has been progress since
   };
   enum class Next { kLook, kRelax, kYield, kStop };
 
@@ -112,8 +111,8 @@ class Pacer {
     slice_ends_ = spin.ends;
     return spin;
   }
-  // The same by another thread than the loop's: whether that one is about nobody knows from it. Others have the engine
-  // between its looks, so that each of them has a slice of its own.
+  // The same for another thread than the loop's. Such a post says nothing about whether the loop is active. Other
+  // threads use the engine between its looks, so each look has its own slice.
   Spin begin_post_elsewhere(std::uint64_t now, bool crowded) const {
     const Patience& of = patience_[crowded];
     const std::uint64_t budget = now - of.in_vain >= kProbes * of.most ? of.most : of.now;
@@ -121,9 +120,10 @@ class Pacer {
   }
   void begin_look_elsewhere(std::uint64_t now) { slice_ends_ = now + kLookSlice; }
 
-  // What the post does after it has looked at everything, and something has moved or nothing has. wanted: bool (),
-  // asked where nothing has: whether a rank that may be waited for has this core. If so it is given the core at once,
-  // for it cannot go on without; a stranger that wants it is not, for he would keep it until the scheduler's next tick.
+  // The next step of a post after a look with or without progress. wanted: bool (), called without progress: whether a
+  // rank that this post may wait for has this core. If so, the post yields at once, because that rank cannot continue
+  // without the core. It does not yield to a foreign program, which would keep the core until the scheduler's next
+  // tick.
   template <typename Wanted>
   Next after_look(Spin& spin, bool moved, std::uint64_t now, const Wanted& wanted) const {
     spin.now = now;
@@ -132,18 +132,18 @@ class Pacer {
       return now >= spin.ends ? Next::kStop : Next::kLook;
     }
     if (spin.idle_since == 0) spin.idle_since = now;
-    // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
+    // It may wait for as long as it has worked, because its peers have as much to copy. (Karlin, Li, Manasse, Owicki:
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
     const std::uint64_t budget = std::max(spin.budget, spin.idle_since - spin.began);
     if (now - spin.idle_since >= budget || now >= spin.ends) return Next::kStop;
     return spin.crowded || wanted() ? Next::kYield : Next::kRelax;
   }
 
-  // A yield has given the core to somebody.
+  // A yield has given the core to another thread.
   void note_yield() { yields_ = kYields; }
-  // For how long a post may block that has offered its core without effect; 0: not yet. sole: it waits for nothing but
-  // what wakes it, and nobody needs this rank meanwhile. wanted: a rank that may be waited for has this core; where
-  // none has, as far as is known, this post may as well keep it.
+  // How long a post may block after it has yielded without effect. 0: not yet. sole: all that it waits for wakes it,
+  // and no peer needs this rank meanwhile. wanted: a rank that it may wait for has this core. If no rank is known to
+  // have it, this post keeps the core longer.
   std::uint64_t may_block(const Spin& spin, bool sole, bool wanted) {
     const std::uint64_t idle = spin.now - spin.idle_since;
     if (idle < (!wanted ? kYields : spin.crowded ? yields_ : kGrace)) return 0;
@@ -160,18 +160,19 @@ class Pacer {
     } else if (spin.idle_since == 0) {
       bulk_ = true;
     } else {
-      of.now = std::max(of.now / 2, of.least);  // where spinning has been in vain lately it probably is again
+      of.now = std::max(of.now / 2, of.least);  // A spin that has failed lately probably fails again.
       if (spin.budget == of.most) of.in_vain = spin.now;
     }
   }
 
-  // An op is done within its post, whether that had to spin or not. In a crowd who polls takes a core from a peer.
+  // An op has completed within its post, with or without a spin. In a crowded communicator polling takes a core from a
+  // peer.
   void note_done_at_once(bool crowded) {
     if (patience_[0].most > 0 && !crowded) saved_ = std::min(saved_ + kSaving, kMostSaved);
   }
 
-  // An op is done whose post, of that time, has returned. Without this, one stall would have every later op park: two
-  // ranks that park and wake each other take longer than any of them spins.
+  // An op has completed after its post, which began at `posted`. Without this, one stall would make every later op
+  // park. Two ranks that park and wake each other take longer than either spins.
   void note_outcome(std::uint64_t posted, std::uint64_t now) {
     for (Patience& of : patience_) {
       if (now - posted < kWorth * of.most) of.now = of.most;
@@ -182,13 +183,13 @@ class Pacer {
 
   enum class Visit { kDone, kYields, kParks };
 
-  // Any.
+  // Any thread.
   void loop_comes(std::uint64_t now) { loop_seen_.store(now, std::memory_order_relaxed); }
   void loop_parks() { loop_seen_.store(0, std::memory_order_relaxed); }
   void begin_slice(std::uint64_t now) { slice_ends_ = now + kSlice; }
-  // There is more to do than a slice holds: the thread goes on with it.
+  // The work exceeds a slice. The thread continues with it.
   void hand_over() { bulk_ = true; }
-  // ready: there is something to tell the loop. pending: there is an op to poll for.
+  // ready: the loop has something to collect. pending: there is an op to poll for.
   Visit end_visit(bool ready, bool moved, bool pending, std::uint64_t now) {
     if (ready) {
       turns_in_vain_ = 0;
@@ -206,14 +207,14 @@ class Pacer {
 
   struct Rest {
     enum Kind { kNone, kYield, kTick, kDoze, kSleep } kind;
-    int ms = 0;  // at most; -1: until something happens
+    int ms = 0;  // the longest rest. -1: until an event
   };
 
-  // Whether the loop comes by so often that it moves things on itself.
+  // Whether the loop comes often enough to make the progress itself.
   bool loop_is_about(std::uint64_t now) const {
     return !bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway;
   }
-  // The loop is about, and the thread looks again later. busy: something is under way.
+  // The loop is active, so the thread looks later. busy: there is unfinished work.
   Rest tick(bool busy) {
     asleep_ = false;
     tick_ms_ = busy ? kShortestTickMs : std::min(2 * tick_ms_, kLongestTickMs);
@@ -224,9 +225,9 @@ class Pacer {
     tick_ms_ = kShortestTickMs;
     begin_slice(now);
   }
-  // quiet: a sleeping thread hears of all that can happen. kSleep: there is nothing to look at; see fall_asleep.
+  // quiet: every possible event wakes a sleeping thread. kSleep: there is nothing to look at, see fall_asleep.
   Rest end_turn(bool moved, bool quiet, std::uint64_t began, std::uint64_t now) {
-    if (quiet) bulk_ = false;  // the next post is the loop's again
+    if (quiet) bulk_ = false;  // The next post is the loop's again.
     if (moved) {
       doze_ms_ = 1;
       busy_until_ = now + kLinger;
@@ -236,8 +237,8 @@ class Pacer {
     bulk_ = false;
     return {Rest::kSleep, -1};
   }
-  // Nothing has happened since it was announced that this rank sleeps. waits_for_room: nobody tells of something that
-  // is waited for, so the thread only dozes.
+  // Nothing has happened since this rank announced its sleep. waits_for_room: no event announces what this rank waits
+  // for, so the thread only dozes.
   Rest fall_asleep(bool waits_for_room) {
     asleep_ = true;
     if (!waits_for_room) {
@@ -248,21 +249,21 @@ class Pacer {
     return {Rest::kDoze, doze_ms_};
   }
 
-  // Whether the thread, left alone, would come too late for what has just been posted.
+  // Whether the thread would come too late for a new post unless it is woken.
   bool thread_is_late(bool quiet) const { return bulk_ || (asleep_ && !quiet) || tick_ms_ > kShortestTickMs; }
-  // Whether the thread sleeps, or dozes: if it leaves something undone it has to be woken.
+  // Whether the thread sleeps or dozes. A thread that leaves work undone must then wake it.
   bool asleep() const { return asleep_; }
   void wake_thread() {
     asleep_ = false;
     tick_ms_ = kShortestTickMs;
   }
 
-  // On the thread, without the lock.
+  // Called on the thread, without the lock.
   bool has_to_listen(std::uint64_t now) const { return now - listened_ >= kListen; }
   void has_listened(std::uint64_t now) { listened_ = now; }
 
  private:
-  // The time since the turn before has been polled in vain, and is spent.
+  // The time since the last turn was spent without progress.
   bool polls_on(bool pending, std::uint64_t now) {
     if (turns_in_vain_ > kTurns && polled_ != 0) saved_ -= std::min(saved_, now - polled_);
     const bool on = pending && saved_ > 0;
@@ -271,25 +272,25 @@ class Pacer {
   }
 
   struct Patience {
-    std::uint64_t most, now, least;  // that a post may spin in vain, that has proved worth it lately, and is at least
-    std::uint64_t in_vain = 0;       // when one last spun in full, in vain
+    std::uint64_t most, now, least;  // spins without progress: the maximum, the present budget, and the minimum
+    std::uint64_t in_vain = 0;       // the last full spin without progress
   };
   const Patience& patience() const { return patience_[crowded_]; }
 
-  std::uint64_t yields_ = kYields;  // for how long a post yields before it blocks
+  std::uint64_t yields_ = kYields;  // how long a post yields before it blocks
   std::uint32_t blocks_ = 0;
-  std::array<Patience, 2> patience_{};        // of posts in communicators that are not crowded, and in those that are
-  bool crowded_ = false;                      // the last post's
-  std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
+  std::array<Patience, 2> patience_{};        // of posts in uncrowded and in crowded communicators
+  bool crowded_ = false;                      // of the last post
+  std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came
   std::atomic<bool> bulk_ = false;
   int turns_in_vain_ = 0;
-  std::uint64_t polled_ = 0;  // the last of them, if it was beyond kTurns
-  std::uint64_t saved_ = 0;   // for more of them
+  std::uint64_t polled_ = 0;  // the last of these turns, if it was beyond kTurns
+  std::uint64_t saved_ = 0;   // time saved for more turns
   std::uint64_t slice_ends_ = 0;
-  std::uint64_t copied_ = 0;       // for how long posts have copied without a turn of the loop between them
-  std::uint64_t copied_last_ = 0;  // the end of that
-  std::uint64_t busy_until_ = 0;   // the thread looks on that long before it sleeps
-  std::uint64_t listened_ = 0;     // when it last looked at the control connections
+  std::uint64_t copied_ = 0;       // how long posts have copied without a turn of the loop between them
+  std::uint64_t copied_last_ = 0;  // the end of the last copy
+  std::uint64_t busy_until_ = 0;   // the thread polls until then before it sleeps
+  std::uint64_t listened_ = 0;     // the last reading of the control connections
   int doze_ms_ = 1;
   int tick_ms_ = 1;
   bool asleep_ = false;  // the thread waits for a descriptor

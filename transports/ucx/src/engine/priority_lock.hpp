@@ -1,4 +1,4 @@
-// The engine's lock. Its background thread gives way to everybody else.
+// The engine's lock. Its background thread yields to all other threads.
 #pragma once
 
 #include <sched.h>
@@ -12,10 +12,10 @@
 
 namespace aiocomms {
 
-// std::lock_guard takes it with priority; PriorityLock::Background takes it without.
+// std::lock_guard takes it with priority. PriorityLock::Background takes it without.
 class PriorityLock {
  public:
-  // Who may not wait tries for so long: whoever gives way meanwhile does so within a microsecond or two.
+  // A thread that may not wait tries for this long. A background owner yields within one or two microseconds.
   static constexpr std::uint64_t kPatience = 10'000;
 
   void lock() {
@@ -35,9 +35,9 @@ class PriorityLock {
     return taken;
   }
 
-  // Whether somebody waits who has priority.
+  // Whether a thread with priority waits.
   bool is_wanted() const { return wanting_.load(std::memory_order_relaxed) > 0; }
-  // The background thread holds the lock no more, and lets those go first.
+  // The background thread has released the lock. It lets the waiting threads go first.
   void give_way() const {
     while (is_wanted()) sched_yield();
   }
@@ -45,7 +45,7 @@ class PriorityLock {
   class Background {
    public:
     explicit Background(PriorityLock& lock) : lock_(lock.mutex_) {}
-    // If it is free.
+    // Takes the lock only if it is free.
     Background(PriorityLock& lock, std::try_to_lock_t once) : lock_(lock.mutex_, once) {}
     explicit operator bool() const { return lock_.owns_lock(); }
 

@@ -25,7 +25,7 @@ void Reports::close() {
 void Reports::add(Outcome outcome, std::uint64_t began) noexcept {
   --pending_;
   pacer_.note_outcome(began, now_ns());
-  outcomes_.push_back(outcome);  // for which there is room
+  outcomes_.push_back(outcome);  // make_room() has reserved the room.
   ready_.store(true, std::memory_order_relaxed);
 }
 
@@ -83,7 +83,7 @@ void Reports::collect(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
   outcomes.reserve(outcomes_.size());
   notices.swap(notices_);
   outcomes.assign(outcomes_.begin(), outcomes_.end());
-  outcomes_.clear();  // whose room stays, for those that are pending
+  outcomes_.clear();  // Its room stays reserved for the pending ops.
   ready_.store(false, std::memory_order_relaxed);
   if (!loop_is_woken_) return;
   loop_is_woken_ = false;

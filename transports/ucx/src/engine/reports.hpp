@@ -1,4 +1,4 @@
-// What the loop is told: how ops have ended, and what the other ranks have done unasked.
+// Reports to the loop: the outcomes of ops, and notices about other ranks.
 #pragma once
 
 #include <atomic>
@@ -13,32 +13,32 @@
 
 namespace aiocomms {
 
-// A number that Python's transport gives an op, different from those of all others under way.
+// The number that Python's transport gives an op. No other unfinished op has it.
 using Ticket = std::uint64_t;
 
-// How an op ended. Python's transport turns these into errors.
+// The result of an op. Python's transport turns failures into errors.
 enum class Status : int { kDone, kTruncated, kDtype, kClosed, kUnequal, kBroken, kDropped };
 
-// What the loop is told of a ticket.
+// The loop's report about a ticket.
 struct Outcome {
   Ticket ticket;
   Status status;
   std::uint64_t details[2];
 };
 
-// What the loop is told unasked.
+// A report that the loop did not ask for.
 struct Notice {
   enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled, kFailed, kLaneDisagrees, kLaneLeft } kind;
-  int peer;  // an engine's number, or, with a group, a rank
+  int peer;  // an engine's number, or a rank if `group` is set
   std::uint32_t group;
-  std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on; or a lane
-  std::string frame;     // or why this rank cannot go on
+  std::uint64_t detail;  // the collectives that the peer had done, the collective in which ranks disagree, or a lane
+  std::string frame;     // the frame, or the reason for the failure
 };
 
 class Groups;
 struct Group;
 
-// All is called under the engine's lock, but what is marked "any".
+// All methods run under the engine's lock, except those marked "any thread".
 class Reports {
  public:
   explicit Reports(Pacer& pacer);
@@ -46,39 +46,39 @@ class Reports {
   Reports(const Reports&) = delete;
   Reports& operator=(const Reports&) = delete;
 
-  // Any. Readable when there is something to collect that came while the loop was away.
+  // Any thread. Readable when there are reports that arrived while the loop was away.
   int fileno() const { return fd_; }
   bool ready() const { return ready_.load(std::memory_order_relaxed); }
 
   // Tickets without an outcome.
   std::size_t pending() const { return pending_; }
-  // Before a ticket's op is posted: room for its outcome, whatever happens meanwhile.
+  // Reserves room for the outcome of a ticket, before its op is posted.
   void make_room() {
     if (outcomes_.capacity() - outcomes_.size() <= pending_) outcomes_.reserve(2 * (outcomes_.size() + pending_) + 8);
   }
   void expect_outcome() noexcept { ++pending_; }
   void withdraw() noexcept { --pending_; }
-  // The outcome of a ticket that is expected, whose post began at `began`, ns.
+  // Adds the outcome of an expected ticket, whose post began at `began`, in ns.
   void add(Outcome outcome, std::uint64_t began) noexcept;
   void notify(Notice notice);
-  // In a handler of an exception: a communicator, or all of them, cannot go on. See failure.hpp.
+  // Called in a handler of an exception. One communicator or all of them cannot continue. See failure.hpp.
   void fail(Group& group) noexcept;
   void fail() noexcept;
   void fail(const char* why) noexcept;
   bool failed() const { return static_cast<bool>(failure_); }
-  // The loop is about to collect: what has failed becomes notices. (std::bad_alloc: at the next time.)
+  // Called before the loop collects. Failures become notices. (std::bad_alloc: the next call does it.)
   void tell_failures(Groups& groups) {
     if (untold_) tell_untold(groups);
   }
 
-  // As much of a message that was too long for a device's buffer as would have fit; each is handed out once.
+  // The part of a too long message that would have fit into a device's buffer. Each is returned once.
   void keep_beginning(Ticket ticket, std::string beginning) { beginnings_[ticket] = std::move(beginning); }
   std::string take_beginning(Ticket ticket);
 
   void wake_loop() noexcept;
-  // std::bad_alloc: all stays for the next time.
+  // std::bad_alloc: all reports stay for the next call.
   void collect(std::vector<Outcome>& outcomes, std::vector<Notice>& notices);
-  void close();  // idempotent
+  void close();  // Idempotent.
 
  private:
   void tell_untold(Groups& groups);
@@ -92,7 +92,7 @@ class Reports {
   std::atomic<bool> ready_ = false;  // there are outcomes or notices
   int fd_ = -1;                      // eventfd
   Failure failure_;                  // of all communicators
-  bool untold_ = false;              // something has failed of which the loop does not know
+  bool untold_ = false;              // there is a failure that the loop does not know
   bool loop_is_woken_ = false;
 };
 

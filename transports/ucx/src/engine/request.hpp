@@ -1,5 +1,5 @@
-// What is under way in a communicator and waits for UCX or for a peer: an op of the user, or a receive of a collective
-// between hosts.
+// Unfinished work of a communicator that waits for UCX or a peer: a user's op, or a receive of a collective between
+// hosts.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@
 
 namespace aiocomms {
 
-// Both kinds may receive a message; only the user's have a ticket.
+// Both kinds may receive a message. Only a user's op has a ticket.
 class Request : public Pending {
  public:
   explicit Request(Group& the_group, Ticket the_ticket = 0) : group(the_group), ticket(the_ticket) { ++group.users; }
@@ -25,28 +25,29 @@ class Request : public Pending {
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
-  // finished() is for a call of UCX. Otherwise a request ends by one of these:
+  // UCX ends a request with finished(). Otherwise one of these methods ends it:
   virtual void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) noexcept = 0;
   virtual void drop() noexcept = 0;  // the communicator is lost
-  // Whether it ends once the rank that it waits for has closed the communicator.
+  // Whether it ends when the awaited rank closes the communicator.
   virtual bool ends_when_peer_closes() const = 0;
 
   Group& group;
   const Ticket ticket;      // 0: it has none
-  Request* next = nullptr;  // in the queue where it waits
+  Request* next = nullptr;  // in the queue of waiting requests
   Status status = Status::kDone;
-  std::uint64_t details[2] = {};  // a message's size and dtype; who gives how much too much; what was there before
+  // A message's size and dtype, a rank and the size of its unequal block, or an element's old value.
+  std::uint64_t details[2] = {};
 
-  // Of a receive:
+  // These fields are for receives:
   void* data = nullptr;
   std::size_t bytes = 0;
   std::uint8_t dtype = 0;
   std::uint64_t fingerprint = 0;         // of a lane's collective
-  Beginning beginning{};                 // of a message that is too long
-  std::unique_ptr<std::byte[]> staging;  // where the beginning goes if the buffer is a device's
+  Beginning beginning{};                 // of a too long message
+  std::unique_ptr<std::byte[]> staging;  // the destination of the beginning if the buffer is a device's
 };
 
-// An op of the user, under a ticket. It is the engine's until it is done and its outcome has been reported.
+// A user's op with a ticket. The engine owns it until it is done and its outcome is reported.
 class Operation final : public Request {
  public:
   Operation(Reports& reports, Group& the_group, Ticket the_ticket)
@@ -57,37 +58,37 @@ class Operation final : public Request {
   void drop() noexcept override { end(Status::kDropped); }
   bool ends_when_peer_closes() const override { return true; }
 
-  // Whether it is done while its post still looks on.
+  // Whether it is done while its post still runs.
   bool done() const { return done_; }
-  // Whether it went well, and the caller needs to know no more than that.
+  // Whether it succeeded without further results for the caller.
   bool is_plain_success() const { return done_ && status == Status::kDone && !answers; }
-  // Its post, which began at `began` (ns), returns: from now on the outcome goes to the reports, and this is deleted
-  // then.
+  // The post, which began at `began` (ns), returns. From now on the outcome goes to the reports, and this object is
+  // deleted with it.
   void leave_post(std::uint64_t began) noexcept;
-  // Of a post by another thread, in steps between which others post: there is room for its outcome from now on.
+  // For a post by another thread, whose steps alternate with other posts. Room for the outcome is reserved from now on.
   void expect_outcome() noexcept;
-  // It is done, and nothing is to be told.
+  // The op is done, and no outcome follows.
   void forget() noexcept;
-  // It was taken back from where it waited, and nothing is to be told. A post that still looks on deletes it.
+  // The op is withdrawn, and no outcome follows. If its post still runs, the post deletes it.
   void withdraw() noexcept;
 
-  bool answers = false;      // its outcome is of interest even if it went well
-  bool any_will_do = false;  // its post looks on until the loop has an outcome to hear of, be that another op's
-  Unequal unequal;           // an all-to-all's
+  bool answers = false;      // the caller needs its outcome even on success
+  bool any_will_do = false;  // its post runs until the loop has any outcome, even of another op
+  Unequal unequal;           // of an all-to-all
 
  private:
   void report() noexcept;
 
   Reports& reports_;
-  std::uint64_t began_ = 0;  // its post
-  bool expected_ = false;    // its outcome
-  bool posted_ = false;      // its post has returned
+  std::uint64_t began_ = 0;  // the start of the post
+  bool expected_ = false;    // an outcome is expected
+  bool posted_ = false;      // the post has returned
   bool done_ = false;
   bool withdrawn_ = false;
 };
 
-// A message that a schedule waits for. Once UCX has finished it, it is among the Events until its schedule goes on,
-// which it does outside UCX's calls.
+// A message that a schedule waits for. After UCX has finished it, it stays in Events until its schedule resumes,
+// outside UCX's calls.
 struct Awaited {
   Awaited(Group& the_group, Event& the_event, LaneCalls* the_lane = nullptr)
       : whose(the_group), event(the_event), lane(the_lane) {}
@@ -95,12 +96,12 @@ struct Awaited {
 
   Group& whose;
   Event& event;
-  LaneCalls* lane;  // null: it is of the communicator's own collectives
+  LaneCalls* lane;  // null: it belongs to the communicator's own collectives
   Awaited* next = nullptr;
 };
 using Events = Queue<Awaited>;
 
-// A receive of a schedule. If it does not end well the schedule stands still: the communicator is lost, or will be.
+// A receive of a schedule. If it fails, the schedule does not continue. The communicator is lost, or soon will be.
 class ScheduleReceive final : public Request, public Awaited {
  public:
   ScheduleReceive(Group& the_group, Events& events, Event& event)
@@ -118,8 +119,8 @@ class ScheduleReceive final : public Request, public Awaited {
   Events& events_;
 };
 
-// Whether the sender has lost the communicator before its message was read: what was read may be anything then. The
-// receive waits on until the communicator is lost here, too, of which the sender has told.
+// Whether the sender lost the communicator before its message was read. The read data are then invalid. The receive
+// waits until this rank loses the communicator too, because the sender has announced the loss.
 inline bool put_back_if_stale(Request* receive, const Header& header) noexcept {
   if (!receive->group.has_let_go(header.source)) return false;
   try {

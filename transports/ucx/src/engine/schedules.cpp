@@ -35,10 +35,10 @@ void Schedules::begin_next(Group& group) {
   end_finished(group);
 }
 
-// The running schedule may have come to its end.
+// Ends the running schedule if it is done.
 void Schedules::end_finished(Group& group) {
   if (!group.running || !group.schedules.front().task.done()) return;
-  group.schedules.front().task.check();  // of one that has failed nothing goes on, nor of those behind it
+  group.schedules.front().task.check();  // A failed collective stops itself and all collectives behind it.
   Schedule schedule = std::move(group.schedules.front());
   group.schedules.pop_front();
   group.running = false;
@@ -74,8 +74,8 @@ bool Schedules::resume() noexcept {
     LaneCalls* lane = ended->lane;
     moved = true;
     attempt(group, [&] {
-      if (!lane || !lane->given_up) ended->event.complete();  // else nothing goes on there
-      ended.reset();                                          // before its lane, which may be forgotten
+      if (!lane || !lane->given_up) ended->event.complete();  // A lane that is given up does not continue.
+      ended.reset();  // The message refers to its lane, which may be released next.
       if (lane) return lanes_of(group).go_on(*lane);
       wake_peers(group);
       end_finished(group);

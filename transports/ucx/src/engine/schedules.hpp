@@ -1,4 +1,5 @@
-// The collectives of all communicators, one after the other within each, and whether the ranks agree on what they do.
+// Runs the collectives of all communicators, one after the other within each. It also checks that the ranks run the
+// same ones.
 #pragma once
 
 #include <algorithm>
@@ -14,19 +15,19 @@ namespace aiocomms {
 
 class Schedules {
  public:
-  // wake_peer: rings the doorbell of a peer that sleeps, by the engine's number.
+  // wake_peer: rings the doorbell of a sleeping peer, by the engine's number.
   Schedules(Reports& reports, const std::uint64_t& slice_ends, std::function<void(int)> wake_peer)
       : reports_(reports), slice_ends_(slice_ends), wake_peer_(std::move(wake_peer)) {}
 
-  // The schedule starts now, or after those before it. std::bad_alloc: it does not.
+  // The schedule starts now or after the earlier ones. std::bad_alloc: it does not start.
   void begin(Group& group, Schedule schedule);
-  // It has its place among the communicator's, and starts with the next call of start_next.
+  // The schedule takes its place in its communicator, and starts at the next start_next at the latest.
   void enqueue(Group& group, Schedule schedule) { group.schedules.push_back(std::move(schedule)); }
   void start_next(Group& group) noexcept {
     attempt(group, [&] { begin_next(group); });
     settle(group);
   }
-  // Look at the shared memory for what the running ones wait for. Returns whether one went on.
+  // Polls the shared memory for the running collectives. Returns whether one moved on.
   bool poll() noexcept {
     bool moved = false;
     for (std::size_t i = 0; i < active_.size(); ++i) {
@@ -34,26 +35,26 @@ class Schedules {
     }
     return moved;
   }
-  // Those go on whose messages UCX has finished. Returns whether there are any.
+  // Resumes the schedules whose messages UCX has finished. Returns whether there are any.
   bool resume() noexcept;
 
   bool idle() const { return active_.empty(); }
-  std::size_t count() const { return active_.size(); }  // of the communicators with something under way
-  // Something of the communicator is under way.
+  std::size_t count() const { return active_.size(); }  // communicators with unfinished collectives
+  // The communicator has unfinished collectives.
   void activate(Group& group) {
     if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
   }
-  // What has begun between two looks may have ended at once. Nothing is left then that a thread would have to see to.
+  // A collective that began between two looks may have ended at once. Then the thread has nothing to poll.
   void settle(const Group& group) {
     if (!group.running && group.lane_calls == 0) std::erase(active_, &group);
   }
-  // The other ranks of this host may sleep until this one publishes something.
+  // Other ranks of this host may sleep until this one publishes. This call wakes them.
   void wake_peers(Group& group);
   const std::uint64_t& slice_ends() const { return slice_ends_; }
-  // To the other ranks of this host: whoever publishes something rings.
+  // Tells the other ranks of this host to ring when they publish.
   void announce_sleep(bool asleep);
   Events& events() { return events_; }
-  // A step of a communicator's schedule, which has failed if that throws.
+  // Runs a step of a communicator's schedule. An exception makes the communicator fail.
   template <typename Step>
   void attempt(Group& group, const Step& step) noexcept {
     try {
@@ -63,9 +64,9 @@ class Schedules {
     }
   }
 
-  // Rank `source` has begun a collective; is it the one that this rank has begun, or will begin, as that?
+  // Rank `source` has begun a collective. Checks that this rank runs the same one at that position.
   void check_fingerprint(Group& group, int source, std::uint64_t collective, std::uint64_t fingerprint);
-  // Nothing of a lost communicator goes on any more.
+  // Stops the collectives of a lost communicator.
   void release(Group& group) noexcept;
 
  private:
@@ -77,7 +78,7 @@ class Schedules {
   Reports& reports_;
   const std::uint64_t& slice_ends_;  // see Shared::slice_ends
   std::function<void(int)> wake_peer_;
-  std::vector<Group*> active_;  // those with schedules that have begun
+  std::vector<Group*> active_;  // communicators with schedules that have begun
   Events events_;
 };
 
