@@ -1,8 +1,8 @@
-// What the ranks of one host tell each other about the collectives of lanes, in shared memory.
+// The entries of one host's ranks about the collectives of lanes, in shared memory.
 //
-// Each rank writes entries, one behind the other, and every other rank reads all of them in that order, whatever it has
-// called itself: so an entry keeps nobody waiting but for room, and room comes wherever somebody waits for an entry. An
-// entry names its lane and carries a few bytes; how it is matched is its readers' business (engine/lanes.hpp).
+// Each rank writes its entries one behind the other. Every other rank reads all of them in that order, even for lanes
+// that it has not called. So a writer only waits for room. A rank that waits for an entry also reads entries, which
+// makes room. An entry names its lane and carries a few bytes. Its readers match it (engine/lanes.hpp).
 #pragma once
 
 #include <array>
@@ -17,10 +17,10 @@ namespace aiocomms {
 
 class Board {
  public:
-  static constexpr std::uint64_t kCells = 128;       // entries of a rank that not all others have taken
-  static constexpr std::size_t kInline = 32;         // bytes that travel in an entry itself
-  static constexpr std::size_t kRoom = 64 * 1024;    // of a rank, for what does not
-  static constexpr std::size_t kLargest = 4 * 1024;  // bytes of an entry; see docs/ucx.md
+  static constexpr std::uint64_t kCells = 128;       // the most entries of a rank that some other rank has not taken
+  static constexpr std::size_t kInline = 32;         // bytes inside an entry
+  static constexpr std::size_t kRoom = 64 * 1024;    // bytes of a rank for larger data
+  static constexpr std::size_t kLargest = 4 * 1024;  // the largest data of an entry, see docs/ucx.md
 
   enum Kind : std::uint32_t { kGives, kOrders };
 
@@ -33,9 +33,9 @@ class Board {
     std::byte data[kInline];
   };
 
-  // An entry that its reader has not taken yet.
+  // An entry that its reader has not taken.
   struct Entry {
-    const Cell* cell = nullptr;  // null: there is none
+    const Cell* cell = nullptr;  // null: there is no entry
     const std::byte* data = nullptr;
   };
 
@@ -47,9 +47,9 @@ class Board {
   Board(const Board&) = delete;
   Board& operator=(const Board&) = delete;
 
-  // Publish an entry. False: there is no room yet.
+  // Publishes an entry. False: there is no room yet.
   bool write(Kind kind, std::uint64_t lane, std::uint64_t fingerprint, const void* data, std::size_t bytes);
-  // The next entry of a rank, which stays where it is until it is taken.
+  // The next entry of a rank. It stays valid until it is taken.
   Entry next(int rank) {
     const Reader& reader = readers_[static_cast<std::size_t>(rank)];
     const Cell& cell = cells_of(rank)[reader.taken % kCells];
@@ -60,15 +60,15 @@ class Board {
 
  private:
   struct Reader {
-    std::uint64_t taken = 0;  // entries
-    std::uint64_t room = 0;   // bytes, up to the last entry's end
+    std::uint64_t taken = 0;  // number of entries
+    std::uint64_t room = 0;   // bytes up to the end of the last entry
   };
 
   static constexpr std::size_t part_for(int ranks) {
     const std::size_t counters = rounded_up(static_cast<std::size_t>(ranks) * sizeof(std::uint64_t), sizeof(Cell));
     return kCells * sizeof(Cell) + kRoom + counters;
   }
-  // Where an entry begins that comes behind `end`, counted without end: it lies in one piece.
+  // The start of an entry behind `end`, as a count that never wraps. The entry is contiguous.
   static std::uint64_t place(std::uint64_t end, std::size_t bytes) {
     return end % kRoom + bytes <= kRoom ? end : (end / kRoom + 1) * kRoom;
   }
@@ -78,17 +78,17 @@ class Board {
   std::byte* part_of(int rank) const { return memory_ + static_cast<std::size_t>(rank) * part_; }
   Cell* cells_of(int rank) const { return reinterpret_cast<Cell*>(part_of(rank)); }
   std::byte* room_of(int rank) const { return part_of(rank) + kCells * sizeof(Cell); }
-  // Entries of each other rank that `rank` has taken.
+  // The number of entries of each other rank that `rank` has taken.
   std::atomic<std::uint64_t>* taken_by(int rank) const {
     return reinterpret_cast<std::atomic<std::uint64_t>*>(room_of(rank) + kRoom);
   }
   void look_for_room();
 
   const int rank_, ranks_;
-  const std::size_t part_;  // bytes of a rank's part
+  const std::size_t part_;  // bytes of one rank's part
   std::byte* memory_;
   std::vector<Reader> readers_;  // by writer
-  // As the writer: entries, the end of their bytes, and what all others have taken of both.
+  // As the writer: its entries, the end of their bytes, and the entries and bytes that all others have taken.
   std::uint64_t written_ = 0, filled_ = 0, freed_ = 0, free_room_ = 0;
   std::array<std::uint64_t, kCells> ends_{};
 };

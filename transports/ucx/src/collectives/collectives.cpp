@@ -15,13 +15,13 @@ namespace {
 
 bool one_host(const Group& group) { return group.hosts.count() == 1 && group.shared; }
 
-// Else each rank is a host of its own, and nothing is gained by what hosts share.
+// Otherwise each rank is the only one of its host, and sharing within hosts gains nothing.
 bool several_share_a_host(const Group& group) { return group.hosts.largest() > 1; }
 
-// Whether blocks are so small that those of a host's ranks had better travel together. Copying each once more takes
-// less time than the messages that this spares: as the critical path in critical_path_test.cpp has it, up to about 1
-// KiB where each rank has a block for each other, or few have one for a root; more where otherwise it would be a tree
-// of messages.
+// Whether small blocks of a host's ranks should travel together. One more copy of each takes less time than the
+// messages that it saves. The limit comes from the critical path in critical_path_test.cpp. It is about 1 KiB if each
+// rank has a block for each other one, or few ranks have one for a root. It is higher if the alternative is a tree of
+// messages.
 bool together(const Group& group, std::size_t block, bool rooted) {
   constexpr std::size_t kTogether = 1024;
   const bool tree = rooted && static_cast<int>(group.peers.size()) > kFlatRanks;
@@ -33,7 +33,7 @@ std::size_t largest(const Bytes& sizes) { return *std::max_element(sizes.begin()
 
 Reach reach_of(const Group& group) { return {group.hosts, *group.wire, group.shared.get()}; }
 
-// Between the ranks of this host, if there are others than this.
+// Spreads data between the ranks of this host.
 Task spread_from(Group& group, int local_rank, void* data, std::size_t bytes, int taker = -1) {
   Shared& shared = *group.shared;
   Bytes sizes(static_cast<std::size_t>(shared.ranks()), 0);
@@ -43,8 +43,9 @@ Task spread_from(Group& group, int local_rank, void* data, std::size_t bytes, in
   return shared_spread(shared, data, std::move(outs), std::move(sizes));
 }
 
-// Reduce within each host, between the hosts' first ranks, and hand the result down: each byte crosses the network once
-// per host (as in MPICH's and Open MPI's SMP-aware collectives; Karonis et al., IPDPS 2000). root -1: all ranks.
+// Reduces within each host and between the hosts' first ranks, and spreads the result within each host. Each byte
+// crosses the network once per host (as in MPICH's and Open MPI's SMP-aware collectives; Karonis et al., IPDPS 2000).
+// root -1: all ranks.
 Task reduce_small(Group& group, Reduction reduction, int root, void* data, std::size_t count) {
   const Reduction local = after_lifting(reduction);
   const Scratch scratch = make_scratch(count * size_of(local.dtype));
@@ -71,7 +72,7 @@ Task reduce_small(Group& group, Reduction reduction, int root, void* data, std::
   if (root < 0 || root == group.rank) lower(reduction, data, partial, count, ranks);
 }
 
-// A small one is quickest where it goes whole, and in one step, from host to host.
+// A small reduction is fastest if it goes from host to host whole, in one step.
 Task reduce_across(Group& group, Reduction reduction, int root, void* data, std::size_t count) {
   if (count * size_of(reduction.dtype) <= kSmallReduction) return reduce_small(group, reduction, root, data, count);
   return hierarchical_reduce(reach_of(group), reduction, root, data, count);
@@ -108,7 +109,7 @@ Task barrier_across(Group& group) {
   }
 }
 
-// The rest keep the arrays that their schedules read.
+// The following tasks own the arrays that their schedules read.
 Task reduce_scatter_across(Messages& wire, Reduction reduction, Inputs ins, Bytes counts, void* out) {
   Task task = reduce_scatter(wire, reduction, ins.data(), counts.data(), out);
   co_await task;
@@ -132,7 +133,7 @@ Task scatter_across(Messages& wire, int root, Inputs ins, void* out, std::size_t
 Task all_to_all_across(Messages& wire, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
                        Unequal& unequal) {
   if (!equal) {
-    // Blocks that do not fit each other would not be received as they were sent: compare their sizes first.
+    // A block of unexpected size could not be received, so the ranks first compare the sizes.
     const std::size_t ranks = ins.size();
     Bytes theirs(ranks), each(ranks, sizeof(std::size_t));
     Inputs given(ranks);
@@ -226,8 +227,7 @@ Task run_all_to_all(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Byte
                          block);
 }
 
-// ------------------------------------------------------------------------------------------------------------- of
-// lanes
+// ------------------------------------------------------------------------------------------------------------ of lanes
 
 namespace {
 
@@ -248,7 +248,7 @@ Task reduce_given(LaneCalls& lane, Reduction reduction, int root, void* data, st
   reduce(reduction, data, shared.inputs.data(), lane.ranks(), count);
 }
 
-// Each rank r gives bytes[r] to all that take; `outs` is empty on a rank that takes nothing.
+// Each rank r gives bytes[r] bytes to all that take. `outs` is empty on a rank that takes nothing.
 Task spread_given(LaneCalls& lane, const void* in, Outputs outs, Bytes bytes) {
   co_await lane.meet(in, bytes[lane.rank()]);
   for (std::size_t rank = 0; rank < outs.size(); ++rank) {
@@ -257,7 +257,7 @@ Task spread_given(LaneCalls& lane, const void* in, Outputs outs, Bytes bytes) {
   }
 }
 
-// Each rank that gives has a block for each, all of one size; it gives all of them to all. gives, takes: by rank.
+// Joins the blocks of a rank, all of one size. A giving rank gives all its blocks to all ranks.
 std::unique_ptr<std::byte[]> joined(const Inputs& ins, std::size_t block) {
   auto all = std::make_unique_for_overwrite<std::byte[]>(ins.size() * block);
   for (std::size_t rank = 0; block && rank < ins.size(); ++rank)

@@ -1,4 +1,4 @@
-// Which algorithm a collective runs: shared memory where all ranks are on one host; messages between hosts.
+// Chooses the algorithm of a collective: shared memory if all ranks are on one host, and messages between hosts.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@ using Outputs = std::vector<void*>;
 Task run_barrier(Group& group);
 Task run_broadcast(Group& group, int root, void* data, std::size_t bytes);
 Task run_all_reduce(Group& group, Reduction reduction, void* data, std::size_t count);
-// The root's `data` becomes the reduction; the others' stays.
+// The root's `data` becomes the reduction. The others' stays.
 Task run_reduce(Group& group, Reduction reduction, int root, void* data, std::size_t count);
 Task run_reduce_scatter(Group& group, Reduction reduction, Inputs ins, Bytes counts, void* out);
 Task run_all_gather(Group& group, const void* in, Outputs outs, Bytes bytes);
 Task run_gather(Group& group, int root, const void* in, Outputs outs, std::size_t bytes);
 Task run_scatter(Group& group, int root, Inputs ins, void* out, std::size_t bytes);
-// unequal: where ranks that disagree on the size of a block are reported; equal: all blocks everywhere are of one size.
+// unequal: reports ranks that disagree on the size of a block. equal: all blocks of all ranks have one size.
 Task run_all_to_all(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
                     Unequal& unequal);
 
-// The same of a lane.
+// The same for a lane.
 Task run_barrier(LaneCalls& lane);
 Task run_broadcast(LaneCalls& lane, int root, void* data, std::size_t bytes);
 Task run_all_reduce(LaneCalls& lane, Reduction reduction, void* data, std::size_t count);

@@ -1,11 +1,13 @@
-// How a slot is filled that other ranks read: by plain stores, or by streaming ones, which go past the caches.
+// Chooses how a rank fills a slot that other ranks read: with plain stores, or with streaming stores, which bypass the
+// caches.
 //
-// Which takes less depends on where the cores are. Where ranks have a cache in common, plain stores cost least, and
-// readers find the bytes there. Where they have none (two dies, two sockets), a line that a reader has is taken back
-// from it before it is written, one by one; streaming stores take nothing back, and readers fetch the bytes from
-// memory, as they would anyway. The cores of a virtual machine move from one case to the other within seconds, so no
-// name of a processor says which it is: the writer of a slot now and then measures what it costs to fill, its readers
-// what it costs to read, and the next ones are filled as costs less in all. (docs/benchmarks/cpu.md has figures.)
+// The cheaper way depends on the cores. If ranks share a cache, plain stores cost least, and readers find the bytes
+// there. Without a common cache (two dies, two sockets), each line must be taken back from its reader before it is
+// written. Streaming stores take nothing back. Readers then fetch the bytes from memory, as they would anyway.
+//
+// The cores of a virtual machine move between both cases within seconds, so a processor's name does not tell the case.
+// Instead, a slot's writer sometimes measures the cost of filling, and its readers the cost of reading. The next slots
+// are filled in the way with the lower total. (docs/benchmarks/cpu.md has figures.)
 #pragma once
 
 #include <algorithm>
@@ -27,7 +29,7 @@ namespace aiocomms {
 #if defined(__SSE2__)
 inline constexpr bool kStreams = true;
 
-// Copy past the caches. The fence makes the bytes visible before any later store of this thread.
+// Copies past the caches. The fence makes the bytes visible before any later store of this thread.
 inline void stream(std::byte* to, const std::byte* from, std::size_t bytes) {
   const std::size_t head = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, head);
@@ -50,20 +52,20 @@ inline constexpr bool kStreams = false;
 inline void stream(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
 #endif
 
-// How one slot was filled, as its readers are told.
+// How a slot was filled. Its readers see this.
 struct Filled {
   bool streamed;
-  bool timed;  // its readers measure, too
+  bool timed;  // its readers measure too
 };
 
-// The mean costs of both ways, in ns for 1 MiB; 0: not measured.
+// The mean costs of both ways, in ns for 1 MiB. 0: not measured.
 class Costs {
  public:
   void note(bool streamed, std::size_t bytes, std::uint64_t ns) {
     std::atomic<std::uint32_t>& mean = of_[streamed];
     const std::uint64_t before = mean.load(std::memory_order_relaxed),
                         now = std::max<std::uint64_t>(1, (ns << 20) / bytes);
-    // A copy that was interrupted counts for four times the mean at most.
+    // An interrupted copy counts for at most four times the mean.
     const std::uint64_t next = before == 0 ? now : (3 * before + std::min(now, 4 * before)) / 4;
     mean.store(static_cast<std::uint32_t>(std::min<std::uint64_t>(next, kMost)), std::memory_order_relaxed);
   }
@@ -75,10 +77,10 @@ class Costs {
   std::array<std::atomic<std::uint32_t>, 2> of_{};
 };
 
-// Of fewer bytes, two looks at the clock take too large a part.
+// For fewer bytes, two readings of the clock would distort the result.
 inline constexpr std::size_t kMeasurable = 16 * 1024;
 
-// Measures a copy into a slot or out of it, from its construction to its destruction.
+// Measures a copy into or out of a slot, from construction to destruction.
 class Timing {
  public:
   Timing(Costs& costs, Filled how, std::size_t bytes)
@@ -101,13 +103,13 @@ class Timing {
 // The choice of one writer.
 class Filling {
  public:
-  // One slot of so many is measured.
+  // One slot in this many is measured.
   static constexpr std::uint32_t kMeasured = 8;
-  // A burst of each cycle is filled in the other way; the first begins when all pages exist. Only its second half is
-  // measured, for the cost of a slot depends on how it was filled the last time.
+  // A burst in each cycle is filled in the other way. The first burst begins when all pages exist. Only the second half
+  // of a burst is measured, because a slot's cost depends on how it was filled before.
   static constexpr std::uint32_t kCycle = 1024, kBurst = 16, kFirst = 64;
 
-  // The next slot's. reads: std::uint64_t (bool streamed): what its slowest reader has measured.
+  // Chooses for the next slot. reads: std::uint64_t (bool streamed) returns the slowest reader's measurement.
   template <typename Reads>
   Filled next(const Reads& reads) {
     if (!kStreams) return {};
@@ -119,7 +121,7 @@ class Filling {
     return {streams_, true};
   }
 
-  // Copy into a slot.
+  // Copies into a slot.
   void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes) {
     const Timing timing(writes, how, bytes);
     if (how.streamed) {

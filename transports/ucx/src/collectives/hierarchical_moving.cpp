@@ -1,4 +1,4 @@
-// The collectives of several hosts that move data without changing it.
+// The collectives of several hosts that move data without a reduction.
 #include <algorithm>
 #include <utility>
 
@@ -12,7 +12,7 @@ using std::size_t;
 
 namespace {
 
-// Each block goes to one rank of each other host, the like of its own, which hands it out there.
+// Each block goes to one rank of each other host, its owner's counterpart. The counterpart spreads it there.
 class AllGather final : public Stages {
  public:
   AllGather(const Reach& reach, const void* in, std::vector<void*> outs, Bytes bytes)
@@ -71,12 +71,12 @@ class AllGather final : public Stages {
   const std::vector<void*> outs_;
   const Bytes bytes_;
   const size_t longest_, unit_;
-  std::vector<std::vector<int>> blocks_;  // that each rank of this host hands out: its own first
-  std::vector<int> takers_;               // of this rank's block, on other hosts
+  std::vector<std::vector<int>> blocks_;  // the blocks that each rank of this host spreads, its own first
+  std::vector<int> takers_;               // the ranks of other hosts that take this rank's block
   size_t most_blocks_ = 0;
 };
 
-// Blocks between the root and all others: on each host, the rank that is the root's like speaks for all.
+// Blocks between the root and all other ranks. On each host the root's counterpart sends or receives for all.
 class Rooted : public Stages {
  protected:
   Rooted(const Reach& reach, int root, size_t bytes)
@@ -91,7 +91,7 @@ class Rooted : public Stages {
   bool is_root() const { return me() == root_; }
   bool speaks() const { return place() == speaker_; }
   int speaker_of(size_t host) const { return rank_at(host, reach.hosts.like(root_at_.place, root_at_.host, host)); }
-  // Of the root: a host's blocks. Of another host's speaker: its own host's.
+  // On the root: the blocks of a host. On another host's speaker: the blocks of its own host.
   std::byte* blocks_of(size_t host) const { return at(blocks_.get(), is_root() ? host * most_ * bytes_ : 0); }
 
   const int root_;
@@ -177,8 +177,8 @@ class Scatter final : public Rooted {
   void* const out_;
 };
 
-// All blocks of a host that are for one rank of another are collected by that rank's like, who sends them on together
-// (Traff, Rougier: "MPI collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014).
+// All blocks of a host for one rank of another host go to that rank's counterpart, which sends them together (Traff,
+// Rougier: "MPI collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014).
 class AllToAll final : public Stages {
  public:
   AllToAll(const Reach& reach, std::vector<const void*> ins, std::vector<void*> outs, size_t bytes)
@@ -197,7 +197,7 @@ class AllToAll final : public Stages {
 
   size_t units() const override { return 1; }
 
-  // A round for the blocks of each host.
+  // One round for the blocks of each host.
   size_t contributions(size_t) const override { return alone() ? 0 : reach.hosts.count(); }
   void contribute(size_t, size_t round, std::uint64_t number) override {
     for (size_t to = 0; to < reach.hosts.size(round); ++to) {
@@ -242,7 +242,7 @@ class AllToAll final : public Stages {
   const std::vector<const void*> ins_;
   const std::vector<void*> outs_;
   const size_t bytes_;
-  std::vector<Hosts::Place> collected_;  // the ranks of other hosts for whom this one collects
+  std::vector<Hosts::Place> collected_;  // the ranks of other hosts for which this rank collects
   Scratch leaving_, arriving_;
 };
 

@@ -12,7 +12,7 @@ using std::size_t;
 
 namespace {
 
-// Reductions whose contributions one host has folded, and the others are to be combined with.
+// Reductions that combine the folded contributions of the hosts.
 class Reducing : public Stages {
  protected:
   Reducing(const Reach& reach, const Reduction& reduction, size_t first_messages, size_t second_messages)
@@ -25,8 +25,8 @@ class Reducing : public Stages {
 
   size_t elements(size_t bytes) const { return std::max<size_t>(1, bytes / size_); }
 
-  // inputs_: what each host has folded. `own`: this one's, which may be `out`, and is written over if what is folded is
-  // longer than the result.
+  // inputs_: the folded contributions of the hosts. `own`: this host's, which may be `out`. It is overwritten if folded
+  // elements are longer than those of the result.
   void combine(void* out, std::byte* own, size_t count) {
     void* const sum = size_ == lifted_ ? out : own;
     aiocomms::reduce(between_, sum, inputs_.data(), static_cast<int>(reach.hosts.count()), count);
@@ -38,8 +38,8 @@ class Reducing : public Stages {
   std::vector<const void*> inputs_;
 };
 
-// Each share of the data belongs to one rank of each host, which all reduce a part of it for each other. There are as
-// many shares as the largest host has ranks; a rank of a smaller host has several of them, side by side.
+// One rank of each host holds each share of the data, and these ranks each reduce a part of it. There are as many
+// shares as ranks on the largest host. A rank of a smaller host holds several neighbouring shares.
 class AllReduce final : public Reducing {
  public:
   AllReduce(const Reach& reach, const Reduction& reduction, int root, void* data, size_t count)
@@ -143,13 +143,13 @@ class AllReduce final : public Reducing {
   }
 
  private:
-  // The shares of a host's rank are first_share(place), ..., first_share(place + 1) - 1: those whose like it is.
+  // A host's rank holds the shares first_share(place), ..., first_share(place + 1) - 1.
   size_t first_share(size_t place) const { return divided_up(place * shares_, local_ranks()); }
   static size_t most_messages(const Reach& reach) { return 2 * most_likes(reach) * (reach.hosts.count() - 1); }
   bool is_given_to(size_t host) const { return root_host_ < 0 || static_cast<size_t>(root_host_) == host; }
   bool sends_data_itself() const { return alone() && !lifts(reduction_); }
 
-  // Each other host's rank that has this share there.
+  // Visits the rank of each other host that holds this share.
   template <typename Each>
   void for_each_holder(size_t own, const Each& each) const {
     for_each_other(
@@ -182,13 +182,14 @@ class AllReduce final : public Reducing {
   std::byte* const data_;
   const size_t count_;
   const int root_host_;  // -1: all hosts
-  const bool takes_;     // whether this rank's data become the result
+  const bool takes_;     // this rank's data become the result
   const size_t shares_, first_share_, own_, most_own_;
-  size_t share_, unit_, step_, part_;  // elements: of a share, of its piece in a unit, of that in a round, of a host
+  // elements of a share, of its piece in a unit, of that piece in a round, and of a host's part
+  size_t share_, unit_, step_, part_;
   Scratch partial_, received_, results_;
 };
 
-// Every rank reduces, of the blocks for each host's ranks, those for its like, and sends them there.
+// Every rank reduces the blocks for its counterparts on each host, and sends them there.
 class ReduceScatter final : public Reducing {
  public:
   ReduceScatter(const Reach& reach, const Reduction& reduction, std::vector<const void*> ins, Bytes counts, void* out)
@@ -285,8 +286,8 @@ class ReduceScatter final : public Reducing {
   const Bytes counts_;
   std::byte* const out_;
   const size_t longest_, unit_, step_;
-  std::vector<Block> blocks_;  // that this rank reduces, by host
-  std::vector<int> givers_;    // of each other host: who reduces this rank's block there
+  std::vector<Block> blocks_;  // the blocks that this rank reduces, by host
+  std::vector<int> givers_;    // the rank of each other host that reduces this rank's block
   Scratch partial_, received_;
 };
 

@@ -1,4 +1,4 @@
-// Hosts, and the ranks that each has.
+// Hosts and their ranks.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace aiocomms {
 
-// Where the ranks of a communicator are.
+// The places of a communicator's ranks.
 struct Hosts {
   std::vector<std::vector<int>> ranks;  // of each host
   int here = 0;                         // this rank's host
-  int place = 0;                        // and its place among that host's ranks
+  int place = 0;                        // this rank's place among the ranks of its host
 
   std::size_t count() const { return ranks.size(); }
   struct Place {
@@ -30,8 +30,8 @@ struct Hosts {
     for (const std::vector<int>& of_host : ranks) most = std::max(most, of_host.size());
     return most;
   }
-  // Where the `place`-th rank of one host has its like on another. Each rank of the smaller host has as many as another
-  // of it, give or take one.
+  // The counterpart of a host's `place`-th rank on another host. The ranks of the smaller host have equally many
+  // counterparts, plus or minus one.
   std::size_t like(std::size_t place, std::size_t host, std::size_t other) const {
     return place * size(other) / size(host);
   }

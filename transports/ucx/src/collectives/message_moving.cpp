@@ -1,4 +1,4 @@
-// The schedules that move data without changing it.
+// The schedules that move data without a reduction.
 #include <vector>
 
 #include "collectives/message_collectives.hpp"
@@ -10,7 +10,7 @@ using std::size_t;
 
 namespace {
 
-// Down a binomial tree: ceil(log2 size) steps, each of which doubles the ranks that have the data.
+// A binomial tree downwards. It takes ceil(log2 size) steps, and each doubles the number of ranks that have the data.
 Task tree_broadcast(Messages& messages, int root, void* data, size_t bytes) {
   const TreePlace place(messages.rank(), root, messages.size());
   Burst sent(place.most_children());
@@ -19,14 +19,14 @@ Task tree_broadcast(Messages& messages, int root, void* data, size_t bytes) {
     messages.recv(place.parent(), data, bytes, received);
     co_await received;
   }
-  for (int mask = place.span() / 2; mask > 0; mask /= 2)  // the child with most ranks below it first
+  for (int mask = place.span() / 2; mask > 0; mask /= 2)  // The child with most ranks below it comes first.
     if (place.has_child(mask)) messages.send(place.rank_at(mask), data, bytes, sent.next());
   for (Event& event : sent) co_await event;
 }
 
-// Along a chain, in segments: each rank hands on one segment while it receives the next (Pjesivac-Grbovic et al.,
-// "Performance analysis of MPI collective operations", 2007). Each rank receives and sends every byte once, whereas
-// the scatter and all-gather of van de Geijn send almost twice the bytes, and copy no less.
+// A chain with segments. Each rank sends one segment on while it receives the next (Pjesivac-Grbovic et al.,
+// "Performance analysis of MPI collective operations", 2007). Each rank receives and sends every byte once. Van de
+// Geijn's scatter and all-gather send almost twice the bytes, and copy no less.
 Task chain_broadcast(Messages& messages, int root, void* data, size_t bytes) {
   const int rank = messages.rank(), size = messages.size();
   const int before = around(rank, -1, size), after = around(rank, 1, size);
@@ -49,10 +49,11 @@ Task chain_broadcast(Messages& messages, int root, void* data, size_t bytes) {
 }
 
 // Bruck, Ho, Kipnis, Upfal, Weathersby: "Efficient algorithms for all-to-all communications in multiport
-// message-passing systems", 1997. Each step doubles the blocks that a rank has: its own and those of the ranks after.
+// message-passing systems", 1997. Each step doubles a rank's blocks: its own, and those of the ranks after it.
 Task bruck_all_gather(Messages& messages, const void* in, void* const* outs, const size_t* bytes) {
   const int rank = messages.rank(), size = messages.size();
-  std::vector<size_t> offset(static_cast<size_t>(size) + 1);  // of the blocks of rank, rank + 1, ... in the scratch
+  // offsets in the scratch of the blocks of rank, rank + 1, ...
+  std::vector<size_t> offset(static_cast<size_t>(size) + 1);
   for (int i = 0; i < size; ++i) offset[i + 1] = offset[i] + bytes[around(rank, i, size)];
   const Scratch blocks = make_scratch(offset[size]);
   copy_bytes(blocks.get(), in, bytes[rank]);
@@ -73,9 +74,8 @@ Task bruck_all_gather(Messages& messages, const void* in, void* const* outs, con
   }
 }
 
-// Around a ring, in segments, so that a block much longer than the others is under way on all links at once
-// (Traff, Ripke, Siebert, Balaji, Thakur, Gropp: "A simple, pipelined algorithm for large, irregular all-gather
-// problems", 2008).
+// A ring with segments, so that a very long block uses all links at once (Traff, Ripke, Siebert, Balaji, Thakur, Gropp:
+// "A simple, pipelined algorithm for large, irregular all-gather problems", 2008).
 Task ring_all_gather(Messages& messages, const void* in, void* const* outs, const size_t* bytes) {
   const int rank = messages.rank(), size = messages.size();
   const int before = around(rank, -1, size), after = around(rank, 1, size);
@@ -107,7 +107,7 @@ Task ring_all_gather(Messages& messages, const void* in, void* const* outs, cons
   }
 }
 
-// Up a binomial tree: a rank collects the blocks of all positions below it and sends them on as one message.
+// A binomial tree upwards. A rank collects the blocks of all positions below it, and sends them as one message.
 Task tree_gather(Messages& messages, int root, const void* in, void* const* outs, size_t bytes) {
   const TreePlace place(messages.rank(), root, messages.size());
   const size_t count = place.existing(0, place.span());
@@ -149,7 +149,7 @@ Task tree_scatter(Messages& messages, int root, const void* const* ins, void* ou
   for (Event& event : sent) co_await event;
 }
 
-// Every rank straight to the root, into the root's own memory.
+// Every rank sends directly into the root's memory.
 Task flat_gather(Messages& messages, int root, const void* in, void* const* outs, size_t bytes) {
   Burst events(messages.size());
   if (messages.rank() != root) {
@@ -174,7 +174,8 @@ Task flat_scatter(Messages& messages, int root, const void* const* ins, void* ou
   for (Event& event : events) co_await event;
 }
 
-// In step i each rank sends to the i-th rank after it and receives from the i-th before it, kExchanges steps at a time.
+// In step i each rank sends to the i-th rank after it and receives from the i-th before it. Up to kExchanges steps run
+// at once.
 Task pairwise_all_to_all(Messages& messages, const void* const* ins, const size_t* in_bytes, void* const* outs,
                          const size_t* out_bytes) {
   const int rank = messages.rank(), size = messages.size();
@@ -193,11 +194,11 @@ Task pairwise_all_to_all(Messages& messages, const void* const* ins, const size_
   for (Slot& departure : sent) co_await departure;
 }
 
-// Bruck et al. 1997 again: a block whose way is d ranks long travels the powers of two that make up d, together with
-// all other blocks that go as far in that step.
+// Bruck et al. 1997. A block that travels d ranks takes one step for each power of two in d. All blocks with the same
+// step travel together.
 Task bruck_all_to_all(Messages& messages, const void* const* ins, void* const* outs, size_t bytes) {
   const int rank = messages.rank(), size = messages.size();
-  const Scratch blocks = make_scratch(size * bytes);  // the d-th has d ranks to go, and in the end has gone d ranks
+  const Scratch blocks = make_scratch(size * bytes);  // The d-th block must travel d ranks.
   const Scratch leaving = make_scratch(size * bytes), arriving = make_scratch(size * bytes);
   for (int d = 0; d < size; ++d) copy_bytes(at(blocks.get(), d * bytes), ins[around(rank, d, size)], bytes);
   for (int distance = 1; distance < size; distance *= 2) {
@@ -220,7 +221,7 @@ Task nothing() { co_return; }
 
 }  // namespace
 
-// Dissemination: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988.
+// Dissemination barrier: Hensgen, Finkel, Manber, "Two algorithms for barrier synchronization", 1988.
 Task barrier(Messages& messages) {
   const int rank = messages.rank(), size = messages.size();
   char no_data = 0;
@@ -236,8 +237,8 @@ Task barrier(Messages& messages) {
 Task broadcast(Messages& messages, int root, void* data, size_t bytes) {
   const size_t size = static_cast<size_t>(messages.size());
   if (size == 1 || bytes == 0) return nothing();
-  // With two ranks both are one message, which the transport cuts up as it likes. With more, a chain of more segments
-  // than ranks is filled for longer than it takes to fill.
+  // With two ranks both are one message, which the transport splits itself. With more ranks, a chain pays if it has
+  // more segments than ranks. It is then full for longer than it takes to fill.
   if (size == 2 || bytes <= size * kSegment) return tree_broadcast(messages, root, data, bytes);
   return chain_broadcast(messages, root, data, bytes);
 }

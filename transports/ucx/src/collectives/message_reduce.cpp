@@ -1,7 +1,7 @@
 // The schedules that reduce.
 //
-// Operands keep the order of the ranks where one order must be the same on several ranks: floating point addition gives
-// the same bits either way around only where no NaN is involved, and min and max where no zeros of both signs are.
+// Operands keep the order of the ranks if several ranks must reduce in the same order. Floating point addition commutes
+// bit by bit only without NaN. The same holds for min and max without zeros of both signs.
 #include <vector>
 
 #include "collectives/message_collectives.hpp"
@@ -13,7 +13,7 @@ using std::size_t;
 
 namespace {
 
-// `count` elements in one chunk per rank, the first ones an element longer if need be.
+// Splits `count` elements into one chunk per rank. The first chunks may be one element longer.
 struct Chunks {
   std::vector<size_t> counts, offsets;  // in elements
 
@@ -27,15 +27,15 @@ struct Chunks {
   }
 };
 
-// What a group of one does.
+// The reduction of a single rank.
 Task alone(Reduction reduction, const void* in, void* out, size_t count) {
   if (count != 0) reduce(reduction, out, &in, 1, count);
   co_return;
 }
 
 // Recursive doubling (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in MPICH",
-// 2005): in each step two ranks exchange all they have. Of `extra` ranks too many for a power of two, each first gives
-// its contribution to the rank before it, and gets the result in the end.
+// 2005). In each step two ranks exchange all their data. `extra` ranks exceed a power of two. Each of them first gives
+// its contribution to the rank before it, and finally gets the result.
 Task recursive_doubling(Messages& messages, Reduction reduction, void* data, size_t count) {
   const int rank = messages.rank(), size = messages.size();
   const int power = static_cast<int>(std::bit_floor(static_cast<unsigned>(size))), extra = size - power;
@@ -78,10 +78,10 @@ Task recursive_doubling(Messages& messages, Reduction reduction, void* data, siz
   }
 }
 
-// Every rank reduces its chunk of all others' memory, then all gather the results (Rabenseifner, "Optimization of
-// collective reduction operations", 2004; of long vectors both parts are rings: Patarasuk, Yuan, "Bandwidth optimal
-// all-reduce algorithms for clusters of workstations", 2009). What is gathered is lowered already, half as many bytes
-// where that matters.
+// Every rank reduces its chunk of all contributions, then all gather the results (Rabenseifner, "Optimization of
+// collective reduction operations", 2004). For long vectors both parts are rings (Patarasuk, Yuan, "Bandwidth optimal
+// all-reduce algorithms for clusters of workstations", 2009). The gathered results are already lowered, which halves
+// the bytes of 16-bit floats.
 Task scattered_all_reduce(Messages& messages, Reduction reduction, void* data, size_t count) {
   const int rank = messages.rank(), size = messages.size();
   const size_t element = size_of(reduction.dtype);
@@ -100,7 +100,7 @@ Task scattered_all_reduce(Messages& messages, Reduction reduction, void* data, s
   co_await gathering;
 }
 
-// Up a binomial tree. A rank's children come after it in the order of reduction, the nearest first.
+// A binomial tree upwards. A rank's children follow it in the order of reduction, the nearest first.
 Task tree_reduce(Messages& messages, Reduction reduction, int root, const void* in, void* out, size_t count) {
   const TreePlace place(messages.rank(), root, messages.size());
   const size_t bytes = count * size_of(lifted(reduction.dtype));
@@ -124,7 +124,7 @@ Task tree_reduce(Messages& messages, Reduction reduction, int root, const void* 
   co_await sent;
 }
 
-// Every rank reduces its chunk of all others' memory and sends the result to the root (Rabenseifner 2004).
+// Every rank reduces its chunk of all contributions, and sends the result to the root (Rabenseifner 2004).
 Task scattered_reduce(Messages& messages, Reduction reduction, int root, const void* in, void* out, size_t count) {
   const int rank = messages.rank(), size = messages.size();
   const size_t element = size_of(reduction.dtype);
@@ -144,8 +144,8 @@ Task scattered_reduce(Messages& messages, Reduction reduction, int root, const v
   for (Event& event : events) co_await event;
 }
 
-// Every rank sends each other one its chunk, as it is, and reduces what it gets in the order of ranks: one step, and as
-// few bytes as can be (the pairwise exchange of Thakur, Rabenseifner, Gropp 2005, all at once).
+// Every rank sends each other rank its chunk unchanged, and reduces the received chunks in the order of ranks. This
+// takes one step and the fewest bytes. (It is the pairwise exchange of Thakur, Rabenseifner, Gropp 2005, all at once.)
 Task direct_reduce_scatter(Messages& messages, Reduction reduction, const void* const* inputs, const size_t* counts,
                            void* output) {
   const int rank = messages.rank(), size = messages.size();
@@ -164,7 +164,7 @@ Task direct_reduce_scatter(Messages& messages, Reduction reduction, const void* 
   if (bytes != 0) reduce(reduction, output, contributions.data(), size, counts[rank]);
 }
 
-// The arithmetic of a ring: what has come from the ranks before, a segment at a time, meets this rank's contribution.
+// The arithmetic of a ring. It combines each segment from the earlier ranks with this rank's contribution.
 class RingArithmetic {
  public:
   RingArithmetic(const Reduction& reduction, size_t segment, int size)
@@ -173,7 +173,7 @@ class RingArithmetic {
         lifts_(lifts(reduction)),
         lifted_(make_scratch(lifts_ ? segment * size_of(lifted(reduction.dtype)) : 0)) {}
 
-  // What a rank sends of its own: `own`, or what it is when lifted, written to `slot`.
+  // Returns the first data that a rank sends: `own`, or its lifted copy in `slot`.
   const void* begin(void* slot, const void* own, size_t count) const {
     if (lifts_) lift(reduction_, slot, own, count);
     return lifts_ ? slot : own;
@@ -201,9 +201,9 @@ class RingArithmetic {
   Scratch lifted_;
 };
 
-// Around a ring (Patarasuk, Yuan 2009), in segments: while one is reduced, kWindow - 1 others are under way. Rank r's
-// chunk sets out at rank r + 1 and arrives at r. What turn t receives lies in slot t modulo 2 * kWindow until it is
-// sent in turn t + kWindow; the slot of a chunk that has arrived then takes the lifted segment that sets out.
+// A ring (Patarasuk, Yuan 2009) with segments: while one is reduced, kWindow - 1 others are in transit. Rank r's chunk
+// starts at rank r + 1 and ends at r. Turn t receives into slot t modulo 2 * kWindow, and turn t + kWindow sends from
+// there. After a chunk's last step, its slot takes the next lifted segment.
 Task ring_reduce_scatter(Messages& messages, Reduction reduction, const void* const* inputs, const size_t* counts,
                          void* output) {
   const int rank = messages.rank(), size = messages.size();
@@ -223,7 +223,7 @@ Task ring_reduce_scatter(Messages& messages, Reduction reduction, const void* co
   const auto send = [&](size_t turn) {
     const RingTurns::Piece piece = turns.outgoing(turn);
     if (piece.count == 0) return;
-    const void* data = slot(turn + kWindow);  // which is the slot of turn - kWindow
+    const void* data = slot(turn + kWindow);  // This is the slot of turn - kWindow.
     if (turns.is_first_step(turn)) data = arithmetic.begin(slot(turn + kWindow), own(piece), piece.count);
     messages.send(after, data, piece.count * lifted_element, sent[turn % kWindow].renew());
   };
@@ -240,7 +240,7 @@ Task ring_reduce_scatter(Messages& messages, Reduction reduction, const void* co
     else if (piece.count != 0)
       arithmetic.go_on(slot(turn), own(piece), piece.count);
     Slot& departure = sent[turn % kWindow];
-    co_await departure;  // the next receive is into its memory
+    co_await departure;  // The next receive uses its memory.
     if (turn + kWindow >= turns.count()) continue;
     receive(turn + kWindow);
     send(turn + kWindow);
@@ -266,7 +266,7 @@ Task reduce_scatter(Messages& messages, const Reduction& reduction, const void* 
                     void* output) {
   if (messages.size() == 1) return alone(reduction, inputs[0], output, counts[0]);
   const size_t longest = *std::max_element(counts, counts + messages.size());
-  // A ring pays when there is more than one segment to keep under way; it also crosses each link of a network once.
+  // A ring pays if it has more than one segment to keep in transit. It also crosses each link of a network only once.
   if (longest * size_of(reduction.dtype) <= kSegment)
     return direct_reduce_scatter(messages, reduction, inputs, counts, output);
   return ring_reduce_scatter(messages, reduction, inputs, counts, output);

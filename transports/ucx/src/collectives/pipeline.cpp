@@ -5,7 +5,7 @@
 namespace aiocomms {
 namespace {
 
-// A round that has been published, and that this rank has not read yet.
+// A published round that this rank has not read yet.
 struct Round {
   std::size_t unit, round;
   std::uint64_t number;
@@ -17,7 +17,7 @@ std::uint64_t rounds_of(const Stages& stages) {
   return rounds;
 }
 
-// Sent and received in a time that is no longer than what a message costs, on networks of 50 and more Gbit/s.
+// On networks of 50 Gbit/s and more, these bytes take no longer than the fixed cost of a message.
 constexpr std::size_t kSmallestMessage = 8 * 1024;
 
 }  // namespace
@@ -29,7 +29,8 @@ std::size_t unit_for(std::size_t bytes, std::size_t messages) {
 Task run_pipeline(std::unique_ptr<Stages> stages) {
   Shared* const shared = stages->reach.shared;
   const std::size_t units = stages->units(), ahead = Stages::kAhead;
-  const auto is_unit = [=](std::size_t unit) { return unit < units; };  // none: those before the first have wrapped
+  // Numbers before the first unit have wrapped, and are none.
+  const auto is_unit = [=](std::size_t unit) { return unit < units; };
   const std::uint64_t meeting = shared ? shared->take(rounds_of(*stages)) : 0;
   std::uint64_t next = meeting;
   std::optional<Round> contributed, given;

@@ -1,4 +1,4 @@
-// The pipeline that collectives of several hosts run in: units of the data, and the stages that each goes through.
+// The pipeline of collectives of several hosts: the units of the data, and the stages that each unit passes.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace aiocomms {
 
-// The messages of some units that are under way. Their memory is taken at once, for nothing may fail amid messages.
+// The unfinished messages of some units. Their memory is allocated at once, because nothing may fail between messages.
 class Flights {
  public:
   Flights(std::size_t units, std::size_t messages) : units_(units), most_(messages), slots_(units * messages) {
@@ -30,22 +30,21 @@ class Flights {
   std::vector<std::size_t> counts_;
 };
 
-// What a collective does with a unit in each stage. Nothing here waits.
+// The work of a collective on a unit, by stage. Nothing here waits.
 //
-// 1. The ranks of a host contribute, in some rounds of shared memory, and each reduces what all have contributed to its
-//    own shares.
-// 2. It sends something to other hosts, and receives.
-// 3. It does something with that, and sends and receives once more.
-// 4. The ranks of a host hand out results, in some rounds.
+// 1. The ranks of a host contribute, in rounds of shared memory. Each rank reduces all contributions to its own shares.
+// 2. The rank sends to other hosts and receives from them.
+// 3. It processes the received data, and sends and receives once more.
+// 4. The ranks of a host spread results, in rounds of shared memory.
 //
-// A collective may have nothing to do in a stage. `round`: of the unit's; `number`: of the round in shared memory.
+// A stage may be empty. `round` counts within the unit. `number` is the round of the shared memory.
 class Stages {
  public:
-  // Units whose messages of one kind are under way at once, beside the one that is waited for.
+  // Units in each stage of messages at once, beside the unit that the rank waits for.
   static constexpr std::size_t kAhead = 2;
-  static constexpr std::size_t kUnits = kAhead + 1;  // that have messages of one kind at most
+  static constexpr std::size_t kUnits = kAhead + 1;  // the most units with messages of one stage
 
-  // The messages of a unit in each of the two stages that have any, at most.
+  // The arguments are the most messages of a unit in each of the two stages with messages.
   Stages(const Reach& the_reach, std::size_t first_messages, std::size_t second_messages)
       : reach(the_reach), first(kUnits, first_messages), second(kUnits, second_messages) {}
   virtual ~Stages() = default;
@@ -58,7 +57,7 @@ class Stages {
   virtual void return_results(std::size_t /*unit*/) {}
   virtual std::size_t results(std::size_t /*unit*/) const { return 0; }
   virtual void give(std::size_t /*unit*/, std::size_t /*round*/, std::uint64_t /*number*/) {}
-  // Whether this rank takes anything of what that place has.
+  // Whether this rank takes data from that place.
   virtual bool takes(std::size_t /*unit*/, std::size_t /*round*/, std::size_t /*place*/) const { return false; }
   virtual void take(std::size_t /*unit*/, std::size_t /*round*/, std::size_t /*place*/, std::uint64_t /*number*/) {}
 
@@ -66,7 +65,7 @@ class Stages {
   Flights first, second;
 
  protected:
-  // How many ranks of another host one of this host is the like of, at most.
+  // The most ranks of another host that are counterparts of one rank of this host.
   static std::size_t most_likes(const Reach& reach) {
     return divided_up(reach.hosts.largest(), reach.hosts.size(static_cast<std::size_t>(reach.hosts.here)));
   }
@@ -85,7 +84,7 @@ class Stages {
   std::byte* slot(std::size_t at, std::uint64_t number) const {
     return reach.shared->segment.slot(static_cast<int>(at), number);
   }
-  // Each other host, the next one first: so not all hosts begin with the same.
+  // Visits each other host, the next one first. So the hosts do not all begin with the same one.
   template <typename Each>
   void for_each_other(const Each& each) const {
     for (std::size_t step = 1; step < reach.hosts.count(); ++step) each((here() + step) % reach.hosts.count());
@@ -98,17 +97,18 @@ class Stages {
   }
 };
 
-// A turn for each unit, and as many more as the last one takes to go through the stages. In a turn there are some
-// beats, in each of which a rank contributes something, reduces what was contributed in the beat before, hands out a
-// result and takes those of the beat before: so the others have a beat's time to do the same. The order of the rounds
-// is the order of a rank's reads, and four of them are under way at most.
+// Each unit has a turn, and the last unit needs more turns to pass the stages. A turn has some beats. In each beat a
+// rank contributes, reduces the contributions of the last beat, spreads a result, and takes the results of the last
+// beat. So the other ranks have the time of a beat to do the same. The rounds have the order of a rank's reads, and at
+// most four are unfinished.
 //
-// No rank waits for ever: whatever it waits for, the others do in an earlier turn, in an earlier beat of the same, or
-// in an earlier step of the same beat, and they send before they wait.
+// There is no deadlock. The other ranks act in an earlier turn, in an earlier beat of the same turn, or in an earlier
+// step of the same beat. They also send before they wait.
 Task run_pipeline(std::unique_ptr<Stages> stages);
 
-// The size of a unit of a block of that many bytes, which goes in so many messages: eight units or more fill the
-// pipeline; and messages are no longer than a segment, and not so short that a message costs more than its bytes.
+// The size of a unit, for a block of `bytes` bytes that travels in `messages` messages. At least eight units fill the
+// pipeline. A message is no longer than a segment. It is not so short that its fixed cost exceeds the cost of its
+// bytes.
 std::size_t unit_for(std::size_t bytes, std::size_t messages);
 
 }  // namespace aiocomms

@@ -12,7 +12,7 @@
 namespace aiocomms {
 namespace {
 
-constexpr int kAtOnce = 4;  // communicators whose pages go back at a time: whoever posts an op waits for that
+constexpr int kAtOnce = 4;  // Communicators whose pages are returned at a time. A post waits for that.
 
 int count_here(const std::vector<int>& places) {
   return static_cast<int>(std::ranges::count_if(places, [](int place) { return place >= 0; }));
@@ -60,8 +60,7 @@ std::uint32_t Pool::take(Segment& segment) noexcept {
   return number;
 }
 
-// Of the segments that have slots, the first whose readers are done with them gives them up. (One that is closed may
-// have given them back before.)
+// The first segment whose readers have finished returns its slots. (A closed one may have returned them earlier.)
 void Pool::reclaim() noexcept {
   auto holder = holders_.begin();
   while (free_.empty() && holder != holders_.end()) {

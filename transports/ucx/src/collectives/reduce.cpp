@@ -1,8 +1,7 @@
-// reduce.hpp's functions, and the choice of the loops they run.
+// The functions of reduce.hpp, and the choice of their loops.
 //
-// On x86-64 the loops exist twice, for the baseline and for AVX2; which are run is chosen when the library is loaded.
-// Build with -O3, and with -ffp-contract=off: products and sums fused into one rounding would make results depend on
-// the machine.
+// On x86-64 the loops exist twice, for the baseline and for AVX2. The choice is made when the library is loaded. Build
+// with -O3 and -ffp-contract=off. Fused products and sums would make results depend on the machine.
 #include "collectives/reduce.hpp"
 
 #include <algorithm>
@@ -23,15 +22,15 @@ namespace aiocomms {
 namespace {
 
 constexpr int kOperators = 9;
-constexpr int kFolded = 4;           // arrays that one loop folds
-constexpr size_t kTileBytes = 4096;  // what is kept in the first-level cache between two loops
+constexpr int kFolded = 4;           // the most arrays that one loop folds
+constexpr size_t kTileBytes = 4096;  // stays in the first-level cache between two loops
 
-// `out` may be one of `in`; 2 <= n <= kFolded.
+// `out` may be one of `in`. 2 <= n <= kFolded.
 using Fold = void (*)(void* out, const void* const* in, int n, size_t count);
-// `out` may be `in` where the elements are of one size.
+// `out` may be `in` if the elements have one size.
 using Map = void (*)(void* out, const void* in, size_t count, double parameter);
 
-// A loop compiled for an instruction set.
+// A loop that is compiled for an instruction set.
 
 struct Baseline {
   template <class Loop>
@@ -77,7 +76,7 @@ AIOCOMMS_AVX2 void narrow_f16c(void* out, const void* in, size_t count, double) 
 }
 #endif
 
-// Which loop does what.
+// The table of loops.
 
 struct Folder {
   Fold run = nullptr;
@@ -85,9 +84,9 @@ struct Folder {
 };
 
 struct Kernels {
-  std::array<std::array<Folder, kDTypes>, kOperators> fold{};  // of the lifted dtype; none: not supported
-  std::array<Map, kDTypes> scale{};                            // counts units, as the folds of PREMUL_SUM do
-  std::array<Map, kDTypes> divide{};                           // and those of AVG
+  std::array<std::array<Folder, kDTypes>, kOperators> fold{};  // By the lifted dtype. Empty: not supported.
+  std::array<Map, kDTypes> scale{};                            // The loop counts units, as the folds of PREMUL_SUM do.
+  std::array<Map, kDTypes> divide{};                           // The loop counts units, as the folds of AVG do.
   std::array<Map, kDTypes> widen{};
   std::array<Map, kDTypes> narrow{};
 };
@@ -98,7 +97,7 @@ constexpr size_t index(DType dtype) { return static_cast<size_t>(dtype); }
 using Row = std::array<Folder, kDTypes>;
 
 // Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128, UInt16, UInt32,
-// UInt64; none of the others.
+// UInt64. The other dtypes have no loops.
 
 template <class Set, class Operation>
 constexpr Row arithmetic() {
@@ -170,7 +169,7 @@ constexpr Kernels kernels_of() {
 Kernels choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  unsigned eax, ebx, ecx = 0, edx;  // not all compilers' __builtin_cpu_supports knows F16C
+  unsigned eax, ebx, ecx = 0, edx;  // Some compilers' __builtin_cpu_supports does not know F16C.
   if (__builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0) {
     Kernels kernels = kernels_of<Avx2>();
     kernels.widen[index(DType::Float16)] = widen_f16c;
@@ -222,9 +221,9 @@ void lower_tile(const Reduction& reduction, void* out, const void* accumulator, 
   if (is_half(reduction.dtype)) kernels.narrow[dtype](out, accumulator, count, 0);
 }
 
-// Tile by tile, so that whatever takes several loops finds its arrays in the first-level cache.
+// Reduces tile by tile, so that several loops find their arrays in the first-level cache.
 void reduce_tiled(const Reduction& reduction, void* out, const void* const* in, int n, size_t count) {
-  // The tiles are not a page apart: a load from one would wait for a store to another.
+  // The tiles are not a page apart. Otherwise a load from one tile would wait for a store to another.
   alignas(64) std::byte tiles[kFolded][kTileBytes + 192];
   const Folder& folder = folder_of(reduction);
   const size_t size = size_of(reduction.dtype);
@@ -235,14 +234,14 @@ void reduce_tiled(const Reduction& reduction, void* out, const void* const* in, 
     void* result = nullptr;
     for (int taken = 0; taken < n;) {
       const void* group[kFolded] = {tiles[0]};
-      int members = taken > 0 ? 1 : 0;  // what is folded so far is the first
+      int members = taken > 0 ? 1 : 0;  // The partial result is the first member.
       for (; members < kFolded && taken < n; ++members, ++taken) {
         group[members] = at(in[taken], start * size);
         if (!lifts(reduction)) continue;
         lift_tile(reduction, tiles[members], group[members], length);
         group[members] = tiles[members];
       }
-      result = taken < n || is_half(reduction.dtype) ? tiles[0] : to;  // `out` may be an input not yet read
+      result = taken < n || is_half(reduction.dtype) ? tiles[0] : to;  // `out` may be an input that is not read yet.
       if (members > 1) folder.run(result, group, members, length * folder.units);
     }
     lower_tile(reduction, to, result, length, n);

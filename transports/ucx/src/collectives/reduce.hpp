@@ -1,7 +1,8 @@
-// Reductions: what the operators do to arrays of each dtype.
+// Reductions: the effect of each operator on arrays of each dtype.
 //
-// The meaning is aiocomms/reductions.py's: integers wrap around, min and max hand on NaN, float16 and bfloat16
-// accumulate in float32, AVG divides the sum by the number of ranks, PREMUL_SUM multiplies each contribution first.
+// The meaning is that of aiocomms/reductions.py. Integers wrap around, and min and max propagate NaN. float16 and
+// bfloat16 accumulate in float32. AVG divides the sum by the number of ranks. PREMUL_SUM first multiplies each
+// contribution.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ enum class DType : std::uint8_t {
   Float64,
   Complex64,
   Complex128,
-  // These are only carried; no operator is defined for them.
+  // The 8-bit floats below are only moved. No operator is defined for them.
   UInt16,
   UInt32,
   UInt64,
@@ -40,7 +41,7 @@ enum class Operator : std::uint8_t { Sum, Product, Min, Max, Band, Bor, Bxor, Av
 struct Reduction {
   Operator op;
   DType dtype;
-  double factor = 1.0;  // PREMUL_SUM's
+  double factor = 1.0;  // of PREMUL_SUM
 };
 
 // Bytes of one element.
@@ -49,18 +50,18 @@ std::size_t size_of(DType dtype);
 // Whether the operator is defined for the dtype.
 bool supports(Operator op, DType dtype);
 
-// out[i] = in[0][i] op in[1][i] op ... op in[n - 1][i], folded in that order, in one pass.
-// `out` may be one of the inputs; otherwise nothing overlaps. n >= 1.
+// out[i] = in[0][i] op in[1][i] op ... op in[n - 1][i], folded in that order, in one pass. `out` may be one of the
+// inputs. Otherwise the arrays do not overlap. n >= 1.
 void reduce(const Reduction& reduction, void* out, const void* const* in, int n, std::size_t count);
 
-// For schedules in which partial results travel: a contribution is lifted once, combined along the way, and lowered.
-// A lifted array is of dtype lifted(dtype): float32 for float16 and bfloat16, else the dtype itself.
+// These are for schedules with partial results. A contribution is lifted once, combined with others, and lowered. A
+// lifted array has dtype lifted(dtype): float32 for float16 and bfloat16, and otherwise the dtype itself.
 DType lifted(DType dtype);
-bool lifts(const Reduction& reduction);   // whether that changes anything
-bool lowers(const Reduction& reduction);  // the same
-// What remains to be done with what has been lifted, before it is lowered.
+bool lifts(const Reduction& reduction);   // whether lifting changes the data
+bool lowers(const Reduction& reduction);  // whether lowering changes the data
+// The reduction between lifting and lowering.
 Reduction after_lifting(const Reduction& reduction);
-// The inputs, which are lifted and combined in their order, and not lowered. `out` is none of them.
+// Lifts the inputs and combines them in order, without lowering. `out` is none of them.
 void fold(const Reduction& reduction, void* out, const void* const* in, int n, std::size_t count);
 void lift(const Reduction& reduction, void* out, const void* in, std::size_t count);  // may be in place
 void combine(const Reduction& reduction, void* accumulator, const void* in, std::size_t count);

@@ -1,5 +1,5 @@
-// The loops of reductions, for the compiler to vectorise once per instruction set: each is inlined into a function that
-// is compiled for one.
+// The loops of reductions. The compiler vectorises them once per instruction set, because each is inlined into a
+// function that is compiled for one set.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 #define AIOCOMMS_INLINE __attribute__((always_inline)) static inline
 
-// The iterations of a loop are independent: what overlaps does so element on element.
+// The iterations of a loop are independent. Arrays overlap only element on element.
 #if defined(__clang__)
 #define AIOCOMMS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -26,7 +26,7 @@ struct Complex {
   T re, im;
 };
 
-// Operators: a = a op b. Integers wrap around: they are unsigned here, and `1U *` keeps them so in arithmetic.
+// Operators: a = a op b. Integers wrap around because they are unsigned. `1U *` keeps them unsigned after promotion.
 
 struct Add {
   template <class T>
@@ -54,7 +54,7 @@ struct Multiply {
   }
 };
 
-// A NaN in `b` fails the comparison and is what remains; one in `a` is asked for, with `|` since `||` is a branch.
+// If `b` is NaN, the comparison fails and the result is `b`. A NaN in `a` is tested, with `|` because `||` is a branch.
 struct Least {
   template <class T>
   AIOCOMMS_INLINE void apply(T& a, const T& b) {
@@ -87,7 +87,7 @@ struct Xor {
   AIOCOMMS_INLINE void apply(std::uint8_t& a, std::uint8_t b) { a ^= b; }
 };
 
-// Operators on a value, or one part of a complex value, and a parameter.
+// Operators on a parameter and a value, or one part of a complex value.
 
 struct Scale {
   template <class T>
@@ -103,15 +103,13 @@ struct Divide {
   }
 };
 
-// What torch's division of a complex number by a real one rounds like.
+// This rounds like torch's division of a complex number by a real one.
 struct DivideComplex {
   template <class T>
   AIOCOMMS_INLINE void apply(T& value, T divisor) {
     value *= T{1} / divisor;
   }
 };
-
-// Loops.
 
 template <class T, class Operation>
 struct Folding {

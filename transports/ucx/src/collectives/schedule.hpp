@@ -1,6 +1,7 @@
-// A collective as a coroutine: it reads as the textbook has it, and is suspended wherever it waits.
+// A collective as a coroutine. It reads like the textbook's algorithm, and is suspended at each wait.
 //
-// Nothing here blocks, knows UCX or takes a lock: whoever owns a schedule holds the engine's lock while it runs.
+// The code here never blocks, does not know UCX and takes no lock. The owner of a schedule holds the engine's lock
+// while it runs.
 #pragma once
 
 #include <coroutine>
@@ -10,7 +11,7 @@
 
 namespace aiocomms {
 
-// One send or receive under way. It must stay where it is until it is done.
+// One unfinished send or receive. It must not move until it is done.
 class Event {
  public:
   Event() = default;
@@ -19,13 +20,13 @@ class Event {
 
   bool done() const { return done_; }
 
-  // Called by the transport, once. Whoever waits goes on inside this call.
+  // The transport calls this once. The waiter resumes inside this call.
   void complete() {
     done_ = true;
     if (waiter_) std::exchange(waiter_, nullptr).resume();
   }
 
-  // What `co_await event` needs.
+  // The interface of `co_await event`.
   bool await_ready() const { return done_; }
   void await_suspend(std::coroutine_handle<> waiter) { waiter_ = waiter; }
   void await_resume() const {}
@@ -35,14 +36,15 @@ class Event {
   std::coroutine_handle<> waiter_;
 };
 
-// What a schedule of messages runs on: the ranks of a group, numbered from 0.
+// The messages of a schedule, between the ranks of a group, numbered from 0.
 //
-// The n-th send of rank a to rank b meets the n-th receive of b from a, within one schedule; their sizes agree.
-// Sends may wait for their receives: a schedule that sends and receives starts both before it waits for either.
-// The memory must stay untouched (for a receive: unread) until the event is done.
+// Within one schedule, the n-th send of rank a to rank b meets the n-th receive of b from a. Their sizes agree. A send
+// may wait for its receive. So a schedule that sends and receives starts both before it waits. The memory must not
+// change until the event is done, and a receive's memory must not be read.
 //
-// Neither throws: what cannot be sent or received is never done. And whoever is amid messages throws nothing either,
-// for their events and memory would be gone while they are used: it takes all memory that it needs before the first.
+// Neither function throws. A message that cannot be sent or received is never done. A schedule must not throw while it
+// has unfinished messages, because their events and memory are in use. So it allocates all its memory before the first
+// message.
 class Messages {
  public:
   virtual ~Messages() = default;
@@ -52,8 +54,8 @@ class Messages {
   virtual void recv(int src, void* data, std::size_t bytes, Event& event) noexcept = 0;
 };
 
-// A coroutine that starts when it is first resumed or awaited. Its frame dies with it. What it throws comes out where
-// it is awaited, or asked for by `check`.
+// A coroutine that starts when it is first resumed or awaited. Its frame dies with it. Its exception appears where it
+// is awaited, or in `check`.
 class Task {
  public:
   struct promise_type {
@@ -88,12 +90,12 @@ class Task {
 
   void start() { handle_.resume(); }
   bool done() const { return !handle_ || handle_.done(); }
-  // Of one that is done: throws what it has thrown.
+  // For a task that is done: rethrows its exception.
   void check() const {
     if (handle_ && handle_.promise().thrown) std::rethrow_exception(handle_.promise().thrown);
   }
 
-  // What `co_await task` needs: run it to its end, then go on.
+  // The interface of `co_await task`: it runs the task to its end, then resumes the waiter.
   bool await_ready() const { return done(); }
   std::coroutine_handle<> await_suspend(std::coroutine_handle<> waiter) {
     handle_.promise().continuation = waiter;

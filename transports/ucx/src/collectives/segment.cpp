@@ -38,7 +38,7 @@ std::size_t Segment::bytes(int ranks) {
 std::size_t Segment::place_of_pool(int ranks) { return 2 * bytes(ranks) + Board::bytes(ranks); }
 
 int Segment::create(int ranks, bool with_pool) {
-  // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
+  // The memory has no name, so no other process can open it and no file remains. Pages exist once they are touched.
   const auto size = static_cast<off_t>(place_of_pool(ranks) + (with_pool ? Pool::bytes(ranks) : 0));
   int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
@@ -79,7 +79,7 @@ Segment::~Segment() {
   munmap(memory_, bytes_);
 }
 
-// A futex is of 32 bits: the lower half of the number.
+// A futex has 32 bits. It is the lower half of the number.
 std::uint32_t* Segment::futex_of(int rank) {
   constexpr int kLower = std::endian::native == std::endian::little ? 0 : 1;
   return reinterpret_cast<std::uint32_t*>(&owners_[rank].rest.is) + kLower;
@@ -104,7 +104,7 @@ bool Segment::writable(std::uint64_t round) {
 }
 
 bool Segment::has_come(const Awaited& awaited) {
-  if (awaited.rank >= ranks_) return true;  // so another rank says; it may look for itself
+  if (awaited.rank >= ranks_) return true;  // The value comes from another rank, which may look for itself.
   switch (awaited.what) {
     case Awaited::kAnything:
       return true;
@@ -154,7 +154,7 @@ bool Segment::holds_slots() noexcept {
 bool Segment::release_own() noexcept {
   if (!rests()) return false;
   std::ranges::replace(held_, Pool::kOwn, Pool::kNone);
-  // Should the system refuse, the pages stay until the communicator is closed.
+  // If the system refuses, the pages stay until the communicator is closed.
   madvise(own(rank_, 0), kDepth * kSlot, MADV_REMOVE);
   return true;
 }

@@ -1,4 +1,4 @@
-// One rank's place in the shared memory of a communicator's ranks on one host, and what its schedules wait for there.
+// One rank's state in the shared memory of its communicator and host.
 #pragma once
 
 #include <coroutine>
@@ -12,21 +12,22 @@
 
 namespace aiocomms {
 
-// One rank's place at a segment: the round it is in, and what its schedule waits for.
+// One rank's state at a segment: its round, and the condition that its schedule waits for.
 class Shared {
  public:
   explicit Shared(SharedMemory memory, std::size_t offset = 0)
       : segment(memory, offset), inputs(static_cast<std::size_t>(memory.ranks)) {}
 
   Segment segment;
-  std::uint64_t fingerprint = 0;              // of the collective under way
-  const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
-  std::vector<const void*> inputs;            // scratch: one pointer per rank
-  std::vector<int> pids;                      // of the ranks, if they read parts out of each other's memory; else empty
-  int disagrees = -1;                         // a rank that is doing something else
-  bool published_any = false;                 // since this was last set to false
+  std::uint64_t fingerprint = 0;              // of the running collective
+  const std::uint64_t* slice_ends = nullptr;  // when a schedule gives others their turn, in ns
+  std::vector<const void*> inputs;            // scratch with one pointer per rank
+  // the processes of the ranks if they read parts from each other's memory, else empty
+  std::vector<int> pids;
+  int disagrees = -1;          // a rank that runs another collective
+  bool published_any = false;  // since this was last set to false
 
-  // Polls what the schedule waits for. Returns whether it went on.
+  // Polls the schedule's condition. Returns whether the schedule resumed.
   bool poll() {
     if (waiting_ == nullptr || !waiting_->ready()) return false;
     waiting_ = nullptr;
@@ -35,14 +36,14 @@ class Shared {
   }
   bool waits_for_nothing() const { return waiting_ == nullptr; }
   Segment::Awaited awaited() const { return waiting_ ? waiting_->awaited() : Segment::Awaited{}; }
-  void forget() { waiting_ = nullptr; }  // the schedule is gone
-  // The ranks whose first line of the collective under way has not come.
+  void forget() { waiting_ = nullptr; }  // the schedule has ended
+  // The ranks whose first line of the running collective is missing.
   std::vector<int> missing() const;
 
-  // ------------------------------------------------------------------------------------ for the schedules
+  // ------------------------------------------------------------------------------------------------- for the schedules
   int rank() const { return segment.rank(); }
   int ranks() const { return segment.ranks(); }
-  // Take `count` rounds. Returns the first.
+  // Takes `count` rounds. Returns the first.
   std::uint64_t take(std::uint64_t count) {
     first_ = next_;
     next_ += count;
@@ -85,8 +86,8 @@ class Shared {
   Wait all(std::uint64_t round) { return {*this, {Segment::Awaited::kAll, 0, round}}; }
   Wait one(int rank, std::uint64_t round) { return {*this, {Segment::Awaited::kOne, rank, round}}; }
   Wait second(int rank, std::uint64_t round) { return {*this, {Segment::Awaited::kSecond, rank, round}}; }
-  Wait never() { return {*this, {Segment::Awaited::kNever}}; }    // a rank is gone, as others will be told
-  Wait turn() { return {*this, {Segment::Awaited::kAnything}}; }  // lets others run if this schedule's slice is over
+  Wait never() { return {*this, {Segment::Awaited::kNever}}; }    // A rank is lost, and the engine reports it.
+  Wait turn() { return {*this, {Segment::Awaited::kAnything}}; }  // The schedule suspends if its slice is over.
 
  private:
   std::uint64_t next_ = 0;

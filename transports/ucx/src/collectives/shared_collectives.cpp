@@ -10,19 +10,19 @@
 namespace aiocomms {
 namespace {
 
-// Up to here every rank reduces everything by itself: a second phase would cost a synchronisation, which takes longer.
-// Two ranks always do, since neither reads or writes less of the other's where they share the work.
+// Up to this size every rank reduces all data itself. A second phase would cost a synchronisation, which takes longer.
+// Two ranks always do so, because sharing the work would not reduce their reads and writes of each other's data.
 constexpr std::size_t kDirect = 4096;
-// Chunks are at least so large that the synchronisation of a round does not show, and shares whole cache lines.
+// A chunk is so large that the synchronisation of a round is negligible. A share consists of whole cache lines.
 constexpr std::size_t kSmallestChunk = 32 * 1024;
-// What is reduced is copied while it is in the innermost cache.
+// Reduced data are copied while they are in the innermost cache.
 constexpr std::size_t kTile = 8 * 1024;
 
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, divided_up(bytes, chunk));
 }
 
-// Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a
+// The size of chunks that fill the pipeline, which is three rounds deep. They are at least kSmallestChunk, and fit in a
 // slot.
 std::size_t chunk_for(std::size_t bytes) {
   return std::clamp(rounded_up(bytes / 8, kLine), kSmallestChunk, Segment::kSlot);
@@ -40,8 +40,8 @@ Task shared_barrier(Shared& shared) {
 
 namespace {
 
-// Everybody reads everything, out of the lines themselves or out of the slots: one chunk is contributed while the one
-// before is reduced. Chunks are as large as they may be where there are two of them.
+// Every rank reads all data, from the lines or from the slots. It contributes one chunk and then reduces the one
+// before. Two chunks are as large as a slot allows.
 Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
   Segment& segment = shared.segment;
   const std::size_t size = size_of(reduction.dtype), bytes = count * size;
@@ -53,7 +53,7 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
       const Span part(turn, step, count);
       const std::uint64_t round = first + turn;
       co_await shared.writable(round);
-      const bool gives = root != shared.rank();  // nobody reads what the root has
+      const bool gives = root != shared.rank();  // No rank reads the root's contribution.
       const void* const from = at(data, part.offset * size);
       if (gives && small) copy_bytes(segment.line(shared.rank(), round).data, from, part.length * size);
       if (gives && !small) segment.copy_in(round, 0, from, part.length * size);
@@ -86,9 +86,9 @@ class Chunk {
     share_ = rounded_up(divided_up(elements.length, ranks), per_line);
   }
 
-  // Give the others their shares.
+  // Gives the other ranks their shares.
   void contribute(const void* data) const {
-    shared_.segment.own_slot(round_);  // also where it holds nothing but what this rank will have reduced
+    shared_.segment.own_slot(round_);  // The rank also takes a slot that will only hold its reduced share.
     for (int rank = 0; rank < shared_.ranks(); ++rank) {
       const Span share = share_of(rank);
       if (rank == shared_.rank()) continue;
@@ -97,7 +97,7 @@ class Chunk {
     }
   }
 
-  // Reduce this rank's share of what everybody contributed, for the others, and into `out` if there is one.
+  // Reduces this rank's share of all contributions, for the other ranks, and into `out` if that is not null.
   void reduce_share(const void* data, void* out) const {
     const Span share = share_of(shared_.rank());
     std::byte* result = shared_.segment.slot(shared_.rank(), round_);
@@ -115,7 +115,7 @@ class Chunk {
     }
   }
 
-  // Take the share that `rank` has reduced.
+  // Takes the share that `rank` has reduced.
   void collect(int rank, void* out) const {
     const Span share = share_of(rank);
     shared_.segment.copy_out(rank, round_, share.offset * size_, at(out, (elements_.offset + share.offset) * size_),
@@ -132,8 +132,8 @@ class Chunk {
   std::size_t size_, share_;
 };
 
-// Reduce-scatter and all-gather through shared memory, pipelined: while a chunk's shares are being collected, the next
-// chunk's are reduced and the one's after that contributed.
+// Pipelined reduce-scatter and all-gather through shared memory. While the shares of one chunk are collected, those of
+// the next are reduced and those after that are contributed.
 Task reduce_in_shares(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
   const std::size_t size = size_of(reduction.dtype);
   const std::size_t step = chunk_for(count * size) / size;
@@ -175,21 +175,22 @@ Task shared_reduce(Shared& shared, Reduction reduction, int root, void* data, vo
 
 namespace {
 
-// From this size of a part on, ranks read it out of each other's tensors: one copy in place of two, for one more round.
+// From this size on, ranks read a part from each other's tensors. This takes one copy in place of two, and one more
+// round.
 constexpr std::size_t kReadInPlace = 128 * 1024;
 
 bool in_place(const Shared& shared, std::size_t largest) { return !shared.pids.empty() && largest >= kReadInPlace; }
 
-// What every rank has published in its slot for this one: where the part lies that is for it.
+// The address of this rank's part, from another rank's slot.
 const std::byte* address_in(const std::byte* slot, int rank) {
   const std::byte* address;
   std::memcpy(&address, slot + static_cast<std::size_t>(rank) * sizeof address, sizeof address);
   return address;
 }
 
-// Each rank reads the others' parts where they are, and nobody leaves before everybody has. from[r]: what this rank has
-// for rank r; to[r], bytes[r]: what it takes from rank r. (Chakraborty, Subramoni, Panda: "Contention-Aware
-// Kernel-Assisted MPI Collectives for Multi-/Many-Core Systems", CLUSTER 2017: every rank begins with another one.)
+// Each rank reads the others' parts in place, and leaves after every rank has read. from[r]: this rank's part for rank
+// r. to[r], bytes[r]: the part that it takes from rank r. (Chakraborty, Subramoni, Panda: "Contention-Aware
+// Kernel-Assisted MPI Collectives for Multi-/Many-Core Systems", CLUSTER 2017: every rank begins with a different one.)
 Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<void*> to, Bytes bytes) {
   Segment& segment = shared.segment;
   const int me = shared.rank(), ranks = shared.ranks();
@@ -234,8 +235,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);
   const bool takes = !outs.empty();
-  // Everybody meets in the first round. Who takes nothing from others fills its slots before it looks whether all have
-  // come; until then it keeps their lines as they are.
+  // All ranks meet in the first round. A rank that takes nothing fills its slots before it checks that all have come.
+  // Until then it does not finish rounds, so the other ranks' lines stay valid.
   const bool gives = !takes || (bytes[me] && std::count(bytes.begin(), bytes.end(), std::size_t{0}) + 1 == ranks);
   const std::uint64_t meeting = gives ? std::min(rounds, Segment::kDepth - 1) : 1;
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
@@ -269,16 +270,16 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
 Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
   const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
   const bool several = std::count(bytes.begin(), bytes.end(), std::size_t{0}) + 1 < shared.ranks();
-  // One part for all is quicker through the slots: its owner and its readers copy at the same time.
+  // A single part is faster through the slots, because its owner and its readers copy at the same time.
   if (!several || !in_place(shared, most)) return spread_by_slots(shared, in, std::move(outs), std::move(bytes));
-  if (outs.empty()) std::fill(bytes.begin(), bytes.end(), 0);  // it takes nothing
+  if (outs.empty()) std::fill(bytes.begin(), bytes.end(), 0);  // This rank takes nothing.
   std::vector<const void*> from(static_cast<std::size_t>(shared.ranks()), in);
   return read_in_place(shared, std::move(from), std::move(outs), std::move(bytes));
 }
 
 namespace {
 
-// The bytes of a slot that are meant for one rank.
+// The bytes of a slot for one rank.
 std::size_t piece_of(const Shared& shared) {
   return Segment::kSlot / static_cast<std::size_t>(shared.ranks()) / kLine * kLine;
 }
@@ -305,7 +306,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
         }
       }
       shared.publish(first + turn);
-      // What stays here is copied while the others come.
+      // This rank's own block is copied while the other ranks arrive.
       const Span part(turn, step, in_bytes[me]);
       copy_bytes(at(outs[me], part.offset), at(ins[me], part.offset), part.length);
     }

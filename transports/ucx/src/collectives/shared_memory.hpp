@@ -1,4 +1,4 @@
-// Memory that the ranks of a host share, by a descriptor.
+// Memory that the ranks of a host share, by descriptor.
 #pragma once
 
 #include <sys/mman.h>
@@ -14,15 +14,16 @@
 
 namespace aiocomms {
 
-// What ranks tell each other is in atomics that no lock of one process guards.
+// Ranks communicate through atomics. A lock of one process could not guard them.
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-// The next part begins on a page of its own, which can be mapped, whatever size pages have: on aarch64 up to 64 KiB.
-// Those that nobody touches take no memory.
+// Each part begins on its own page, so that it can be mapped. On aarch64 a page has up to 64 KiB. Untouched pages take
+// no memory.
 constexpr std::size_t kLargestPage = 64 * 1024;
 constexpr std::size_t whole_pages(std::size_t bytes) { return rounded_up(bytes, kLargestPage); }
 
-// Maps a part of a descriptor's memory, and does not close it. std::system_error: it cannot, or there is less.
+// Maps a part of a descriptor's memory, without closing it. std::system_error: the map fails, or the memory is too
+// small.
 inline void* map_shared(int fd, std::size_t offset, std::size_t bytes) {
   const auto fail = [](const char* what) { throw std::system_error(errno, std::generic_category(), what); };
   struct stat status;
