@@ -1,5 +1,5 @@
-// One-sided operations on a rank's memory that UCX reaches, in the order of the calls. UCX does not keep that order by
-// itself, and its fence waits, inside the call, for a peer that may have stopped.
+// Orders one-sided operations on memory that UCX accesses, in the order of the calls. UCX does not keep that order
+// itself. Its fence waits inside the call for a peer that may have stopped.
 #pragma once
 
 #include <cstddef>
@@ -17,33 +17,35 @@ namespace aiocomms {
 
 struct Group;
 
-// The operations of one communicator on one other rank. An op begins once all before it have begun, and nothing is
-// under way that it must come behind: a put or a get comes behind puts of the same bytes and behind atomics; a put also
-// behind gets; an op that reaches no memory by itself behind all puts and gets. A get and an atomic are over when they
-// are answered, a put when UCX has flushed the peer, of which `finished` tells.
+// The operations of one communicator on one other rank. An op begins after all earlier ops have begun, and after all
+// unfinished ops that it must follow.
+//
+// A put or a get follows puts of the same bytes, and all atomics. A put also follows gets. A kTell op accesses no
+// memory through UCX, and follows all puts and gets. A get or an atomic ends with its answer. A put ends when UCX has
+// flushed the peer, which `finished` reports.
 struct Lane final : Pending {
   enum Kind { kPut, kGet, kTell };
   struct Op {
     Kind kind;
     std::uint64_t window;
-    Pending* pending;                  // told if the op does not begin
+    Pending* pending;                  // called if the op does not begin
     std::function<void()> start;       // never called if the op does not begin
-    std::uint64_t begin = 0, end = 0;  // of the peer's memory
+    std::uint64_t begin = 0, end = 0;  // in the peer's memory
   };
 
   Lane(Group* the_group, int the_peer, Network& the_network) : group(the_group), peer(the_peer), network(the_network) {}
 
-  Group* group;  // null: it is closed
+  Group* group;  // null: the group is closed
   const int peer;
   Network& network;
   std::list<Op> ops;                           // that have not begun
-  std::map<std::uint64_t, std::uint64_t> put;  // from, to: since the last flush
-  std::vector<ucp_rkey_h> keys;                // of closed windows, which UCX may still use
-  int atomics = 0;                             // that are under way
-  int gets = 0;                                // likewise
+  std::map<std::uint64_t, std::uint64_t> put;  // the ranges (begin, end) of the puts since the last flush
+  std::vector<ucp_rkey_h> keys;                // keys of closed windows, which UCX may still use
+  int atomics = 0;                             // unfinished atomics
+  int gets = 0;                                // unfinished gets
   bool flushing = false;
 
-  static constexpr std::size_t kMostPuts = 1024;  // then they are flushed, too
+  static constexpr std::size_t kMostPuts = 1024;  // this many puts are flushed
 
   bool clean() const { return put.empty() && gets == 0 && !flushing; }
 
@@ -53,7 +55,7 @@ struct Lane final : Pending {
     const auto after = put.lower_bound(op.end);
     return put.size() >= kMostPuts || (after != put.begin() && std::prev(after)->second > op.begin);
   }
-  // Whether it must wait for an answer.
+  // Whether an op must wait for an answer.
   bool needs_answer(const Op& op) const { return (op.kind != kGet && gets > 0) || (op.kind != kTell && atomics > 0); }
 
   void flush() noexcept {
@@ -68,7 +70,7 @@ struct Lane final : Pending {
     if (gets == 0) destroy_keys();
   }
 
-  // Operations for which `is_ended` holds are not started any more.
+  // Ends the ops for which `is_ended` holds. They never begin.
   template <typename IsEnded>
   void end_ops(ucs_status_t status, IsEnded is_ended) noexcept {
     std::list<Op> ended;

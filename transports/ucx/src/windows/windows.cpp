@@ -13,12 +13,12 @@ namespace {
 
 template <typename T>
 std::uint64_t atomically(std::byte* where, bool swap, std::uint64_t a, std::uint64_t b) {
-  static_assert(std::atomic_ref<T>::is_always_lock_free);  // other processes change it, too
+  static_assert(std::atomic_ref<T>::is_always_lock_free);  // Other processes change the element too.
   std::atomic_ref<T> element(*reinterpret_cast<T*>(where));
   if (!swap) return element.fetch_add(static_cast<T>(a));
   T expected = static_cast<T>(a);
   element.compare_exchange_strong(expected, static_cast<T>(b));
-  return expected;  // what was there: what was expected, if it was replaced
+  return expected;  // This is the old value. It equals the original `expected` if the exchange succeeded.
 }
 
 std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::uint64_t a, std::uint64_t b) {
@@ -27,7 +27,7 @@ std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::ui
 
 void finish(Operation* op) { op->finished(UCS_OK); }
 
-// Calls `then` when as many calls of UCX as announced have finished well.
+// Calls `then` after `count` calls of UCX have finished, with UCS_OK or the last failure.
 struct Countdown final : Pending {
   Countdown(int the_count, std::function<void(ucs_status_t)> the_then) : count(the_count), then(std::move(the_then)) {}
   void finished(ucs_status_t status) noexcept override {
@@ -41,7 +41,7 @@ struct Countdown final : Pending {
   ucs_status_t worst = UCS_OK;
 };
 
-// An atomic or a get, which its lane counts while it is under way.
+// An atomic or a get, which its lane counts until it ends.
 struct Counted final : Pending {
   Counted(int& the_count, Pending* the_pending) : count(the_count), pending(the_pending) { ++count; }
   ~Counted() override { --count; }
@@ -114,10 +114,10 @@ void Windows::close(Group& group, std::uint64_t number) {
   group.windows.erase(found);
 }
 
-// --------------------------------------------------------------------------------------- copies and lanes, piece by
-// piece
+// ----------------------------------------------------------------------------------------- copies and lanes, in pieces
 
-// Within this process, which cannot fail: now, or after the copies that are under way. then(op) ends the op.
+// Copies within this process, which cannot fail. It copies now, or after earlier unfinished copies. then(op) ends the
+// op.
 template <typename Then>
 void Windows::copy(Operation* op, Copy copy, const Then& then) {
   if (jobs_.empty() && copy.bytes <= kStep) {
@@ -128,7 +128,7 @@ void Windows::copy(Operation* op, Copy copy, const Then& then) {
   if (jobs_.size() == 1) advance_job();
 }
 
-// The copies of one op, in the order of a vector that begins with the last one.
+// Makes the copies of one op, in the reverse order of the vector.
 void Windows::copy_all(Operation* op, std::vector<Copy> copies) {
   if (copies.empty()) return copy(op, {}, finish);
   const Copy first = copies.back();
@@ -153,7 +153,7 @@ bool Windows::advance_job() noexcept {
   jobs_.pop_front();
   try {
     done.then(done.op);
-  } catch (const std::bad_alloc&) {  // before anybody else had the op in hand
+  } catch (const std::bad_alloc&) {  // The op has not been passed on yet.
     done.op->finished(UCS_ERR_NO_MEMORY);
   }
   return true;
@@ -161,7 +161,7 @@ bool Windows::advance_job() noexcept {
 
 Lane& Windows::lane_to(Group& group, int rank) {
   if (const auto found = group.lanes.find(rank); found != group.lanes.end()) return *found->second;
-  waiting_.reserve(lanes_.size() + 1);  // room for all of them
+  waiting_.reserve(lanes_.size() + 1);  // room for all lanes
   std::list<Lane> made;
   made.emplace_back(&group, group.peers[rank], network_);
   Lane& lane = *group.lanes.emplace(rank, &made.front()).first->second;
@@ -169,12 +169,12 @@ Lane& Windows::lane_to(Group& group, int rank) {
   return lane;
 }
 
-// The op begins when it is its turn.
+// The op begins at its turn.
 void Windows::enqueue(Lane& lane, Lane::Op op) noexcept {
   if (lane.group->lost) return op.pending->finished(UCS_ERR_CANCELED);
   try {
     lane.ops.push_back(std::move(op));
-  } catch (const std::bad_alloc&) {  // and has moved nothing
+  } catch (const std::bad_alloc&) {  // The failed call has not moved `op`.
     return op.pending->finished(UCS_ERR_NO_MEMORY);
   }
   advance_lane(lane);
@@ -197,7 +197,7 @@ bool Windows::advance_lane(Lane& lane) noexcept {
     try {
       if (op.kind == Lane::kPut) lane.put.emplace(op.begin, op.end);
       op.start();
-    } catch (const std::bad_alloc&) {  // before UCX had the op in hand
+    } catch (const std::bad_alloc&) {  // UCX does not have the op yet.
       op.pending->finished(UCS_ERR_NO_MEMORY);
     }
     moved = true;
@@ -212,7 +212,7 @@ bool Windows::advance_lanes() noexcept {
   return moved;
 }
 
-// -------------------------------------------------------------------------------------------------------- operations
+// ---------------------------------------------------------------------------------------------------------- operations
 
 void Windows::put(Operation* op, const Place& place, const void* data) {
   Group& group = op->group;
@@ -247,10 +247,11 @@ void Windows::put_signal(Operation* op, const Place& place, const void* data) {
   Countdown* const both = owned.get();
   Lane& lane = lane_to(group, rank);
   std::function<void()> tell = [=, this, &group] {
-    if (both->worst != UCS_OK) return both->finished(both->worst);  // it would vouch for what has not arrived
+    // The signal would vouch for data that has not arrived.
+    if (both->worst != UCS_OK) return both->finished(both->worst);
     send_signal(group, both, window, rank);
   };
-  put_far(group, both, place, data);  // the last thing that may throw: from here on the op is known
+  put_far(group, both, place, data);  // This is the last call that may throw. After it the lane knows the op.
   static_cast<void>(owned.release());
   enqueue(lane, {Lane::kTell, window, both, std::move(tell)});
 }
@@ -306,12 +307,12 @@ void Windows::get_v(Operation* op, const Runs& runs, std::byte* data) {
 template <typename Far>
 void Windows::move_far(Operation* op, const Runs& runs, const Far& far) {
   if (runs.starts.empty()) return op->finished(UCS_OK);
-  lane_to(op->group, runs.rank);  // made now, where that may throw: from here on the op is known
+  lane_to(op->group, runs.rank);  // The lane is made now, because that may throw. After it the op is known.
   auto all = new Countdown(static_cast<int>(runs.starts.size()), [op](ucs_status_t worst) { op->finished(worst); });
   for (std::size_t i = 0; i < runs.starts.size(); ++i) {
     try {
       far(all, {runs.window, runs.rank, runs.offsets[i], runs.bytes}, runs.starts[i]);
-    } catch (const std::bad_alloc&) {  // before UCX had the run in hand
+    } catch (const std::bad_alloc&) {  // UCX does not have the run yet.
       all->finished(UCS_ERR_NO_MEMORY);
     }
   }
@@ -392,12 +393,11 @@ void Windows::flush(Operation* op, std::uint64_t window, int rank) {
   copy(op, {}, flush_lanes);
 }
 
-// -------------------------------------------------------------------------------------------- what the others have
-// sent
+// --------------------------------------------------------------------------------------------- messages of other ranks
 
 void Windows::accept_signal(Group& group, const Header& header) {
   auto found = group.windows.find(static_cast<std::uint64_t>(header.tag));
-  if (found == group.windows.end()) return;  // closed: a signal that nobody waited for
+  if (found == group.windows.end()) return;  // The window is closed, and no op waits for the signal.
   Window::Part& from = found->second.parts[header.source];
   if (from.waits.empty()) {
     ++from.signals;
@@ -406,13 +406,14 @@ void Windows::accept_signal(Group& group, const Header& header) {
   }
 }
 
-// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's
-// own across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
+// The owner of the window executes the atomic. A processor's atomics are atomic among themselves, but not with those of
+// a network. UCX's own atomics over TCP do not work with its error handling (1.22: "cannot find remote protocol for
+// amo").
 void Windows::serve_atomic(Group& group, const Header& header, const void* payload) {
   Atomic what;
   auto found = group.windows.find(static_cast<std::uint64_t>(header.tag));
   if (header.bytes != sizeof what || payload == nullptr) return network_.refuse(group.peers[header.source]);
-  if (found == group.windows.end()) return;  // closed
+  if (found == group.windows.end()) return;  // The window is closed.
   std::memcpy(&what, payload, sizeof what);
   const Window::Part& mine = found->second.parts[group.rank];
   const bool fits = mine.mapped && (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
@@ -463,7 +464,7 @@ void Windows::release(Group& group) noexcept {
   }
 }
 
-// UCX may still have to tell that the group's peers have been flushed.
+// UCX may still have to report the flush of the group's peers.
 void Windows::close_lanes(Group& group) noexcept {
   for (auto& [rank, lane] : group.lanes) lane->group = nullptr;
   std::erase_if(waiting_, [](Lane* lane) { return lane->group == nullptr; });

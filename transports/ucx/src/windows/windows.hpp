@@ -1,5 +1,5 @@
-// One-sided operations. Memory of a rank on this host is mapped into this process and used directly; for any other UCX
-// reads and writes it. A signal is a message behind all that was put before it.
+// One-sided operations. Memory of a rank on this host is mapped into this process and used directly. UCX reads and
+// writes the memory of all other ranks. A signal is a message that follows all earlier puts.
 #pragma once
 
 #include <cstddef>
@@ -21,16 +21,17 @@ namespace aiocomms {
 
 class Windows {
  public:
-  // device: users' memory is a device's: no pointer to it is followed here.
+  // device: users' memory is a device's, and no pointer to it is followed here.
   Windows(Network& network, bool device) : network_(network), device_(device) {}
 
-  // See Engine::map_window and so on. std::out_of_range: there is no such window, or the bytes do not lie within.
+  // See Engine::map_window and the methods below it. std::out_of_range: there is no such window, or the range exceeds
+  // it.
   std::string map(Group& group, std::uint64_t window, void* data, std::size_t bytes, bool remote);
   void open(Group& group, std::uint64_t window, int rank, void* mapped, const std::string& rkey, std::uint64_t address,
             std::size_t bytes);
   void close(Group& group, std::uint64_t window);
 
-  // Where the bytes lie that an op is about.
+  // The bytes of an op.
   struct Place {
     std::uint64_t window;
     int rank;
@@ -38,15 +39,15 @@ class Windows {
     std::size_t bytes;
   };
   void put(Operation* op, const Place& place, const void* data);
-  void put_signal(Operation* op, const Place& place, const void* data);  // both, the signal behind the put
+  void put_signal(Operation* op, const Place& place, const void* data);  // a put and a signal that follows it
   void get(Operation* op, const Place& place, void* data);
-  // Equal runs of bytes, each from its own place to its own.
+  // Equal runs of bytes, each with its own source and destination.
   struct Runs {
     std::uint64_t window;
     int rank;
-    std::size_t bytes;                   // of a run
+    std::size_t bytes;                   // of one run
     std::vector<std::uint64_t> offsets;  // in the rank's part
-    std::vector<std::uint64_t> starts;   // in this rank's memory; as many
+    std::vector<std::uint64_t> starts;   // in this rank's memory, equally many
   };
   void put_v(Operation* op, const Runs& runs, const std::byte* data);
   void get_v(Operation* op, const Runs& runs, std::byte* data);
@@ -54,44 +55,44 @@ class Windows {
   void signal(Operation* op, std::uint64_t window, int rank);
   void wait_signal(Operation* op, std::uint64_t window, int rank);
   void flush(Operation* op, std::uint64_t window, int rank);  // -1: every rank's
-  // Take back a wait that no signal has ended; null if one has.
+  // Withdraws a wait that no signal has ended. Null: a signal has ended it.
   Request* withdraw_wait(Group& group, std::uint64_t window, int rank, Ticket ticket);
 
-  // ------------------------------------------------------------------------------------------ what the others have
-  // sent
+  // ------------------------------------------------------------------------------------------- messages of other ranks
   void accept_signal(Group& group, const Header& header);
   void serve_atomic(Group& group, const Header& header, const void* payload);
   void end_atomic(Group& group, const Header& answer) noexcept;
-  // A rank has closed the communicator: nobody waits for its signals any more.
+  // A rank has closed the communicator. The waits for its signals end.
   void end_waits(Group& group, int rank) noexcept;
 
   // ---------------------------------------------------------------------------------------------------------- progress
-  // One piece of the first copy. Returns whether there was one.
+  // Copies one piece of the first copy. Returns whether there was one.
   bool advance_jobs() noexcept { return !jobs_.empty() && advance_job(); }
-  // Operations begin whose turn it is. Returns whether one did.
+  // Begins the operations that have their turn. Returns whether one began.
   bool advance_lanes() noexcept;
   bool has_jobs() const { return !jobs_.empty(); }
-  // Whether operations have not begun yet: nobody tells of room for them.
+  // Whether operations have not begun yet. No event announces room for them.
   bool has_waiting_ops() const { return !waiting_.empty(); }
 
-  // The communicator is lost: nothing of it is moved on any more. It is closed: UCX may still hold something of it.
+  // release: the communicator is lost, and its operations stop. close_lanes: it is closed, but UCX may still hold its
+  // memory.
   void release(Group& group) noexcept;
   void close_lanes(Group& group) noexcept;
   // The engine closes.
   void destroy_keys() noexcept;
 
  private:
-  // What is copied without a look at anything else: a post may wait for so long for the engine's lock.
+  // The most bytes of one copy. A post may wait for the engine's lock for so long.
   static constexpr std::size_t kStep = 64 * 1024;
 
-  // A copy, and what is done after it. Jobs are done one after the other.
+  // A copy and its continuation. Jobs run one after the other.
   struct Job {
     Operation* op;
     Copy copy;
     std::function<void(Operation*)> then;  // ends the op
     std::vector<Copy> more = {};           // the op's other copies, the next one last
   };
-  // Who waits for the answer to an atomic, and where the value goes that it brings.
+  // The waiter for an atomic's answer, and the destination of the old value.
   struct Question {
     Group* group;
     int rank;
@@ -112,15 +113,15 @@ class Windows {
   void send_signal(Group& group, Pending* pending, std::uint64_t window, int rank);
   bool advance_job() noexcept;
   Lane& lane_to(Group& group, int rank);
-  void enqueue(Lane& lane, Lane::Op op) noexcept;  // it ends where there is no memory
+  void enqueue(Lane& lane, Lane::Op op) noexcept;  // without memory, the op ends with an error
   bool advance_lane(Lane& lane) noexcept;
   void ask_atomic(Operation* op, int rank, std::uint64_t window, const Atomic& what);
 
   Network& network_;
   const bool device_;
   std::deque<Job> jobs_;
-  std::list<Lane> lanes_;       // that stay where they are: UCX knows some of them
-  std::vector<Lane*> waiting_;  // those with ops that have not begun
+  std::list<Lane> lanes_;       // A list, because UCX keeps pointers to lanes.
+  std::vector<Lane*> waiting_;  // lanes with ops that have not begun
   std::unordered_map<std::uint64_t, Question> questions_;
   std::uint64_t last_question_ = 0;
 };
