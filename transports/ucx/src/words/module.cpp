@@ -1,5 +1,5 @@
-// The module aiocomms_words: words of shared memory, and the rounds of live groups (see aiocomms/live/registers.py);
-// and copies into memory of another process, which give way to it.
+// The module aiocomms_words. It has words of shared memory and the rounds of live groups (see
+// aiocomms/live/registers.py). It also has copies into another process's memory, which yield to that process.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-// A call that was made before: with this operator, dtype and shape it has this header.
+// The header of an earlier call, by its operator, dtype and shape.
 struct KnownCall {
   nb::object op;
   std::vector<std::int64_t> shape;
@@ -36,11 +36,11 @@ struct KnownCall {
   }
 };
 
-// The operators by their names in Python, in the order of Operator.
+// The operators' names in Python, in the order of Operator.
 constexpr std::array kOperators{"sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum"};
 constexpr std::uint64_t kBegin = 2;  // the number of a lane's first round
-constexpr std::size_t kKnown = 16;   // calls of a lane, at most
-// Bytes that take less time than it takes to let go of the interpreter's lock, and to get it back.
+constexpr std::size_t kKnown = 16;   // the most known calls of a lane
+// A copy of so few bytes takes less time than releasing and retaking the interpreter's lock.
 constexpr std::size_t kAtOnce = 4096;
 
 std::span<const std::byte> bytes_at(std::uintptr_t address, std::size_t count) {
@@ -67,7 +67,8 @@ class LaneRounds {
     return rounds_.arrive(number, said, parts);
   }
 
-  // None: nothing was done; a number: the round's word, for this rank has arrived; else the result.
+  // Returns None if nothing was done. Returns the round's word if this rank has only arrived. Otherwise it returns the
+  // result.
   nb::object all_reduce(std::uint64_t number, nb::handle tensor, nb::handle op) {
     const std::optional<View> data = plain_view(tensor, true);
     const KnownCall* call = data && data->bytes() <= most_ ? find(op, *data) : nullptr;
@@ -86,7 +87,7 @@ class LaneRounds {
     return nb::int_(word);
   }
 
-  // Whether the tensor has the result of a decided round, to which this rank has arrived by all_reduce.
+  // Whether the tensor now holds the result of a decided round, at which this rank arrived by all_reduce.
   bool finish(std::uint64_t word, nb::handle tensor, nb::handle op) {
     const std::optional<View> data = plain_view(tensor, true);
     const KnownCall* call = data ? find(op, *data) : nullptr;
@@ -154,7 +155,7 @@ class LaneRounds {
   nb::object ranks_;
 };
 
-// A part of a tensor: where it goes, where it lies, the bytes of an element, and the dimensions.
+// A part of a tensor: the addresses of its destination and source, the bytes of an element, and the dimensions.
 using Part = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t,
                         std::vector<std::tuple<std::size_t, std::ptrdiff_t, std::ptrdiff_t>>>;
 
@@ -175,7 +176,7 @@ void copy_parts(YieldingCopy& copying, const std::vector<Part>& parts) {
 
 NB_MODULE(aiocomms_words, module) {
   using namespace aiocomms;
-  nb::set_leak_warnings(false);  // what is left when the interpreter ends goes with the process
+  nb::set_leak_warnings(false);  // The end of the process frees all that is left.
   module.attr("__version__") = AIOCOMMS_VERSION;
   nb::class_<YieldingCopy>(module, "YieldingCopy")
       .def(nb::init<>())

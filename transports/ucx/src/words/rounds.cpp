@@ -9,20 +9,20 @@
 namespace aiocomms {
 namespace {
 
-// An area begins with the lengths of the header and of the data, which stands behind kHead bytes.
+// An area begins with the lengths of the header and of the data. The data begin after kHead bytes.
 constexpr std::size_t kHead = 4096;
 struct Lengths {
   std::uint64_t header, data;
 };
-// Bytes of a header that say who has written it.
+// Bytes of a header that identify the writer.
 constexpr std::size_t kHolder = 8;
-// Bytes that are reduced beside the program's memory, which stays as it is if that fails.
+// Results up to this size are reduced outside the program's memory, which stays unchanged on failure.
 constexpr std::size_t kBeside = 1024;
-// Bytes that are copied at once. From as many as the second-level cache has on, glibc copies in a way that takes three
+// Bytes that are copied at once. From the size of the second-level cache on, glibc's other way of copying takes three
 // times as long on Zen 5.
 constexpr std::size_t kCopied = 256 * 1024;
-// Nanoseconds for which a rank looks at a round before it sleeps: about what it costs to be woken, and what it takes to
-// copy some bytes once more.
+// Nanoseconds for which a rank polls a round before it sleeps. It is about the cost of a wake-up, plus the time of
+// copying the bytes once more.
 constexpr std::size_t kSpin = 20'000;
 constexpr std::size_t kBytesPerNs = 8;
 

@@ -1,5 +1,5 @@
-// The rounds of one lane of a live group as aiocomms/live/rounds.py has them, where all is as it nearly always is. Of
-// whatever else it says that it was not done, and Python does it.
+// The common case of aiocomms/live/rounds.py: the rounds of one lane of a live group. In all other cases it does
+// nothing and reports so, and Python does the work.
 #pragma once
 
 #include <array>
@@ -15,9 +15,9 @@
 
 namespace aiocomms {
 
-// Where the words and areas of a lane are, and whose rounds these are; as aiocomms/live/registers.py has it.
+// The words and areas of a lane, and the rank that uses them, as in aiocomms/live/registers.py.
 struct LaneMemory {
-  std::size_t first, places, sleepers;  // the lane's first word, the first place's, and the word before the sleepers'
+  std::size_t first, places, sleepers;  // the lane's first word, the first place, and the word before the sleepers
   std::size_t rank, size, most_ranks;
   std::uint64_t holder;
   std::byte* areas;  // two for each rank
@@ -42,21 +42,21 @@ class Rounds {
 
   Rounds(Words& words, const LaneMemory& lane) : words_(words), lane_(lane) {}
 
-  // Contributes to a round. Returns its word, perhaps after some spinning; 0: this rank has not arrived.
+  // Contributes to a round, and may spin. Returns the round's word. 0: this rank has not arrived.
   std::uint64_t arrive(std::uint64_t number, std::string_view header, std::span<const Bytes> parts);
-  // Whether somebody sleeps until the round is decided.
+  // Whether a rank sleeps until the round is decided.
   bool awaited(std::uint64_t number) const { return words_.load(lane_.sleepers + lane_.word_of(number)) != 0; }
-  // Reduces what the ranks of a decided round have contributed, in their order, into this rank's own contribution.
-  // False: they have called something else, or a later round has the areas; then `data` may hold anything.
+  // Reduces the contributions of a decided round, in the order of ranks, into this rank's own contribution. False: some
+  // rank has called something else, or a later round uses the areas. `data` may then hold anything.
   bool reduce(std::uint64_t word, std::string_view header, const Reduction& how, std::span<std::byte> data);
-  // From now on ranks are known by these numbers, with which the headers of their contributions begin.
+  // Sets the number that identifies a rank. The headers of its contributions begin with it.
   void know(std::size_t rank, std::uint64_t holder) { holders_.at(rank) = holder; }
   std::uint64_t bits_of(std::uint64_t word) const { return word & (lane_.decided() - 1); }
   const LaneMemory& lane() const { return lane_; }
 
  private:
   void write(std::uint64_t number, std::string_view header, std::span<const Bytes> parts) const;
-  // Its data, if it is the same call with as many bytes; else null.
+  // Returns a rank's data if it has made the same call with equally many bytes, else null.
   const std::byte* contribution(std::uint64_t number, std::size_t rank, std::string_view header,
                                 std::size_t bytes) const;
   std::uint64_t spin(std::uint64_t number, std::uint64_t word, std::size_t bytes) const;

@@ -1,8 +1,7 @@
 // Words of shared memory that processes change by compare-and-swap.
 //
-// All operations are sequentially consistent, and keep what a process writes to the rest of the memory behind or before
-// them: whoever sees a word that was swapped sees what was written before, and nothing that is written afterwards is
-// seen earlier (as a seqlock needs it).
+// All operations are sequentially consistent, and order a process's other accesses to the memory. A process that sees a
+// swapped word sees all earlier writes. It sees no later write earlier, as a seqlock needs.
 #pragma once
 
 #include <atomic>
@@ -27,7 +26,7 @@ class Words {
     fence(std::memory_order_seq_cst);
     return line(at).load(std::memory_order_seq_cst);
   }
-  // What it held.
+  // Returns the old value.
   std::uint64_t swap(std::size_t at, std::uint64_t expected, std::uint64_t desired) {
     line(at).compare_exchange_strong(expected, desired, std::memory_order_seq_cst);
     fence(std::memory_order_seq_cst);
@@ -35,7 +34,7 @@ class Words {
   }
 
  private:
-  // On a cache line of its own: ranks poll some while others change.
+  // Each word has its own cache line, because ranks poll some words while others change.
   struct alignas(64) Line {
     std::atomic<std::uint64_t> word;
   };

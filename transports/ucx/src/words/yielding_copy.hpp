@@ -1,4 +1,4 @@
-// A copy that gives way: a thread of the lowest priority makes it, which runs where a core has nothing else to do.
+// A copy that yields. A thread of the lowest priority makes it, and runs when a core is idle.
 #pragma once
 
 #include <pthread.h>
@@ -15,23 +15,23 @@
 
 namespace aiocomms {
 
-// A dimension of what is copied: how many there are, and how many bytes further the next one is on either side.
+// A dimension of a copy: the number of elements, and the bytes between them on either side.
 struct Dim {
   std::size_t count;
   std::ptrdiff_t to, from;
 };
 
-// Bytes that are copied before the core is offered to others: some 40 µs. A thread that yields, as the engine's users
-// do while they wait, does not wake later, and so only a yield gives the core back to it before the next tick, in 4 ms.
+// Bytes between two yields, about 40 µs. A thread that yields, as the engine's users do while they wait, has no
+// wake-up. So only a yield of the copying thread returns the core to that thread before the next tick, in 4 ms.
 constexpr std::size_t kBetweenYields = 256 * 1024;
 
-// Copies parts of tensors, until it is stopped.
+// Copies parts of tensors until it is stopped.
 class YieldingCopy {
  public:
-  // Any thread may call it. What is under way ends within one piece, and nothing is copied from then on.
+  // Any thread may call it. The present piece ends, and nothing more is copied.
   void stop() { stopped_.store(true, std::memory_order_relaxed); }
 
-  // Elements that lie at these places, in dimensions of which the last one is the innermost.
+  // Copies the elements of all dimensions. The last dimension is the innermost.
   void copy(std::byte* to, const std::byte* from, std::vector<Dim> dims, std::size_t element) {
     std::size_t run = element;
     while (!dims.empty() && dims.back().to == dims.back().from && dims.back().to == static_cast<std::ptrdiff_t>(run)) {
@@ -70,15 +70,16 @@ class YieldingCopy {
   std::size_t copied_ = 0;  // since the last yield
 };
 
-// Calls something in a new thread, and waits for its end. Whatever else wants the thread's core has it at once
-// (SCHED_IDLE), as long as the two are of one scheduling group; beside a program that never rests, the thread gets some
-// 0.3 % of a core. Nobody may need a lock that the thread has.
-// std::system_error: no thread can be started.
+// Runs a call in a new thread, and waits for its end.
+//
+// Any other thread that wants the core gets it at once (SCHED_IDLE), if both have the same scheduling group. Beside a
+// program that never rests, the new thread gets about 0.3 % of a core. No other thread may need a lock that this one
+// holds. std::system_error: the thread cannot be started.
 template <typename Call>
 void give_way(const Call& call) {
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // a signal would wait for the thread to run
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // A signal handler would have to wait until the thread ends.
   std::thread thread;
   try {
     thread = std::thread([&call] {
