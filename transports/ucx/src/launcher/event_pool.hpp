@@ -1,4 +1,4 @@
-// Events of CUDA that are used again once they have fired.
+// CUDA events that are reused after they have fired.
 #pragma once
 
 #include <unistd.h>
@@ -14,7 +14,7 @@
 
 namespace aiocomms {
 
-// A call of CUDA's runtime has failed. The text begins as torch's does.
+// A failed call of CUDA's runtime. The text begins like torch's.
 class CudaFailure : public std::runtime_error {
  public:
   CudaFailure(const GpuApi& api, int code, const char* what)
@@ -27,7 +27,7 @@ class CudaFailure : public std::runtime_error {
 
 class EventPool;
 
-// An event that goes back to its pool when nobody has it any more.
+// An event that returns to its pool when its last owner releases it.
 class PooledEvent {
  public:
   PooledEvent(std::shared_ptr<EventPool> pool, GpuEvent event) : event(event), pool_(std::move(pool)) {}
@@ -42,18 +42,18 @@ class PooledEvent {
   const std::shared_ptr<EventPool> pool_;
 };
 
-// Its own lock is the last that is taken, and no function of CUDA is called under it.
+// Its lock is always taken last, and no function of CUDA is called under it.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(const GpuApi& api) : api_(api) {}
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
-  // The last of its events or the launcher goes. A forked child calls nothing of CUDA.
+  // Runs after the end of its last event and of the launcher. A forked child makes no calls of CUDA.
   ~EventPool() {
     if (getpid() == process_) clear();
   }
 
-  // Call it without the launcher's lock, for it may call CUDA.
+  // Call it without the launcher's lock, because it may call CUDA.
   std::shared_ptr<PooledEvent> take() {
     destroy(limbo_);
     GpuEvent event = nullptr;
@@ -70,7 +70,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
     return std::make_shared<PooledEvent>(shared_from_this(), event);
   }
 
-  // One that may not have fired is not used again, but destroyed: its last record may be waited for.
+  // Takes an event back. An event that may not have fired is destroyed, because a thread may wait for its last record.
   void give_back(GpuEvent event, bool fired) {
     const std::lock_guard guard(mutex_);
     (fired ? idle_ : limbo_).push_back(event);

@@ -1,5 +1,5 @@
-// The functions of CUDA's runtime and of NCCL that the launcher calls. Whoever makes a launcher passes their addresses,
-// so this code is built, and runs, where there is neither; tests pass functions of their own.
+// The functions of CUDA's runtime and NCCL that the launcher calls. The maker of a launcher passes their addresses. So
+// this code builds and runs without both libraries, and tests pass their own functions.
 #pragma once
 
 #include <cstddef>
@@ -36,9 +36,9 @@ struct GpuApi {
   static constexpr unsigned kSleepsOn = 3;   // cudaEventBlockingSync | cudaEventDisableTiming
   static constexpr int kDeviceToDevice = 3;  // cudaMemcpyDeviceToDevice
   static constexpr int kThreadLocal = 1;     // cudaStreamCaptureModeThreadLocal
-  static constexpr int kNcclInProgress = 7;  // a communicator that does not block has taken the call
+  static constexpr int kNcclInProgress = 7;  // a nonblocking communicator has accepted the call
 
-  // Call visit(name, function) for each of them.
+  // Calls visit(name, function) for each function.
   template <typename Visit>
   void each(Visit visit) {
     visit("cudaSetDevice", set_device);

@@ -1,4 +1,4 @@
-// What the launcher's own threads do.
+// The functions of the launcher's own threads.
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
@@ -14,20 +14,21 @@ namespace {
 
 using Kind = LaunchOutcome::Kind;
 
-// How long the looking thread naps between two looks where no thread could be made to sleep on an event.
+// The pause of the polling thread between two looks if no thread could be started to sleep on an event.
 constexpr std::chrono::milliseconds kNap{1};
-// How often a thread that spins looks for news before it takes the lock again.
+// How often a spinning thread checks for news before it retakes the lock.
 constexpr int kLooks = 20;
 
 }  // namespace
 
 void Launcher::enter_thread() const {
-  int mode = GpuApi::kThreadLocal;  // else a call of CUDA here would break a capture that another thread makes
+  int mode = GpuApi::kThreadLocal;  // Otherwise a call of CUDA on this thread would break a capture of another thread.
   api_.exchange_capture_mode(&mode);
-  api_.set_device(device_);  // what it has to say, the next call says, too
+  api_.set_device(device_);  // A later call reports the same error.
 }
 
-// Detached: NCCL and CUDA let go of a thread when they like. What it uses it keeps alive. Under the lock.
+// Starts a detached thread, because NCCL and CUDA may hold a thread for long. The thread keeps its objects alive.
+// Called under the lock.
 void Launcher::start(void (Launcher::*run)(LinePtr), LinePtr line) {
   std::thread([self = shared_from_this(), run, line = std::move(line)] {
     pthread_setname_np(pthread_self(), line == nullptr ? "aiocomms nccl" : "aiocomms sleeps");
@@ -37,7 +38,7 @@ void Launcher::start(void (Launcher::*run)(LinePtr), LinePtr line) {
       try {
         (self.get()->*run)(line);
         goes_on = false;
-      } catch (const std::bad_alloc&) {  // nothing else is thrown; an op that it cost ends with its deadline
+      } catch (const std::bad_alloc&) {  // Nothing else is thrown. An op that is lost by this ends with its deadline.
       }
     }
     const Lock lock(self->mutex_);
@@ -53,7 +54,7 @@ void Launcher::run_calls(LinePtr) {
     if (!queue_.empty()) {
       issue(lock);
     } else if (LaunchClock::now() - active_since_ < spin_) {
-      pause(lock, news_given_, kLooks);  // the next op is often near, and a thread that sleeps wakes late
+      pause(lock, news_given_, kLooks);  // The next op often comes soon, and a sleeping thread wakes late.
     } else {
       given_.wait(lock);
     }
@@ -117,7 +118,7 @@ void Launcher::look(Lock& lock) {
   }
 }
 
-// Conclude what has ended of a line whose pending ops are this thread's. Returns whether anything has.
+// Concludes the finished ops of a line that this thread polls. Returns whether there was one.
 bool Launcher::look_at(Lock& lock, const LinePtr& line) {
   bool moved = false;
   while (!line->pending.empty()) {
@@ -132,7 +133,7 @@ bool Launcher::look_at(Lock& lock, const LinePtr& line) {
   return moved;
 }
 
-// Without the lock, which those who hand over want.
+// Waits without the lock, so that other threads can pass work on.
 void Launcher::pause(Lock& lock, const std::atomic<unsigned>& news, int looks) {
   const unsigned seen = news.load(std::memory_order_relaxed);
   lock.unlock();
@@ -144,7 +145,7 @@ void Launcher::hand_to_sleepers() {
   std::erase_if(looked_at_, [this](const LinePtr& line) {
     try {
       if (!line->has_thread) start(&Launcher::run_sleep, line);
-    } catch (const std::system_error&) {  // there are as many threads as there may be
+    } catch (const std::system_error&) {  // The system allows no more threads.
       return false;
     }
     line->has_thread = line->slept_on = true;
@@ -164,7 +165,8 @@ void Launcher::run_sleep(LinePtr line) {
     const int code = api_.event_synchronize(event);
     lock.lock();
     conclude_head(*line, code);
-    look_at(lock, line);  // which CUDA has done meanwhile, too: the loop is woken once for all
+    // The thread also concludes ops that CUDA has finished meanwhile. The loop is then woken once for all.
+    look_at(lock, line);
     line->slept_on = !line->pending.empty();
   }
   line->has_thread = false;
@@ -189,7 +191,7 @@ LaunchOutcome Launcher::call(LaunchWork& work) const {
   return {work.id, code ? Kind::kCuda : Kind::kDone, code};
 }
 
-// Copies come first, and NCCL's calls are one group if they are several.
+// Makes the copies first. Several calls of NCCL form one group.
 LaunchOutcome Launcher::call_nccl(const LaunchWork& work) const {
   std::size_t calls = 0;
   for (const LaunchCall& call : work.calls) {
@@ -240,7 +242,8 @@ int Launcher::call_one(const LaunchWork& work, const LaunchCall& call) const {
 
 int Launcher::query(GpuEvent event) const {
   const int code = api_.event_query(event);
-  if (code == GpuApi::kNotReady) api_.last_error();  // CUDA keeps it as this thread's last error, for NCCL to find
+  // CUDA stores it as this thread's last error, which NCCL would find.
+  if (code == GpuApi::kNotReady) api_.last_error();
   return code;
 }
 
@@ -271,7 +274,7 @@ void Launcher::tell_asleep(LaunchPort& port) {
   port.told_asleep = true;
 }
 
-// Of one line, or of all lines of a port.
+// Drops the queued ops of one line, or of all lines of a port.
 void Launcher::drop_queued(const CommLine* line, const LaunchPort* port) {
   std::vector<WorkPtr> dropped;
   std::erase_if(queue_, [&](const WorkPtr& work) {

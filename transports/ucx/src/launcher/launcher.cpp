@@ -1,4 +1,4 @@
-// What users of the launcher call on their own threads.
+// The launcher's functions for its users' threads.
 #include "launcher/launcher.hpp"
 
 #include <sys/eventfd.h>
@@ -66,7 +66,7 @@ std::uint64_t Launcher::launch(const LinePtr& line, std::shared_ptr<PooledEvent>
 }
 
 void Launcher::wait_stream(LaunchPort& port, std::uint64_t id, GpuStream stream) {
-  std::shared_ptr<PooledEvent> end;  // kept, so that nobody records it anew meanwhile
+  std::shared_ptr<PooledEvent> end;  // The event is kept alive, so that no other op records it meanwhile.
   {
     Lock lock(mutex_);
     const auto found = port.works.find(id);

@@ -1,18 +1,19 @@
-// The thread that calls NCCL in the event loop's place, and those that sleep on its events.
+// Calls NCCL on its own thread instead of the event loop's, and waits for NCCL's events on other threads.
 //
-// The loop's thread hands over an op, and goes on. One thread of a device takes the ops in the order in which they were
-// handed over, whatever communicator they are of: ranks that call NCCL's communicators in different orders may wait for
-// each other for ever, and the program's order is the one that ranks have in common. It makes the op's stream wait for
-// the caller's, calls NCCL, and records an event behind. CUDA may hold it there while its queue is full: the loop is
-// not held, and whoever gives the communicator up does so on a thread of their own.
+// The loop's thread queues an op and continues. One thread per device takes the ops of all communicators in the order
+// of the queue. Ranks that call NCCL's communicators in different orders may wait for each other forever, and the
+// program's order is common to all ranks. The thread makes the op's stream wait for the caller's stream, calls NCCL,
+// and records an event. CUDA may hold the thread while its queue is full. This does not hold the loop. A caller gives
+// up a communicator on another thread.
 //
-// A second thread of the device asks the first event of each stream, so that a short op costs no thread's sleep and
-// waking, and a call that CUDA holds delays no op that has ended. What has not fired within `spin` is slept on by a
-// thread of that stream, for CUDA lets a thread sleep on one event, and streams must not wait for each other; until its
-// stream is empty, so that it costs no CPU where ops are long. Who sees an event fire puts the op on its port's list,
-// and makes the port's descriptor readable once for all that is on it.
+// A second thread per device polls the first event of each stream. So a short op costs no sleep and wake-up, and a call
+// that CUDA holds does not delay ops that have ended. If an event does not fire within `spin`, a thread of its stream
+// sleeps on it. CUDA lets a thread sleep on one event, and streams must not wait for each other. That thread continues
+// until its stream is empty, so long ops cost no CPU time. The thread that sees an event fire adds the op to its port's
+// list. It makes the port's descriptor readable once for the whole list.
 //
-// One lock guards all of it. Nothing of CUDA or NCCL is called under it, nor the interpreter's lock waited for.
+// One lock guards everything. No function of CUDA or NCCL is called under it, and no thread waits for the interpreter's
+// lock under it.
 #pragma once
 
 #include <atomic>
@@ -34,7 +35,7 @@ namespace aiocomms {
 
 using LaunchClock = std::chrono::steady_clock;
 
-// One call of an op. Its numbers are those of NCCL; `count` of a copy are bytes.
+// One call of an op. Its numbers are those of NCCL. The `count` of a copy is in bytes.
 struct LaunchCall {
   enum What { kCopy, kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kSend, kRecv };
 
@@ -48,7 +49,7 @@ struct LaunchCall {
 };
 
 struct LaunchOutcome {
-  // The last one is of no op: a thread sleeps on what is under way, which is so at the first look or becomes so.
+  // kAsleep belongs to no op. It reports that a thread sleeps on unfinished ops, or soon will.
   enum Kind { kDone, kNccl, kCuda, kDropped, kAsleep };
 
   std::uint64_t id = 0;
@@ -58,10 +59,10 @@ struct LaunchOutcome {
 
 struct LaunchPort;
 
-// An op that was handed over. All but what the launching thread reads while it calls NCCL is guarded by the lock.
+// A queued op. The lock guards all its fields, except those that the launching thread reads during NCCL's call.
 struct LaunchWork;
 
-// A communicator of NCCL, with the stream of its own.
+// A communicator of NCCL and its own stream.
 struct CommLine {
   CommLine(std::shared_ptr<LaunchPort> port, GpuStream stream, NcclComm comm)
       : port(std::move(port)), stream(stream), comm(comm) {}
@@ -70,16 +71,16 @@ struct CommLine {
   const GpuStream stream;
   const NcclComm comm;
   std::deque<std::shared_ptr<LaunchWork>> pending;  // called, and not known to have ended
-  std::size_t queued = 0;                           // handed over, and NCCL's call has not returned
+  std::size_t queued = 0;                           // queued ops whose call of NCCL has not returned
   bool cut = false;                                 // NCCL is not called any more
-  bool slept_on = false;                            // its pending ops are its thread's
+  bool slept_on = false;                            // the line's thread handles its pending ops
   bool has_thread = false;
-  std::condition_variable wake;  // of its thread
+  std::condition_variable wake;  // for its thread
 };
 
 struct LaunchWork {
   std::uint64_t id;
-  std::uint64_t number;  // of all ops of the launcher
+  std::uint64_t number;  // among all ops of the launcher
   std::shared_ptr<CommLine> line;
   std::shared_ptr<PooledEvent> after;
   std::shared_ptr<PooledEvent> end;
@@ -87,7 +88,7 @@ struct LaunchWork {
   bool called = false;
 };
 
-// What one user of a launcher hears: the ops that have ended, in the order in which that was seen.
+// The outcomes for one user of a launcher, in the order in which the launcher saw them.
 struct LaunchPort {
   LaunchPort();
   LaunchPort(const LaunchPort&) = delete;
@@ -96,9 +97,9 @@ struct LaunchPort {
 
   int fd;
   bool readable = false;
-  bool told_asleep = false;  // since the user took what has ended
-  bool lost = false;         // a call has failed, or the user gives up: NCCL is not called any more
-  bool closed = false;       // nobody listens
+  bool told_asleep = false;  // since the user last took outcomes
+  bool lost = false;         // NCCL is not called any more, because a call has failed or the user has given up
+  bool closed = false;       // the user has closed the port
   std::uint64_t ids = 0;
   std::vector<LaunchOutcome> ended;
   std::vector<std::weak_ptr<CommLine>> lines;
@@ -107,7 +108,7 @@ struct LaunchPort {
 
 class Launcher : public std::enable_shared_from_this<Launcher> {
  public:
-  using Patience = std::optional<std::chrono::duration<double>>;  // none: as long as it takes
+  using Patience = std::optional<std::chrono::duration<double>>;  // none: without a limit
 
   Launcher(const GpuApi& api, int device, std::chrono::microseconds spin);
   Launcher(const Launcher&) = delete;
@@ -119,33 +120,34 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   // The text of an op's failure.
   std::string cuda_error(int code) const { return CudaFailure(api_, code, "a collective or message").what(); }
 
-  // Record an event at the present end of a stream, on the caller's thread.
+  // Records an event at the present end of a stream, on the caller's thread.
   std::shared_ptr<PooledEvent> mark(GpuStream stream);
-  // Make a stream wait for a mark, on the caller's thread.
+  // Makes a stream wait for a mark, on the caller's thread.
   void join(GpuStream stream, const PooledEvent& mark) const;
-  // Hand over an op. Never waits for CUDA or NCCL. Returns the op's number among those of its port.
+  // Queues an op, and never waits for CUDA or NCCL. Returns the op's number on its port.
   std::uint64_t launch(const std::shared_ptr<CommLine>& line, std::shared_ptr<PooledEvent> after,
                        std::vector<LaunchCall> calls);
-  // Make a stream wait for an op: wait until NCCL was called for it, then have CUDA do the rest.
+  // Makes a stream wait for an op. It waits until NCCL was called for the op, and CUDA does the rest.
   void wait_stream(LaunchPort& port, std::uint64_t id, GpuStream stream);
 
-  // The ops that have ended since the last call. Makes the descriptor unreadable.
+  // The ops that have ended since the last call. It makes the descriptor unreadable.
   std::vector<LaunchOutcome> take(LaunchPort& port);
 
-  // Call NCCL for a line no more: what is queued is dropped. Returns at once, on any thread.
+  // Stops calls of NCCL for a line, and drops its queued ops. It returns at once, on any thread.
   void cut(CommLine& line);
   // The same for all lines of a port.
   void cut(LaunchPort& port);
-  // Wait until no op of a line waits for NCCL's call or is in it. Returns false if that takes longer.
+  // Waits until no op of a line is queued or in NCCL's call. Returns false after `patience`.
   bool settle(CommLine& line, Patience patience);
-  // Wait until NCCL was called for all that was handed over before, of any port, or this port is cut.
+  // Waits until NCCL was called for all earlier ops of any port, or this port is cut.
   void settle_all(LaunchPort& port);
-  // Wait until all ops of a line, or of a port, have ended.
+  // Waits until all ops of a line, or of a port, have ended.
   void drain(CommLine& line);
   void drain(LaunchPort& port);
-  // Drop what a port has, and its descriptor. Threads of its lines end with the op that they sleep on.
+  // Drops the queued ops of a port, and closes its descriptor. A thread of its lines ends with the op that it sleeps
+  // on.
   void close(LaunchPort& port);
-  // End the threads. One that CUDA or NCCL holds is left behind, and ends when it is let go.
+  // Ends the threads. A thread that CUDA or NCCL holds is left behind, and ends when it is released.
   void end(Patience patience);
 
  private:
@@ -182,15 +184,15 @@ class Launcher : public std::enable_shared_from_this<Launcher> {
   const std::shared_ptr<EventPool> events_;
 
   std::mutex mutex_;
-  std::condition_variable given_;   // of the calling thread
-  std::condition_variable called_;  // of the looking thread
-  std::condition_variable moved_;   // of those who wait for it
+  std::condition_variable given_;   // for the calling thread
+  std::condition_variable called_;  // for the polling thread
+  std::condition_variable moved_;   // for threads that wait for progress
   std::deque<WorkPtr> queue_;
-  std::atomic<unsigned> news_given_ = 0;  // counts, so that who spins need not take the lock to see it
+  std::atomic<unsigned> news_given_ = 0;  // counters, which a spinning thread reads without the lock
   std::atomic<unsigned> news_called_ = 0;
-  std::vector<LinePtr> looked_at_;  // lines with pending ops that no thread of theirs sleeps on
+  std::vector<LinePtr> looked_at_;  // lines with pending ops and no thread that sleeps on them
   std::uint64_t numbers_ = 0;
-  std::uint64_t calling_ = 0;  // the number of the op for which NCCL is being called; 0: none
+  std::uint64_t calling_ = 0;  // The number of the op in NCCL's call. 0: none.
   LaunchClock::time_point active_since_{};
   bool started_ = false;
   bool ending_ = false;

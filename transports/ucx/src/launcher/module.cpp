@@ -1,7 +1,8 @@
-// What Python sees of the launcher: the module aiocomms_launcher.
+// The module aiocomms_launcher: the launcher's interface to Python.
 //
-// The rule of the interpreter's lock: a function that may wait lets go of it first. The others take the launcher's lock
-// alone, under which nobody waits; and mark(), as torch's own events do, calls CUDA with it.
+// The rule for the interpreter's lock: a function that may wait releases it first. Other functions only take the
+// launcher's lock, under which no thread waits. mark() calls CUDA with the interpreter's lock, as torch's own events
+// do.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -75,8 +76,8 @@ void define_kinds(nb::module_& module) {
   module.attr("ASLEEP") = static_cast<int>(LaunchOutcome::kAsleep);
 }
 
-// What a Python object has of an object here. nanobind's own conversion of a shared_ptr keeps the Python object, and
-// takes the interpreter's lock where the last one goes: that may be under the launcher's lock.
+// A Python object's reference to a C++ object. nanobind's own conversion of a shared_ptr keeps the Python object alive.
+// It would take the interpreter's lock when the last reference ends, perhaps under the launcher's lock.
 template <typename T>
 struct Shared {
   std::shared_ptr<T> it;
@@ -149,7 +150,7 @@ void define_ends(nb::class_<SharedLauncher>& launcher) {
 }  // namespace
 
 NB_MODULE(aiocomms_launcher, module) {
-  nb::set_leak_warnings(false);  // what is left when the interpreter ends goes with the process
+  nb::set_leak_warnings(false);  // The end of the process frees all that is left.
   module.def("version", [] { return AIOCOMMS_VERSION; });
   define_kinds(module);
   nb::class_<SharedMark>(module, "Mark");
