@@ -1,4 +1,4 @@
-// Arguments of Python's calls, as shortcuts look at them.
+// Arguments of Python's calls, as the shortcuts read them.
 #pragma once
 
 #include <Python.h>
@@ -10,7 +10,7 @@ namespace aiocomms {
 
 using Arguments = PyObject* const*;
 
-// A number that is exactly an int, and lies within; none: perhaps no number at all.
+// Returns the value of an exact int within bounds. None: the argument may not even be a number.
 inline std::optional<std::int64_t> int_within(PyObject* given, std::int64_t least, std::int64_t most) {
   if (!PyLong_CheckExact(given)) return {};
   int overflow = 0;

@@ -1,16 +1,19 @@
-// What Python sees of the engine; with tensors.cpp all that knows Python. Whoever calls keeps the tensors alive until
-// the outcome.
+// The engine's interface to Python. In the engine only the files of this folder use Python. The caller keeps the
+// tensors alive until the outcome.
 //
-// The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
-// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `map_memory`, `number`, `address`, `fileno`,
-// `notes_fileno`, `ready`, `parks`); or it lets go of it around its call of the engine, and touches Python's objects
-// before and after that alone: a tensor is looked at, and bytes are copied, before; or, a shortcut's post of a few
-// bytes, it tries the engine's lock once, or on another thread for 10 µs, and lets go of the interpreter's before it
-// waits for that, or for a peer (engine/held.hpp, engine/elsewhere.hpp). So nobody waits long for the engine's lock who
-// has the interpreter's, and nobody for the interpreter's who has the engine's, whose thread never asks for it. (To let
-// go may mean to wait for another thread to take it, which needs nothing for that.) Python's threads call the engine at
-// any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then
-// it is closed.)
+// Some functions keep the interpreter's lock: `explain`, `is_plain`, `dtype_names`, `map_memory`, `number`, `address`,
+// `fileno`, `notes_fileno`, `ready` and `parks`. They take no other lock, wait for nothing and do not call UCX. All
+// other functions release it around their call of the engine. They use Python's objects only before and after that
+// call. They read a tensor and copy bytes before it.
+//
+// A shortcut's post of a few bytes tries the engine's lock while it holds the interpreter's. It tries once, or on
+// another thread for 10 µs. It releases the interpreter's lock before it waits for the engine's lock or for a peer
+// (engine/held.hpp, engine/elsewhere.hpp). So no thread with the interpreter's lock waits long for the engine's lock.
+// No thread with the engine's lock waits for the interpreter's lock, which the engine's thread never takes. A release
+// may wait until another thread takes the interpreter's lock, which always succeeds.
+//
+// Python's threads may call the engine at the same time. The engine's own lock separates them. Python deletes an engine
+// while it holds the interpreter's lock. By then the engine is closed.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -56,9 +59,8 @@ Blocks blocks_of(nb::handle given, std::size_t size) {
   return blocks;
 }
 
-// The tensors are looked at first, for that takes the GIL; what follows does not.
-// place: an Engine, or InLanes; number: the communicator's, or the lane's;
-// form: which operation it is, as a number.
+// The functions read the tensors first, because that needs the GIL. The rest does not. place: an Engine or InLanes.
+// number: the communicator's or the lane's. form: the number of the operation.
 template <typename Place>
 using Number = std::conditional_t<std::is_same_v<Place, InLanes>, std::uint64_t, std::uint32_t>;
 
@@ -135,7 +137,7 @@ double scatter_op(Place& place, Ticket ticket, Number<Place> number, int form, n
       [&](auto& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
 }
 
-// Blocks of one tensor are of one size everywhere; lists may differ, and it is seen then.
+// The blocks of one tensor have the same size on all ranks. Lists may differ, and are then checked.
 template <typename Place>
 double all_to_all_op(Place& place, Ticket ticket, Number<Place> number, int form, std::size_t size, nb::handle inputs,
                      nb::handle outputs) {
@@ -195,7 +197,7 @@ bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t wi
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
-// Numbers of a tensor, which are none below 0, times a factor.
+// The nonnegative numbers of a tensor, times a factor.
 std::vector<std::uint64_t> numbers_of(nb::handle tensor, std::size_t factor) {
   const View view = view_of(tensor);
   if (view.bytes() != view.count * sizeof(std::uint64_t)) throw std::invalid_argument("numbers of another size");
@@ -205,7 +207,7 @@ std::vector<std::uint64_t> numbers_of(nb::handle tensor, std::size_t factor) {
   return numbers;
 }
 
-// Runs of `count` elements, between places in a tensor and in a rank's part, which are in elements.
+// Runs of `count` elements. Their offsets in the tensor and in a rank's part are in elements.
 Windows::Runs runs_of(const View& data, std::uint64_t window, int rank, nb::handle offsets, nb::handle starts,
                       std::size_t count) {
   const std::size_t size = size_of(data.dtype);
@@ -235,7 +237,7 @@ bool tell_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t w
 
 std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
 
-// All that a descriptor is of, as a tensor of bytes. Python's mmap would keep a copy of the descriptor.
+// The whole memory of a descriptor, as a tensor of bytes. Python's mmap would keep a copy of the descriptor.
 nb::object map_memory(int fd, std::size_t bytes) {
   struct Mapping {
     void* memory;
@@ -250,7 +252,7 @@ nb::object map_memory(int fd, std::size_t bytes) {
   return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(memory, {bytes}, owner));
 }
 
-// What `call` returns, made without the interpreter's lock.
+// Returns the result of `call`, made without the interpreter's lock.
 template <typename Call>
 auto released(const Call& call) {
   Unlocked unlocked;
@@ -286,7 +288,7 @@ bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
   return released([&] { return engine.send_frame(peer, copy); });
 }
 
-// (peer, frame)
+// Returns pairs (peer, frame).
 nb::object take_notes(Engine& engine) {
   const auto notes = released([&] { return engine.take_notes(); });
   nb::list taken;
@@ -294,7 +296,7 @@ nb::object take_notes(Engine& engine) {
   return taken;
 }
 
-// (ticket, status, detail, detail) and (kind, peer, group, detail, frame).
+// Returns lists of (ticket, status, detail, detail) and of (kind, peer, group, detail, frame).
 nb::object told_of(const std::vector<Outcome>& outcomes, const std::vector<Notice>& notices) {
   nb::list done, told;
   for (const Outcome& it : outcomes) {
@@ -307,7 +309,7 @@ nb::object told_of(const std::vector<Outcome>& outcomes, const std::vector<Notic
   return nb::make_tuple(done, told);
 }
 
-// What has happened.
+// Makes progress. Returns the outcomes and notices, or None.
 nb::object progress(Engine& engine) {
   std::vector<Outcome> outcomes;
   std::vector<Notice> notices;
@@ -315,7 +317,7 @@ nb::object progress(Engine& engine) {
   if (outcomes.empty() && notices.empty()) return nb::none();
   try {
     return told_of(outcomes, notices);
-  } catch (...) {  // there is no memory for Python's objects, and nobody else has the outcomes
+  } catch (...) {  // There is no memory for Python's objects, and the outcomes are lost.
     released([&] { engine.fail("no memory for the outcomes of ops"); });
     throw;
   }
@@ -360,7 +362,7 @@ void define_collectives(nb::class_<Place>& place) {
 
 NB_MODULE(_engine, module) {
   using namespace aiocomms;
-  // What the interpreter does not free at its end is no defect: C code, or a thread that is cut off, may hold it.
+  // Objects that the interpreter does not free at its end are no defect. C code or an interrupted thread may hold them.
   nb::set_leak_warnings(false);
   nb::exception<UcxError>(module, "UcxError", PyExc_RuntimeError);
   module.def(
@@ -370,7 +372,7 @@ NB_MODULE(_engine, module) {
       "is_plain", [](nb::handle tensor, bool written) { return plain_view(tensor, written).has_value(); },
       nb::arg().none(), nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
   module.def("read_words_at", &read_words_at, nb::arg("impl"), nb::arg("keys"), nb::arg("autograd"), nb::arg("plain"));
-  // Ints are what ops give and get: an enumeration's member takes longer to make than a small message to come.
+  // Ops use ints. A member of an enumeration takes longer to make than a small message takes to arrive.
   nb::enum_<Status>(module, "Status", nb::is_arithmetic())
       .value("DONE", Status::kDone)
       .value("TRUNCATED", Status::kTruncated)
@@ -447,7 +449,7 @@ NB_MODULE(_engine, module) {
       .def(
           "halt",
           [](nb::handle_t<Engine> self) {
-            self.inc_ref();  // for ever
+            self.inc_ref();  // The reference is never released.
             Engine& engine = nb::cast<Engine&>(self);
             released([&] { engine.halt(); });
           },

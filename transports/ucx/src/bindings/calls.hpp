@@ -1,5 +1,5 @@
-// How collectives are called on the engine, for whoever has looked at the tensors: the methods of the engine
-// (bindings.cpp), and the shortcuts (shortcuts.cpp). Ranks that go different ways must agree on the fingerprints.
+// Calls collectives on the engine after the tensors are checked. The methods of the engine (bindings.cpp) and the
+// shortcuts (shortcuts.cpp) use it. Ranks may use either, so both must make the same fingerprints.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 namespace aiocomms {
 
-// What each rank sends or gets: a tensor per rank, or one tensor that is cut into equal blocks, in rank order.
+// The data that each rank sends or receives: a tensor per rank, or one tensor cut into equal blocks in rank order.
 struct Blocks {
   std::vector<void*> data;
   Bytes counts, bytes;
@@ -36,7 +36,7 @@ inline Blocks cut(const View& whole, std::size_t size) {
   return blocks;
 }
 
-// The fingerprint of a collective: what all ranks must agree on. (Mixed as in Vigna's splitmix64.)
+// The fingerprint of a collective. All ranks must make the same one. (Mixed as in Vigna's splitmix64.)
 template <typename... Parts>
 std::uint64_t fingerprint_of(Parts... parts) {
   std::uint64_t fingerprint = 0x9E3779B97F4A7C15u;
@@ -62,8 +62,8 @@ struct Reducing {
   }
 };
 
-// place: an Engine, or a communicator's lanes; number: the communicator's, or the lane's.
-// form: which operation it is, as a number.
+// place: an Engine, or a communicator's lanes. number: the communicator's or the lane's. form: the number of the
+// operation.
 template <typename Place, typename Number>
 double call_barrier(Place& place, Ticket ticket, Number number, int form, std::uint64_t detail) {
   return place.collective(ticket, number, fingerprint_of(form, detail),
@@ -97,7 +97,7 @@ double call_all_gather(Place& place, Ticket ticket, Number number, int form, con
                           [&](auto& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
-// equal: the blocks are of one size everywhere, as those of one tensor are.
+// equal: all blocks of all ranks have one size, as the blocks of one tensor have.
 template <typename Place, typename Number>
 double call_all_to_all(Place& place, Ticket ticket, Number number, int form, const Blocks& ins, const Blocks& outs,
                        bool equal) {

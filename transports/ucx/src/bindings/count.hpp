@@ -1,4 +1,5 @@
-// How many collectives a transport has posted; native code and Python count them together, with the interpreter's lock.
+// The number of collectives that a transport has posted. Native code and Python both count, with the interpreter's
+// lock.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace aiocomms {
 struct Count {
   std::uint64_t value = 0;
 
-  std::uint64_t next() { return value++; }  // the number of one more
+  std::uint64_t next() { return value++; }  // the number of the next collective
 };
 
 }  // namespace aiocomms

@@ -10,10 +10,10 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-// What is looked up in torch once; never released, for torch is not either.
+// Objects of torch, which are looked up once. They are never released, because torch is not either.
 struct Torch {
   PyObject *untyped_storage, *is_shared, *data_ptr, *nbytes;  // methods of classes
-  PyObject* exchange = nullptr;                               // null: this torch has none
+  PyObject* exchange = nullptr;                               // null: this torch does not have it
   PyObject *refer, *cpu;
 
   Torch() {
@@ -35,7 +35,7 @@ const Torch& torch() {
   return *found;
 }
 
-// Null: torch has raised, and nobody hears of it.
+// Null: torch has raised an exception, which is cleared.
 template <typename... Args>
 nb::object call(PyObject* function, const Args&... args) {
   PyObject* given[] = {args.ptr()...};
@@ -44,19 +44,19 @@ nb::object call(PyObject* function, const Args&... args) {
   return nb::steal(result);
 }
 
-// 0: torch has raised.
+// 0: torch has raised an exception.
 std::uintptr_t number(const nb::object& found) {
   return found ? reinterpret_cast<std::uintptr_t>(PyLong_AsVoidPtr(found.ptr())) : 0;
 }
 std::uintptr_t place_of(const nb::object& storage) { return number(call(torch().data_ptr, storage)); }
 
-// What was exchanged: the program's storage, and that which has its memory meanwhile.
+// An exchange: the program's storage, and the storage that has its memory meanwhile.
 struct Lent {
   nb::object storage, memory;
   std::size_t uses = 0;
 };
 
-// By the address. It stays until the process ends, as what is kept then does.
+// By address. It stays until the process ends, and so does the memory that is still kept then.
 std::unordered_map<std::uintptr_t, Lent>& lent() {
   static auto* all = new std::unordered_map<std::uintptr_t, Lent>;
   return *all;
@@ -68,10 +68,11 @@ bool exchange(const Lent& it) { return static_cast<bool>(call(torch().exchange, 
 }  // namespace
 
 void Kept::add(nb::handle tensor) noexcept {
-  const int collects = PyGC_Disable();  // a finalizer could ask for the op's outcome before its caller has noted the op
+  // A finalizer could ask for the op's outcome before its caller has noted the op.
+  const int collects = PyGC_Disable();
   try {
     lend(tensor);
-  } catch (const std::bad_alloc&) {  // before anything was exchanged
+  } catch (const std::bad_alloc&) {  // Nothing was exchanged yet.
   }
   if (collects != 0) PyGC_Enable();
 }
@@ -98,11 +99,11 @@ void Kept::lend(nb::handle tensor) {
 }
 
 Kept::~Kept() {
-  const nb::error_scope raised;  // what was raised before it stays raised
+  const nb::error_scope raised;  // A pending exception stays pending.
   for (const std::uintptr_t place : places_) {
     const auto found = lent().find(place);
     if (--found->second.uses > 0) continue;
-    const Lent ended = std::move(found->second);  // let go of last, which may run code of Python's
+    const Lent ended = std::move(found->second);  // This reference is released last, because that may run Python code.
     lent().erase(found);
     if (place_of(ended.storage) == place) exchange(ended);
   }

@@ -1,11 +1,11 @@
-// The memory of tensors that the engine uses, which stays there whatever a program does to their storages meanwhile.
+// Keeps the memory of tensors that the engine uses in place, even if a program changes their storages.
 //
-// resize_ and share_memory_ give a storage other memory, and free what it had, whose address the engine has. So for as
-// long as an op is pending its memory is lent: it belongs to a storage of ours, and the program's has the same address
-// and owns nothing. Torch refuses to resize that; and to give it other memory frees nothing.
+// resize_ and share_memory_ give a storage other memory and free the old memory, which the engine still uses. So a
+// pending op lends the memory to a storage of the engine. The program's storage keeps the same address and owns
+// nothing. Torch refuses to resize such a storage, and giving it other memory frees nothing.
 //
-// All calls hold the interpreter's lock. A torch that cannot exchange the memory of two storages has nothing kept; 2.13
-// can.
+// All calls hold the interpreter's lock. With a torch that cannot exchange the memory of two storages, nothing is kept.
+// torch 2.13 can.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,13 +22,14 @@ class Kept {
   Kept& operator=(const Kept&) = delete;
   ~Kept();
 
-  // Shared memory stays anyway, and so does that of a device, which torch calls shared, too: nothing is done.
+  // Shared memory stays in place anyway, and so does a device's memory, which torch also calls shared. Nothing is done
+  // for either.
   void add(nanobind::handle tensor) noexcept;
 
  private:
   void lend(nanobind::handle tensor);
 
-  std::vector<std::uintptr_t> places_;  // with memory of each
+  std::vector<std::uintptr_t> places_;  // the addresses of the kept memory
 };
 
 }  // namespace aiocomms

@@ -1,5 +1,5 @@
-// The collectives of each lane that are not done, in the order of the calls. All calls hold the interpreter's lock, and
-// no code of Python's runs within one, so that several threads may add and remove.
+// The unfinished collectives of each lane, in the order of the calls. All calls hold the interpreter's lock. No Python
+// code runs within a call, so several threads may add and remove.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,14 +23,15 @@ class LaneQueues {
     const auto [found, alone] = queues_.try_emplace(lane, std::move(one));
     if (!alone) found->second.push_back(std::move(work));
   }
-  // Whether it was the last of its lane.
+  // Whether it was the last collective of its lane.
   bool remove(std::uint64_t lane, nanobind::handle work) {
     const auto found = queues_.find(lane);
     if (found == queues_.end()) return false;
     Queue& queue = found->second;
     const auto place = std::find_if(queue.begin(), queue.end(), [&](const auto& it) { return it.is(work); });
     if (place == queue.end()) return false;
-    const nanobind::object removed = std::move(*place);  // let go of last, which may run code of Python's
+    const nanobind::object removed =
+        std::move(*place);  // This reference is released last, because that may run Python code.
     queue.erase(place);
     const bool last = queue.empty();
     if (last) queues_.erase(found);

@@ -1,4 +1,4 @@
-// What the bindings need to know of lanes: how collectives are called on them, and what a shortcut asks of a Lane.
+// Lanes in the bindings: calls of collectives on lanes, and the slots of a Python Lane that a shortcut reads.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,7 +11,7 @@
 
 namespace aiocomms {
 
-// A communicator's lanes, on which collectives are called by the lane's number, as on an engine by the communicator's.
+// A communicator's lanes. Collectives are called on it by the lane's number, as on an engine by the communicator's.
 struct InLanes {
   Engine& engine;
   std::uint32_t group;
@@ -23,7 +23,7 @@ struct InLanes {
   }
 };
 
-// An engine, or a communicator's lanes, on which ops are called by somebody who holds something.
+// An engine or a communicator's lanes, for callers that hold a lock.
 template <typename Place>
 struct Holding {
   Place& place;
@@ -47,15 +47,15 @@ struct Holding {
   }
 };
 
-// The tag of a lane's messages in place of the user's, as tag_of of aiocomms/lowering/lanes.py makes it.
+// The tag of a lane's message in place of the user's, like tag_of of aiocomms/lowering/lanes.py.
 inline std::int64_t tag_in_lane(std::uint64_t lane, std::int64_t tag) {
   constexpr std::uint64_t kAbove = std::uint64_t{1} << 62, kSpread = 0x9E3779B97F4A7C15u;
   return static_cast<std::int64_t>(kAbove | ((lane + static_cast<std::uint64_t>(tag) * kSpread) & (kAbove - 1)));
 }
 
-// What stands in a Lane of Python's.
+// The slots of a Python Lane.
 struct LaneSlots {
-  PyTypeObject* cls;  // borrowed: it is a module's
+  PyTypeObject* cls;  // borrowed, because a module owns it
   PySlot shortcuts, known, closed;
 
   explicit LaneSlots(nanobind::handle of)
@@ -65,15 +65,15 @@ struct LaneSlots {
         closed(of, "_closed") {}
 };
 
-// Whose op a shortcut starts: a communicator's, or a lane's.
+// The owner of a shortcut's op: a communicator or a lane.
 struct Caller {
-  nanobind::object self;   // goes on with what is pending
-  nanobind::object known;  // of a lane its number and its key in words; null: it is no lane
+  nanobind::object self;   // it continues with a pending op
+  nanobind::object known;  // the lane's number and its key in words, or null for a communicator
   std::uint64_t lane = 0;  // the number
-  // Of a call by another thread than the loop's: the op's record, and what is told that it is pending.
+  // For a call by another thread than the loop's: the op's record, and the object that notes the pending op.
   PyObject* record = nullptr;
   PyObject* keeper = nullptr;
-  mutable bool busy = false;  // the engine was, and nothing has happened
+  mutable bool busy = false;  // the engine was busy, and nothing has happened
 
   explicit operator bool() const { return static_cast<bool>(self); }
   bool in_lane() const { return static_cast<bool>(known); }

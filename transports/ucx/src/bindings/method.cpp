@@ -15,21 +15,21 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-// Lives as long as its class, which is a module's: it is never freed.
+// A Method is never freed, like its class, which a module owns.
 struct Method {
   PyObject_HEAD vectorcallfunc call;
   PyObject* function;
   Start start;
   Py_ssize_t arguments;
   std::array<PyObject*, kArguments> names;  // interned
-  PyTypeObject* cls;                        // whose instances, and its subclasses', have the slot
+  PyTypeObject* cls;                        // its instances and those of its subclasses have the slot
   PySlot slot;
-  PyTypeObject* held;  // the type: another plug-in's, or None, are not asked
+  PyTypeObject* held;  // The expected type. The objects of other plug-ins, or None, are not used.
 };
 
 Method& method_at(PyObject* self) { return *reinterpret_cast<Method*>(self); }
 
-// Puts the arguments in their order. Returns how many there are; -1: there are others, too many, or a gap.
+// Puts the arguments in their order. Returns their number. -1: there are unknown names, too many arguments, or a gap.
 Py_ssize_t fill(const Method& it, Arguments args, Py_ssize_t count, PyObject* keywords, PyObject** filled) {
   if (count > it.arguments) return -1;
   std::copy(args, args + count, filled);
@@ -53,7 +53,7 @@ PyObject* method_call(PyObject* self, Arguments args, size_t flagged, PyObject* 
     PyObject* work = nullptr;
     try {
       if (given >= 0) work = it.start(held, args[0], it.cls, filled, given);
-    } catch (const std::bad_alloc&) {  // before the engine has anything
+    } catch (const std::bad_alloc&) {  // The engine does not have the op yet.
     }
     if (work != nullptr || PyErr_Occurred()) return work;
   }
@@ -64,7 +64,7 @@ PyObject* method_bind(PyObject* self, PyObject* instance, PyObject*) {
   return instance == nullptr || instance == Py_None ? Py_NewRef(self) : PyMethod_New(self, instance);
 }
 
-// Its name, documentation, annotations and the like are the function's; and that is what `inspect` looks at.
+// Its name, documentation and annotations are the function's, which `inspect` reads.
 PyObject* method_attribute(PyObject* self, PyObject* name) {
   PyObject* function = method_at(self).function;
   if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);

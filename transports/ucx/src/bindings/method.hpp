@@ -1,5 +1,5 @@
-// A callable that stands in a class for one of its methods. It gives plain calls to native code, and all others to the
-// method itself.
+// A callable that replaces a method of a class. It passes plain calls to native code, and all other calls to the
+// method.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,21 +11,21 @@
 
 namespace aiocomms {
 
-constexpr int kArguments = 3;  // of a method that native code takes, at most
+constexpr int kArguments = 3;  // the most arguments of a method that native code takes
 
-// Takes a call on self. held: what the slot `_shortcuts` of self has. cls: the class that has the method. Returns a
-// work; or null, perhaps with an exception: without one it has not taken the call.
+// Takes a call on self. held: the object in the slot `_shortcuts` of self. cls: the class that has the method. Returns
+// a work or null. Null without an exception means that the call is not taken.
 using Start = PyObject* (*)(PyObject* held, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
 
-// A method that native code takes. An argument without a name: there are no more of them.
+// A method that native code takes. An empty name ends its arguments.
 struct Taken {
   const char* name;
   std::array<const char*, kArguments> arguments;
   Start start;
 };
 
-// Returns what stands in the place of a method; of one that is not taken, the method itself.
-// held: the type of what the slot has where native code is to be asked.
+// Returns the replacement of a method, or the method itself if native code does not take it. held: the type of the
+// slot's object for native calls.
 nanobind::object method_of(nanobind::handle cls, nanobind::handle function, std::span<const Taken> taken,
                            nanobind::handle held);
 

@@ -1,4 +1,4 @@
-// The arguments of a plain call, and what makes them plain.
+// The arguments of a plain call, and the conditions for a plain call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,20 +22,21 @@ namespace aiocomms {
 struct Defined {
   nanobind::object op;
   int number;
-  std::uint32_t dtypes;  // for which it is defined: a bit for each DType
+  std::uint32_t dtypes;  // a bit for each DType that it supports
 
   bool takes(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
 };
 
 // References are borrowed.
 struct Plain {
-  std::array<PyObject*, kArguments> given{};  // as the record has them; null: there are no more
+  std::array<PyObject*, kArguments> given{};  // in the order of the record, null at the end
   std::array<View, 2> tensors{};
   const Defined* op = nullptr;
   int rank = 0;
-  std::int64_t number = 0;              // the tag; or the offset, in elements
-  mutable PyObject* written = nullptr;  // the tensor that the op writes on this rank; null: none, or it is noted
-  std::array<PyObject*, 2> uses{};      // the tensors
+  std::int64_t number = 0;  // the tag, or the offset in elements
+  // The tensor that the op writes on this rank. Null: there is none, or its write is noted.
+  mutable PyObject* written = nullptr;
+  std::array<PyObject*, 2> uses{};  // the tensors
 
   std::size_t bytes() const { return std::max(tensors[0].bytes(), tensors[1].bytes()); }
   // Idempotent.
@@ -44,10 +45,10 @@ struct Plain {
   }
 };
 
-// What the calls of one communicator may have.
+// The arguments that the calls of one communicator may have.
 class PlainCalls {
  public:
-  // operators: each with its number and the dtypes it takes; the default comes first.
+  // operators: each with its number and its supported dtypes. The default comes first.
   PlainCalls(int rank, int size, const nanobind::list& operators) : rank_(rank), size_(size) {
     for (nanobind::handle it : operators) {
       operators_.push_back({nanobind::object(it[0]), nanobind::cast<int>(it[1]), nanobind::cast<std::uint32_t>(it[2])});
@@ -56,7 +57,7 @@ class PlainCalls {
 
   int size() const { return size_; }
 
-  // Looks at all arguments but the tensors. It runs no code of Python's.
+  // Checks all arguments except the tensors. It runs no Python code.
   template <Name name>
   bool fill(Arguments args, Py_ssize_t count, Plain& call) const {
     for (int i = 0; i < kArguments; ++i) {
@@ -68,7 +69,7 @@ class PlainCalls {
     return true;
   }
 
-  // Looks at the tensors.
+  // Checks the tensors.
   template <Name name>
   bool look(Plain& call) const {
     std::size_t found = 0;
@@ -88,9 +89,9 @@ class PlainCalls {
 
  private:
   static constexpr std::int64_t kMostTag = INT32_MAX, kLeastTag = INT32_MIN;
-  static constexpr std::int64_t kMostElements = std::int64_t{1} << 58;  // their bytes are a number, too
+  static constexpr std::int64_t kMostElements = std::int64_t{1} << 58;  // the number of their bytes fits too
 
-  // Null: there is none.
+  // Null: there is no default.
   PyObject* default_of(Role role) const {
     static PyObject* const zero = PyLong_FromLong(0);
     if (role == Role::kOperator) return operators_.front().op.ptr();
@@ -119,7 +120,7 @@ class PlainCalls {
     return true;
   }
 
-  // Whether the tensors fit each other, and the operator.
+  // Whether the tensors fit each other and the operator.
   template <Name name>
   bool fit(const Plain& call) const {
     const auto& [first, second] = call.tensors;
@@ -134,7 +135,7 @@ class PlainCalls {
     return true;
   }
 
-  // Whether whole has a place for a part of each rank, and part is the one of this rank or lies elsewhere.
+  // Whether `whole` has room for a part of each rank, and `part` is this rank's part of it or does not overlap it.
   bool is_part(const View& part, const View& whole) const {
     if (part.dtype != whole.dtype || whole.count != part.count * static_cast<std::size_t>(size_)) return false;
     auto place = static_cast<std::byte*>(whole.data) + static_cast<std::size_t>(rank_) * part.bytes();

@@ -1,5 +1,6 @@
-// The entries of a flight recorder, which appends two for each op: objects of Python's, and times without an object for
-// each. As collections.deque(maxlen=...), as far as a recorder uses that. All calls hold the interpreter's lock.
+// The entries of a flight recorder, which appends two for each op: Python objects, and times without an object for
+// each. It is like collections.deque(maxlen=...), as far as a recorder uses that. All calls hold the interpreter's
+// lock.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,7 +30,7 @@ class Ring {
     size_ = 0;
   }
 
-  // All entries, the oldest first. Making them may run other code of Python's, so they are copied before.
+  // Returns all entries, the oldest first. They are copied first, because making the list may run other Python code.
   nanobind::list copy() const {
     std::vector<std::pair<nanobind::object, double>> entries;
     entries.reserve(size_);
@@ -59,7 +60,7 @@ class Ring {
     double time = 0;
   };
 
-  // What is driven out goes last: that may run code of Python's, which may append.
+  // The replaced object is released last. That may run Python code, which may append.
   void put(Entry entry) {
     PyObject* before = std::exchange(entries_[next_], entry).object;
     if (++next_ == entries_.size()) next_ = 0;

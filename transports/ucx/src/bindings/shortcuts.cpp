@@ -2,20 +2,19 @@
 //
 // Communicators, lanes and windows have native methods, which start a plain op without a frame of Python's. An op is
 // plain if its call has plain tensors and numbers, no hook comes before it, and nothing refuses ops. The native code
-// does then, step by step, what Communicator._issue and UcxTransport.post do for such a call. Of a lane these are
-// Lane._issue and LaneCollectives.post.
+// then does, step by step, the same as Communicator._issue and UcxTransport.post. For a lane these are Lane._issue and
+// LaneCollectives.post.
 //
-// The Python code stays the reference, and it alone decides anything. Of a call that is not plain nothing happens here:
-// the method of the same name runs, and makes every error. Python also goes on with an op that does not end within its
-// call.
+// The Python code stays the reference. The native code does nothing for a call that is not plain. The method of the
+// same name then runs, and makes every error. Python also continues with an op that does not end within its call.
 //
-// Nothing changes before the engine has an op, and an op is counted and recorded right after that. No code of Python's
-// runs between the last look at the call and that moment. Other threads may run, for the engine lets go of the
-// interpreter's lock where it waits (engine/held.hpp). They start no op meanwhile, so the number is still free.
+// Nothing changes before the engine has an op. The op is counted and recorded right after that. No Python code runs
+// between the last check of the call and that moment. Other threads may run, because the engine releases the
+// interpreter's lock while it waits (engine/held.hpp). They start no op meanwhile, so the number is still free.
 //
-// Other threads than the loop's start ops, too (Shortcuts::post), but not while the loop is amid a post. Such a thread
-// keeps the interpreter's lock while an op gets its number, its record and, of a collective, its place in the engine.
-// So numbers, records and places are in one order, and the loop finds none of it half done.
+// Other threads than the loop's start ops too (Shortcuts::post), but not during a post of the loop. Such a thread keeps
+// the interpreter's lock while an op gets its number and its record. It also keeps it while a collective gets its place
+// in the engine. So numbers, records and places have one order, and the loop sees no partial state.
 #include "bindings/shortcuts.hpp"
 
 #include <nanobind/stl/unique_ptr.h>
@@ -50,14 +49,14 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-// Bytes that take less time to copy than it takes to let go of the interpreter's lock, and to get it back.
+// A copy of so few bytes takes less time than releasing and retaking the interpreter's lock.
 constexpr std::size_t kAtOnce = 4096;
-constexpr int kTries = 3;  // of another thread to have the engine's lock beside the interpreter's
+constexpr int kTries = 3;  // of another thread to take the engine's lock while it holds the interpreter's
 constexpr int kUser = 0;   // the channel of the program's own messages
 
 double now() { return static_cast<double>(now_ns()) * 1e-9; }
 
-// What is asked for by name on the way, as Python keeps it.
+// Interned names of the Python attributes in use.
 struct Names {
   PyObject* posted = PyUnicode_InternFromString("_posted");
   PyObject* look_after = PyUnicode_InternFromString("look_after");
@@ -80,17 +79,17 @@ PyType_Slot slot(int number, Function* function) {
 
 struct Kind {
   nb::object record;
-  int form = -1;  // -1: it is no collective
+  int form = -1;  // -1: it is not a collective
 };
 
-// What a window has in its slot `_shortcuts`: that of its communicator, and what its ops need beside.
+// The object in a window's slot `_shortcuts`: the shortcuts of its communicator, and the data for the window's ops.
 //
-// Whether the bytes lie within a rank's part is the engine's to say, which refuses an op before anything has happened;
-// then Python looks, and makes the error.
+// The engine checks whether the bytes lie within a rank's part, and refuses the op before anything changes. Python then
+// makes the error.
 struct WindowShortcuts {
   nb::object shortcuts;
-  Caller caller;    // the communicator: windows follow no lane
-  nb::object info;  // the window, as the records of ops on it see it
+  Caller caller;    // The communicator. Windows follow no lane.
+  nb::object info;  // the window in the records of its ops
   PySlot closed;
   std::uint64_t number;
   DType dtype;
@@ -111,7 +110,7 @@ struct WindowShortcuts {
     Py_VISIT(info.ptr());
     return 0;
   }
-  // Nobody calls it any more. All is let go of at once, as by the communicator's.
+  // No caller uses it any more. All references are released together, as in Shortcuts::clear.
   void clear() { const nb::object of = std::move(shortcuts), comm = std::move(caller.self), window = std::move(info); }
 };
 
@@ -150,22 +149,22 @@ class Shortcuts {
   nb::object rings() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
-  // How many other threads' ops are between their first step and their last.
+  // The number of other threads' ops between their first step and their last.
   std::size_t elsewhere() const { return elsewhere_.size(); }
-  // Whether one of them is of a lane.
+  // Whether one of these ops belongs to the lane.
   bool elsewhere_in(std::uint64_t lane) const {
     return std::any_of(elsewhere_.begin(), elsewhere_.end(),
                        [=](const Caller* it) { return it->in_lane() && it->lane == lane; });
   }
 
-  // These are the numbers of ops, of lanes' ops, and of collectives that are of no lane.
+  // The numbers of all ops, of ops of lanes, and of collectives outside lanes.
   long long issued = 0, laned = 0, calls = 0;
   bool refusing = false;  // ops are refused
-  bool posting = false;   // the loop is between an op's number and its record: no other thread counts then
-  bool held = false;      // collectives wait for something before they go to the engine
-  bool recording = true;  // the ring gets what is called, and when it ended
+  bool posting = false;   // The loop is between an op's number and its record. No other thread counts then.
+  bool held = false;      // collectives wait before they go to the engine
+  bool recording = true;  // the ring records calls and ends
 
-  // Gives an op that Python starts its number, and records it. lane: its key in words; none: it is of no lane.
+  // Numbers and records an op that Python starts. lane: its key in words, or None outside lanes.
   long long begin(nb::handle kind, bool counted, nb::handle lane) {
     posting = true;
     const long long seq = issued;
@@ -182,20 +181,20 @@ class Shortcuts {
   void note_end(nb::handle entry) {
     if (recording) ring().append(entry.ptr());
   }
-  // The classes of works, which have the fields of WorkObject; and of what the transport is told of a pending message
-  // of a lane. op_result: see WorkObject; a constant of a module. windows: whether they have shortcuts, too.
+  // The classes of works, with the fields of WorkObject, and the class of a lane's pending message. op_result: see
+  // WorkObject, a constant of a module. windows: whether windows have shortcuts too.
   void use(nb::object work, nb::object lane_work, nb::object part, nb::handle op_result, bool windows) {
     windows_ = windows;
     WorkObject::op_result = op_result.ptr();
     used_ = {std::move(work), std::move(lane_work), std::move(part)};
   }
-  // The class of lanes.
+  // Sets the class of lanes.
   void know(nb::handle lane) { lane_ = LaneSlots(lane); }
-  // From now on ops of the communicator go by its current lane.
+  // From now on ops of the communicator use its current lane.
   void follow(nb::object current) { used_[kCurrent] = std::move(current); }
 
-  // Whose op it is that is called on `self`, with these shortcuts. A lane is asked for its number before its first op.
-  // False: nobody's, perhaps with an exception.
+  // Returns the owner of an op that is called on `self`, with these shortcuts. A lane is asked for its number before
+  // its first op. False: there is no owner, perhaps with an exception.
   Caller caller(PyObject* own, PyObject* self, PyTypeObject* cls) const {
     nb::object found = nb::borrow(self);
     if (!lane_ || cls != lane_->cls) {
@@ -219,8 +218,8 @@ class Shortcuts {
     return {std::move(found), std::move(known), number};
   }
 
-  // Starts an op whose call is plain. Returns its work; or null, perhaps with an exception: without one it was not
-  // taken. window: null: it is of none.
+  // Starts an op if its call is plain. Returns its work or null. Null without an exception means that the op is not
+  // taken. window: null for other ops.
   template <Name name>
   PyObject* start(const Caller& caller, const WindowShortcuts* window, Arguments args, Py_ssize_t count) {
     constexpr const Signature& as = signature_of(name);
@@ -259,8 +258,8 @@ class Shortcuts {
 
   bool takes() const { return is_plain() && PyThread_get_thread_ident() == thread_; }
 
-  // An op that another thread than the loop's has called on target, by its record. Returns its work. Of one that is
-  // pending keeper was told, by _posted_as and _kept(), before anybody could hear of its end.
+  // Starts an op that another thread than the loop's has called on target, by its record. Returns its work. keeper
+  // receives a pending op by _posted_as and _kept(), before its end can become known.
   PyObject* post(PyObject* own, PyObject* target, PyObject* record, PyObject* keeper) {
     const auto found = std::find_if(records_.begin(), records_.end(), [&](const Record& it) {
       return it.type == reinterpret_cast<PyObject*>(Py_TYPE(record));
@@ -268,7 +267,8 @@ class Shortcuts {
     if (found == records_.end() || !takes_elsewhere()) return nullptr;
     PyTypeObject* lane = lane_ && PyObject_TypeCheck(target, lane_->cls) ? lane_->cls : nullptr;
     Caller of = caller(own, target, lane);
-    if (!of || (found->channel && of.in_lane())) return nullptr;  // Python makes what is told of a lane's message
+    // Python makes the object that receives a lane's message.
+    if (!of || (found->channel && of.in_lane())) return nullptr;
     of.record = record;
     of.keeper = keeper;
     PyObject* args[kArguments] = {};
@@ -282,7 +282,7 @@ class Shortcuts {
       if (PyObject* work = (this->*found->start)(of, nullptr, args, count); work != nullptr || PyErr_Occurred())
         return work;
       if (!std::exchange(of.busy, false)) break;
-      Unlocked unlocked;  // whoever has the engine's lock may be without a core, which this thread has
+      Unlocked unlocked;  // The owner of the engine's lock may lack a core, which this thread has.
       engine_.wait_for_turn();
     }
     return nullptr;
@@ -293,8 +293,8 @@ class Shortcuts {
     for (const nb::object& it : used_) Py_VISIT(it.ptr());
     return 0;
   }
-  // Nobody calls it any more, but a finalizer whose op ends. All is let go of at once: to let go may run code of
-  // Python's, and takes() looks at all.
+  // Only a finalizer may still call it, when its op ends. All references are released together. A release may run
+  // Python code, and takes() reads all of them.
   void clear() {
     recording = false;
     const auto held = std::exchange(held_, {});
@@ -321,12 +321,13 @@ class Shortcuts {
   };
   enum { kWork, kLaneWork, kPart, kCurrent, kUsed };
 
-  // A work that nobody knows of yet, and its number; of a message of a lane what the engine is to know it by, too.
+  // A work that no other code knows yet, and its number. For a lane's message also the object by which the engine knows
+  // it.
   struct Started {
     const Plain& call;
     const Kind& kind;
     nb::object work{}, part{};
-    nb::object numbers{};  // that the recorder keeps of it; null: it has none
+    nb::object numbers{};  // the recorder's numbers, or null
     PyObject* result = nullptr;
 
     bool collective() const { return kind.form >= 0; }
@@ -348,7 +349,7 @@ class Shortcuts {
     }
   };
 
-  // How an op is called whose record is there.
+  // The call of an op whose record exists.
   struct Record {
     template <Name name>
     static Record of(const Kind& kind) {
@@ -362,11 +363,11 @@ class Shortcuts {
 
     PyObject* type;
     PyObject* (Shortcuts::*start)(const Caller&, const WindowShortcuts*, Arguments, Py_ssize_t);
-    std::vector<PySlot> fields;     // as the method's arguments
-    std::optional<PySlot> channel;  // none: it is no message
+    std::vector<PySlot> fields;     // in the order of the method's arguments
+    std::optional<PySlot> channel;  // empty: it is not a message
   };
 
-  // One more is amid a post, for as long as this is there.
+  // Counts a post while this object exists.
   class Amid {
    public:
     explicit Amid(int& posts) : posts_(posts) { ++posts_; }
@@ -378,7 +379,7 @@ class Shortcuts {
     int& posts_;
   };
 
-  // An op of another thread, amid its post for as long as this is there.
+  // Notes an op of another thread while its post runs.
   class Posting {
    public:
     Posting(std::vector<const Caller*>& among, const Caller& caller) : among_(among), caller_(&caller) {
@@ -400,7 +401,7 @@ class Shortcuts {
     return is_plain() && !posting && !watched() && PyThread_get_thread_ident() != thread_ && here_ == 0;
   }
 
-  // Whether somebody hears of the end of each op, on the loop's thread, and how long it took.
+  // Whether a hook on the loop's thread gets the end and the duration of each op.
   bool watched() const { return PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0; }
   // False: no memory.
   bool note_call(const Started& it) const {
@@ -423,7 +424,7 @@ class Shortcuts {
            (PyDict_GET_SIZE(given_up) == 0 || PyDict_Contains(given_up, caller.number()) == 0);
   }
 
-  // A work with what its record is made of. Null: no memory.
+  // Makes a work with the arguments of its record. Null: no memory.
   nb::object make(const Caller& caller, const Started& it, const WindowShortcuts* window) const {
     const nb::object& cls = used_[caller.in_lane() ? kLaneWork : kWork];
     WorkObject* made = new_work(reinterpret_cast<PyTypeObject*>(cls.ptr()), line(), issued);
@@ -449,8 +450,8 @@ class Shortcuts {
     return static_cast<bool>(it.part);
   }
 
-  // Hands an op to the engine. place: an Engine, or whatever has its methods. number: the communicator's, the lane's,
-  // or the window's. Returns when it was done, in seconds; 0: it is not.
+  // Passes an op to the engine. place: an Engine or a class with its methods. number: the communicator's, the lane's or
+  // the window's. Returns when the op was done, in seconds. 0: it is not done.
   template <Name name, typename Place, typename Number>
   double hand(Place& place, [[maybe_unused]] Number number, Ticket ticket, const Plain& call) const {
     const int form = kinds_[static_cast<std::size_t>(name)].form;
@@ -474,7 +475,7 @@ class Shortcuts {
     }
   }
 
-  // The same, of an op that is not every rank's. Returns whether it is done.
+  // The same for an op that not every rank calls. Returns whether it is done.
   template <Name name, typename Place, typename Number>
   bool hand_single(Place& place, [[maybe_unused]] Number number, Ticket ticket, const Plain& call) const {
     const View& it = call.tensors[0];
@@ -510,7 +511,7 @@ class Shortcuts {
       Unlockable held(meanwhile);
       if (it.call.bytes() > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
-    } catch (...) {  // with nothing changed
+    } catch (...) {  // Nothing has changed.
       return nullptr;
     }
     it.call.note_written();
@@ -519,19 +520,19 @@ class Shortcuts {
     return at != 0 ? end(it, at) : posted(caller, it, index);
   }
 
-  // What the recorder keeps of an op's lane; null: it is of none, or no memory.
+  // The recorder's entry for an op of a lane. Null: the op has no lane, or there is no memory.
   nb::object name_of(const Caller& caller, const Started& it) const {
     if (!caller.in_lane()) return {};
     const nb::object seq = nb::steal(PyLong_FromLongLong(it.fields().seq));
     return nb::steal(seq ? PyTuple_Pack(2, seq.ptr(), caller.words()) : nullptr);
   }
 
-  // This is the last look: to make a work may have run a finalizer, which may have done anything.
+  // This is the last check. Making a work may have run a finalizer, which may have changed anything.
   [[gnu::always_inline]] bool may_go_on(const Caller& caller, const Started& it, const nb::object& named) const {
     return takes(caller) && issued == it.fields().seq && (!caller.in_lane() || named);
   }
 
-  // Gives an op its number, and records it. What the rings drive out goes last, for that may run code of Python's.
+  // Numbers and records an op. The entries that the rings drop are released last, because that may run Python code.
   [[gnu::always_inline]] void count(const Caller& caller, const Started& it, const nb::object& named) {
     ++issued;
     if (caller.in_lane()) {
@@ -544,17 +545,18 @@ class Shortcuts {
     if (named) lane_ring()->append(named.ptr());
   }
 
-  // The number of a collective, or of its lane; -1: it is none.
+  // The number of a collective, or of its lane. -1: it is not a collective.
   nb::object index_of(const Caller& caller, const Started& it) const {
     if (!it.collective()) return nb::steal(PyLong_FromLong(-1));
     if (caller.in_lane()) return nb::borrow(caller.number());
     return nb::steal(PyLong_FromUnsignedLongLong(posted_count().value));
   }
 
-  // As start, on another thread than the loop's. The op is noted before the engine has it. From then on the engine uses
-  // its memory, and the loop may hear of what becomes of a collective, though not of its ticket before leave(). The op
-  // is counted before it goes on, for the loop may start others then. The end that is recorded has the op's number, for
-  // it may come behind other types.
+  // Like start_here, on another thread than the loop's.
+  //
+  // The op is noted before the engine has it. From then on the engine uses its memory. The loop may receive reports
+  // about a collective, but none about its ticket before leave(). The op is counted before it continues, because the
+  // loop may then start others. The recorded end has the op's number, because ends of other types may come before it.
   template <typename Call>
   [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Started& it, const Call& call) {
     const bool collective = it.collective();
@@ -580,7 +582,7 @@ class Shortcuts {
       if (!note(caller, it, index)) return remove(held_[kPending], ticket), nullptr;
       try {
         begin();
-      } catch (...) {  // with nothing changed
+      } catch (...) {  // Nothing has changed.
       }
       caller.busy = !place.placed();
       if (caller.busy) return forget_all(), nullptr;
@@ -592,7 +594,7 @@ class Shortcuts {
       Unlocked unlocked;
       if (!collective) begin();
       at = place.finish();
-    } catch (const std::exception& error) {  // of a message, which was not sent
+    } catch (const std::exception& error) {  // The op is a message that was not sent.
       forget_all();
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return nullptr;
@@ -602,7 +604,7 @@ class Shortcuts {
       forget_all();
       return end_elsewhere(it, at);
     }
-    // In two steps, for a signal handler may raise as soon as code of Python's runs.
+    // There are two steps, because a signal handler may raise as soon as Python code runs.
     const nb::object as = nb::steal(PyTuple_Pack(4, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()));
     const bool given = as && PyObject_SetAttr(caller.keeper, names().posted_as, as.ptr()) == 0;
     const auto told = nb::steal(given ? PyObject_CallMethodNoArgs(caller.keeper, names().kept) : nullptr);
@@ -613,7 +615,7 @@ class Shortcuts {
     return told ? Py_NewRef(it.work.ptr()) : nullptr;
   }
 
-  // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
+  // The engine has finished the op. If the loop has ended it meanwhile, the loop's outcome counts.
   PyObject* end_elsewhere(const Started& it, double at) {
     const nb::object row = row_of(it, at);
     if (!row) return nullptr;
@@ -624,7 +626,7 @@ class Shortcuts {
     return Py_NewRef(it.work.ptr());
   }
 
-  // What the recorder keeps of an op that has ended. Null: no memory.
+  // The recorder's entry for an op that has ended. Null: no memory.
   static nb::object row_of(const Started& it, double at) {
     const nb::object seq = nb::steal(PyLong_FromLongLong(it.fields().seq)), when = nb::steal(PyFloat_FromDouble(at));
     if (!seq || !when) return {};
@@ -648,14 +650,14 @@ class Shortcuts {
     return Py_NewRef(it.work.ptr());
   }
 
-  // The engine has the op, and uses its memory: it is kept before anything else can happen.
-  // index: the number of a collective, or of its lane; -1: it is none.
+  // The engine has the op and uses its memory. The op is noted before anything else can happen. index: the number of a
+  // collective, or of its lane. -1: it is not a collective.
   PyObject* posted(const Caller& caller, const Started& it, const nb::object& index) {
     const bool collective = it.collective();
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.known_by()));
     if (!ticket || !set_pending(ticket, owner, it.work, index, it) || (collective && !note(caller, it, index))) {
-      Py_INCREF(it.work.ptr());  // for good, and with it the tensors
+      Py_INCREF(it.work.ptr());  // The work and its tensors are never released.
       Py_XINCREF(it.part.ptr());
       return nullptr;
     }
@@ -666,7 +668,7 @@ class Shortcuts {
     return PyObject_VectorcallMethod(names().posted, given, 4, nullptr);
   }
 
-  // Have the outcome told to an object.
+  // Sets the object that receives the outcome.
   bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index,
                    const Started& it) {
     const nb::object entry = entry_of(owner, told, index, it);
@@ -678,7 +680,7 @@ class Shortcuts {
     return nb::steal(index && kept ? PyTuple_Pack(4, owner.ptr(), told.ptr(), index.ptr(), kept.ptr()) : nullptr);
   }
 
-  // A collective is pending: among the communicator's, or behind those of its lane.
+  // Notes a pending collective: among the communicator's, or behind those of its lane.
   bool note(const Caller& caller, const Started& it, const nb::object& index) {
     if (!caller.in_lane()) return PyDict_SetItem(held_[kCollectives].ptr(), index.ptr(), it.work.ptr()) == 0;
     try {
@@ -690,19 +692,21 @@ class Shortcuts {
     return true;
   }
 
-  // It is pending no more.
+  // The collective is not pending any more.
   void forget(const Caller& caller, const Started& it, const nb::object& index) {
     if (!caller.in_lane()) return remove(held_[kCollectives], index);
-    if (lane_queues().remove(caller.lane, it.work)) remove(held_[kGivenUpInLanes], index);  // the last of its lane
+    // This collective was the last of its lane.
+    if (lane_queues().remove(caller.lane, it.work)) remove(held_[kGivenUpInLanes], index);
   }
   static void remove(const nb::object& from, const nb::object& key) {
     if (PyDict_Contains(from.ptr(), key.ptr()) == 1) PyDict_DelItem(from.ptr(), key.ptr());
   }
 
-  // From now on a message of a lane is as Python starts it: its part of the op's run is told the outcome.
+  // From now on a lane's message is like one that Python started. Its part of the op's run receives the outcome.
   bool adopt(const Caller& caller, const Started& it, const nb::object& ticket, const nb::object& index) {
     PyObject* given[] = {caller.self.ptr(), it.work.ptr(), Py_NewRef(it.part.ptr())};
-    if (!nb::steal(PyObject_VectorcallMethod(names().adopted, given, 3, nullptr))) return false;  // kept for good
+    // The reference to the part is never released.
+    if (!nb::steal(PyObject_VectorcallMethod(names().adopted, given, 3, nullptr))) return false;
     const int there = PyDict_Contains(held_[kPending].ptr(), ticket.ptr());
     if (there < 0 || (there > 0 && !set_pending(ticket, held_[kTransport], it.part, index, it))) return false;
     Py_DECREF(it.part.ptr());
@@ -720,11 +724,11 @@ class Shortcuts {
   std::vector<Record> records_;
   const nb::object user_ = nb::steal(PyLong_FromLong(kUser));
   bool windows_ = false;
-  int here_ = 0;                          // posts that the loop is amid, one within the other
-  std::vector<const Caller*> elsewhere_;  // whose ops other threads are posting
+  int here_ = 0;                          // nested posts of the loop
+  std::vector<const Caller*> elsewhere_;  // the callers whose ops other threads are posting
 };
 
-// ----------------------------------------------------------------------------------------------------- what is called
+// ------------------------------------------------------------------------------------------------ the called functions
 
 template <Name name>
 PyObject* start_on_line(PyObject* held, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
@@ -742,7 +746,7 @@ PyObject* start_on_window(PyObject* held, PyObject*, PyTypeObject*, Arguments ar
   return it.takes() ? it.start<name>(window.caller, &window, args, count) : nullptr;
 }
 
-// The ops that have a shortcut: those of windows, or all others.
+// The ops with a shortcut: those of windows, or all others.
 template <bool windows, std::size_t... all>
 std::vector<Taken> taken_of(std::index_sequence<all...>) {
   std::vector<Taken> taken;

@@ -1,4 +1,4 @@
-// The ops that native code starts: their methods' arguments, and what a plain call has for each.
+// The ops that native code starts: the arguments of their methods, and the role of each argument.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace aiocomms {
 
-// What an argument is. A rank may be the caller's own; a peer is another one.
+// The role of an argument. A rank may be the caller's own. A peer is another rank.
 enum class Role : std::uint8_t { kNone, kWritten, kRead, kRank, kPeer, kTag, kOffset, kOperator };
 
 enum class Of : std::uint8_t { kCollectives, kMessages, kWindows };
@@ -19,13 +19,13 @@ struct Argument {
   Role role = Role::kNone;
 };
 
-// Arguments that are not given have a default, which is plain: tags, offsets and operators.
+// A missing argument has a default, which is plain. Only tags, offsets and operators may be missing.
 struct Signature {
   const char* name;
   Of of;
   std::array<Argument, kArguments> arguments{};
 
-  // Where the argument of a role stands; -1: there is none.
+  // The position of the argument with a role. -1: there is none.
   constexpr int index_of(Role role) const {
     for (int i = 0; i < kArguments; ++i) {
       if (arguments[static_cast<std::size_t>(i)].role == role) return i;
@@ -61,7 +61,7 @@ constexpr Argument read(const char* name) { return {name, Role::kRead}; }
 
 inline constexpr Argument kOp{"op", Role::kOperator}, kTagged{"tag", Role::kTag}, kFrom{"offset", Role::kOffset};
 
-// Of a broadcast the root's tensor is read.
+// A broadcast only reads the root's tensor.
 inline constexpr std::array<Signature, kNames> kSignatures{{
     {"all_gather_single", Of::kCollectives, {written("output"), read("input")}},
     {"all_reduce", Of::kCollectives, {written("tensor"), kOp}},

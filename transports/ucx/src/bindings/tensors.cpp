@@ -16,7 +16,7 @@ namespace {
 
 using Tensor = nb::dlpack::dltensor;
 
-// The head of DLPackExchangeAPI (dlpack.h), as far as it is used here.
+// The used head of DLPackExchangeAPI (dlpack.h).
 struct Exchange {
   std::uint32_t major, minor;
   void* earlier;
@@ -26,7 +26,7 @@ struct Exchange {
 
 using Code = nb::dlpack::dtype_code;
 
-// How torch calls a dtype, and how DLPack does.
+// torch's name of a dtype, and DLPack's.
 struct Naming {
   const char* name;
   Code code;
@@ -55,7 +55,7 @@ constexpr std::array<Naming, kDTypes> kNamings = {{{"bool", Code::Bool, 8},
                                                    {"float8_e5m2fnuz", Code::Float8_E5M2FNUZ, 8},
                                                    {"float8_e8m0fnu", Code::Float8_E8M0FNU, 8}}};
 
-// The dtype by DLPack's code and the number of bytes; kDTypes: there is none.
+// The dtype by DLPack's code and the number of bytes. kDTypes: there is none.
 constexpr auto kByCode = [] {
   std::array<std::array<std::uint8_t, 17>, 16> found{};
   for (auto& row : found) row.fill(kDTypes);
@@ -65,17 +65,17 @@ constexpr auto kByCode = [] {
   return found;
 }();
 
-// What is looked up in torch once; never released, for torch is not either.
+// Objects of torch, which are looked up once. They are never released, because torch is not either.
 struct Torch {
   PyObject* tensor;
   const Exchange* exchange = nullptr;
   std::array<PyObject*, kDTypes> dtypes;
   PyObject *is_neg, *is_conj;  // methods of the class, called without a look-up in each tensor
   PyObject* increment_version;
-  PyObject* forward_ad;  // names of the module; none of its levels is entered while the current one is this:
+  PyObject* forward_ad;  // the names of the module. No level is entered while `current_level` is `no_level`.
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
   PyObject* no_level = PyLong_FromLong(-1);
-  PyObject* requires_grad;  // a descriptor of the class, asked without a look-up, too
+  PyObject* requires_grad;  // a descriptor of the class, also called without a look-up
 
   Torch() {
     nb::module_ torch = nb::module_::import_("torch");
@@ -124,7 +124,7 @@ bool is_contiguous(const Tensor& tensor, std::size_t count) {
   return true;
 }
 
-// The answer of a method without arguments, or of an attribute: -1 is an error, which is cleared.
+// The truth of the result of a method or an attribute. -1: an error, which is cleared.
 int truth(PyObject* answer) {
   int value = answer == nullptr ? -1 : PyObject_IsTrue(answer);
   if (value < 0) PyErr_Clear();
@@ -132,10 +132,10 @@ int truth(PyObject* answer) {
   return value;
 }
 
-// In a tensor of Python's, and in its C++ object.
+// The words in a Python tensor and in its C++ object.
 struct Words {
   std::size_t impl = 0, keys = 0, autograd = 0;  // offsets
-  std::uint64_t plain = 0;                       // keys; 0: the offsets are not known
+  std::uint64_t plain = 0;                       // The dispatch keys of a plain tensor. 0: the offsets are not known.
 } words;
 
 template <typename T>
@@ -145,7 +145,7 @@ T word_at(const void* object, std::size_t offset) {
   return word;
 }
 
-// Whether nothing is lazy about a tensor, and, if it is written to, autograd does not track it.
+// Whether a tensor has no lazy state and, if it is written, no tracking by autograd.
 bool is_settled(PyObject* tensor, DType dtype, bool written) {
   const Torch& torch_ = torch();
   const void* impl = words.plain != 0 ? word_at<void*>(tensor, words.impl) : nullptr;
@@ -161,7 +161,7 @@ bool is_settled(PyObject* tensor, DType dtype, bool written) {
 
 void* pointer(const Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-// For a torch without the table.
+// This serves a torch without the table.
 View asked(nb::handle tensor) {
   const nb::object dtype = tensor.attr("dtype");
   for (int i = 0; i < kDTypes; ++i) {
@@ -197,9 +197,11 @@ void read_words_at(std::size_t impl, std::size_t keys, std::size_t autograd, std
 std::optional<View> plain_view(nb::handle tensor, bool written) {
   const Torch& torch_ = torch();
   if (torch_.exchange == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != torch_.tensor) return {};
-  if (PyDict_GetItem(torch_.forward_ad, torch_.current_level) != torch_.no_level) return {};  // it may have a tangent
+  // The tensor may have a tangent.
+  if (PyDict_GetItem(torch_.forward_ad, torch_.current_level) != torch_.no_level) return {};
   Tensor it{};
-  if (torch_.exchange->tensor_of(tensor.ptr(), &it) != 0) {  // sparse, nested, meta and wrapped ones end here
+  // The call fails for sparse, nested, meta and wrapped tensors.
+  if (torch_.exchange->tensor_of(tensor.ptr(), &it) != 0) {
     PyErr_Clear();
     return {};
   }

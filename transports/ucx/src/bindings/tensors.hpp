@@ -1,8 +1,8 @@
-// What the engine needs to know of a torch.Tensor.
+// The engine's view of a torch.Tensor.
 //
-// Asking a tensor from Python costs 50 ns a question, and a small collective takes 3 us in all. Torch answers most of
-// the questions in one call of its DLPack table (DLPack 1.3, "C exchange API"; seen in torch 2.13); where there is no
-// such table they are put one by one.
+// A question to a tensor from Python takes 50 ns, and a small collective takes 3 us in all. Torch answers most
+// questions in one call of its DLPack table (DLPack 1.3, "C exchange API"; seen in torch 2.13). Without that table they
+// are asked one by one.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,27 +20,27 @@ struct View {
   void* data;
   std::size_t count;
   DType dtype;
-  std::span<const std::int64_t> shape = {};  // of one from plain_view, for as long as nothing changes the tensor
+  std::span<const std::int64_t> shape = {};  // Set by plain_view only, and valid until the tensor changes.
   std::size_t bytes() const { return count * size_of(dtype); }
 };
 
-// A tensor whose checks have passed; it is not kept alive.
+// The view of a tensor that has passed its checks. The tensor is not kept alive.
 View view_of(nanobind::handle tensor);
 
 // The names of the dtypes, in their order.
 nanobind::tuple dtype_names();
 
-// Where a tensor has the words that answer questions to torch, and the keys of one about which there is nothing
-// special: see tensor_words.py. Until this is called torch is asked.
+// Sets the offsets of a tensor's words that answer questions to torch, and the keys of a plain tensor. See
+// tensor_words.py. Before this call torch is asked.
 void read_words_at(std::size_t impl, std::size_t keys, std::size_t autograd, std::uint64_t plain);
 
-// A view of what is certainly a plain tensor on the CPU: dense, contiguous, of a dtype of DType, with memory of its own
-// and no lazy conjugate or negation; and, if it is to be written to, one that autograd does not track. None: perhaps
-// not; it may be no tensor at all.
+// A view of a certainly plain CPU tensor. It is dense and contiguous, and has a dtype of DType. It has its own memory,
+// and no lazy conjugate or negation. If it is written, autograd does not track it. None: the tensor may not be plain,
+// or the object is no tensor.
 std::optional<View> plain_view(nanobind::handle tensor, bool written);
 
-// Tells autograd that a tensor is written past torch: it refuses gradients that need a value from before. It takes
-// 70 ns, and runs no code of Python's: the engine's lock may be held.
+// Tells autograd that a tensor is written outside torch. Autograd then refuses gradients that need an earlier value. It
+// takes 70 ns and runs no Python code, so the engine's lock may be held.
 void note_write(nanobind::handle tensor);
 
 }  // namespace aiocomms

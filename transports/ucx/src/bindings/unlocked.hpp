@@ -1,4 +1,4 @@
-// The interpreter's lock, let go of around a call of the engine; the rule of it stands in bindings.cpp.
+// Releases the interpreter's lock around a call of the engine. bindings.cpp has the rule.
 #pragma once
 
 #include <Python.h>
@@ -10,9 +10,9 @@
 
 namespace aiocomms {
 
-// Lets go of the interpreter's lock. Whoever wants it back once the interpreter has ended stands still for ever, as in
-// Python from 3.14 on: before, CPython unwinds that thread's stack, and C++ ends the process where a destructor is in
-// it.
+// Releases the interpreter's lock. After the interpreter's end, a thread that wants it back stops forever, as in Python
+// 3.14 and later. Earlier versions of CPython unwind the thread's stack. C++ then ends the process if the stack has a
+// destructor.
 class Unlocked {
  public:
   Unlocked() = default;
@@ -21,7 +21,7 @@ class Unlocked {
   ~Unlocked() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (...) {  // nothing but that unwinding, which must not end here
+    } catch (...) {  // Only that unwinding arrives here, and it must not continue.
       for (;;) pause();
     }
   }
@@ -30,8 +30,8 @@ class Unlocked {
   PyThreadState* state_ = PyEval_SaveThread();
 };
 
-// The same, once that is asked for: when the caller is to wait. What it has still to do it does then, for it costs
-// nothing.
+// The same, but only when the caller must wait. Before the release it runs the caller's remaining work, which costs no
+// time during the wait.
 template <typename Meanwhile>
 class Unlockable final : public Held {
  public:

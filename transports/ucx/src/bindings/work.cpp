@@ -29,11 +29,11 @@ PyType_Slot slot(int number, Function* function) {
   return {number, reinterpret_cast<void*>(function)};
 }
 
-// ------------------------------------------------------------------------------------ awaiting what is done already
+// -------------------------------------------------------------------------------------------- awaits of finished works
 
-// What `__await__` of a work that is done returns: an iterator that has nothing to wait for.
+// The result of `__await__` of a finished work: an iterator that does not wait.
 struct Ended {
-  PyObject_HEAD PyObject* value;  // null: it was taken
+  PyObject_HEAD PyObject* value;  // null: the value was taken
 };
 
 PyObject* ended_of(PyObject* value) {
@@ -55,7 +55,7 @@ PySendResult ended_am_send(PyObject* self, PyObject*, PyObject** result) {
   return PYGEN_RETURN;
 }
 
-// The value is a tensor or None: never a tuple, which PyErr_SetObject takes for the arguments of the exception.
+// The value is a tensor or None. PyErr_SetObject would take a tuple for the arguments of the exception.
 PyObject* ended_next(PyObject* self) {
   const nb::object value = nb::steal(std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr));
   PyErr_SetObject(PyExc_StopIteration, value ? value.ptr() : Py_None);
@@ -75,7 +75,7 @@ PyTypeObject* make_ended_type() {
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
-// ----------------------------------------------------------------------------------------------------------- works
+// --------------------------------------------------------------------------------------------------------------- works
 
 template <typename Each>
 void each_field(WorkObject& work, const Each& each) {
@@ -116,7 +116,7 @@ PyObject* work_op(PyObject* self, void*) {
     if (op == nullptr) {
       op = made;
     } else {
-      Py_DECREF(made);  // it was asked for meanwhile
+      Py_DECREF(made);  // Another thread has made it meanwhile.
     }
   }
   return Py_NewRef(op);
@@ -132,7 +132,7 @@ PyObject* work_await(PyObject* self) {
   return PyObject_CallMethodNoArgs(self, await_name);
 }
 
-// Of the fields behind kOp, in their order.
+// The names of the fields after kOp, in their order.
 constexpr std::array<const char*, WorkObject::kFields - 1> kNames = {
     "_owner",     "_state",  "_value", "lane",  "number", "called", "_error", "_waiters",
     "_callbacks", "_unseen", "_steps", "fault", "hints",  "queue",  "memory", "context"};
