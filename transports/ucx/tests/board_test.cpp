@@ -1,4 +1,4 @@
-// Boards of three ranks in one memory: entries come in order and whole, and where one reader is late there is no room.
+// Boards of three ranks in one memory. Entries arrive whole and in order. While one reader is late there is no room.
 #include "collectives/board.hpp"
 
 #include <unistd.h>
@@ -32,7 +32,7 @@ std::vector<std::byte> bytes_of(std::uint64_t number, std::size_t count) {
   return bytes;
 }
 
-// Sizes that fit an entry, that do not, and that do not fit what is left before the end of the room.
+// Sizes that fit an entry, that exceed it, and that exceed the rest before the end of the room.
 std::size_t size_of_entry(std::uint64_t number) {
   constexpr std::size_t kSizes[] = {0, 8, Board::kInline, Board::kInline + 1, 1000, 4000, Board::kLargest};
   return kSizes[number * 5 % std::size(kSizes)];
@@ -61,7 +61,7 @@ void entries_come_in_order() {
     while (writes(*boards.of[0], written)) ++written;
     CHECK(written - read[2] <= Board::kCells && written > read[2]);
     while (takes(*boards.of[1], 0, read[1])) ++read[1];
-    CHECK(read[1] == written && !writes(*boards.of[0], written));  // the other one is late
+    CHECK(read[1] == written && !writes(*boards.of[0], written));  // The other reader is late.
     for (int some = 0; some <= round % 7 * 5 && takes(*boards.of[2], 0, read[2]); ++some) ++read[2];
   }
   CHECK(written > 20 * Board::kCells);
@@ -76,7 +76,8 @@ void small_ones_fill_all_cells() {
   CHECK(boards.of[0]->next(2).cell == nullptr);
 }
 
-// Who awaits all is woken by the last of them, and who awaits one by that one; a message wakes all.
+// A waiter for all lines is woken by the last one, and a waiter for one line by that line. A message wakes every
+// waiter.
 void who_blocks_is_woken_by_what_it_awaits() {
   using Awaited = Segment::Awaited;
   const int fd = Segment::create(3, false);
@@ -99,7 +100,7 @@ void who_blocks_is_woken_by_what_it_awaits() {
   third.publish(0);
   CHECK(wakes(third, {Awaited::kAll, 0, 0}) && wakes(second, {Awaited::kAll, 2, 0}));
   CHECK(!wakes(third, {Awaited::kAll, 0, 1}));
-  CHECK(wakes(third, {Awaited::kOne, 65'535, 1}));  // there is no such rank
+  CHECK(wakes(third, {Awaited::kOne, 65'535, 1}));  // There is no such rank.
   third.publish_second(7);
   CHECK(wakes(third, {Awaited::kSecond, 2, 7}) && !wakes(third, {Awaited::kSecond, 1, 7}));
   CHECK(!wakes(third, {Awaited::kWritable, 0, Segment::kDepth}));
@@ -107,12 +108,12 @@ void who_blocks_is_woken_by_what_it_awaits() {
   CHECK(wakes(third, {Awaited::kWritable, 0, Segment::kDepth}));
   CHECK(!wakes(third, {Awaited::kWritable, 0, Segment::kDepth + 1}));
   here.sleep(true);
-  third.rouse(0);  // UCX wakes its thread
+  third.rouse(0);  // UCX wakes its thread.
   CHECK(third.claim_wake(0));
   close(fd);
 }
 
-// A post that blocks goes on when another rank publishes; that rank has no thread to wake then.
+// A blocked post continues when another rank publishes. That rank then has no thread to wake.
 void a_publisher_wakes_who_blocks() {
   constexpr std::uint64_t kForever = 60'000'000'000;
   const int fd = Segment::create(2, false);
@@ -121,11 +122,11 @@ void a_publisher_wakes_who_blocks() {
   here.sleep(true);
   CHECK(there.claim_wake(0) && !there.claim_wake(0));
   CHECK(!here.begin_block({}));
-  here.block(1000);  // nobody comes
+  here.block(1000);  // no rank wakes it
   CHECK(!there.claim_wake(0));
-  here.block(kForever);  // somebody has come before
+  here.block(kForever);  // a rank has already woken it
   here.sleep(true);
-  CHECK(here.begin_block({}));  // or the thread that sleeps would never hear of what is published from now on
+  CHECK(here.begin_block({}));  // Otherwise the sleeping thread would not notice later publications.
   here.end_block();
   CHECK(!there.claim_wake(0));
   for (std::uint64_t round = 0; round < 1000; ++round) {
@@ -140,12 +141,12 @@ void a_publisher_wakes_who_blocks() {
       here.end_block();
     }
     publisher.join();
-    CHECK(!slept);  // not before: the publisher counts checks, too
+    CHECK(!slept);  // The check comes after join(), because the publisher's thread counts checks too.
   }
   here.note_core(3);
   CHECK(there.shares_core(3));
   CHECK(!here.begin_block({}));
-  CHECK(!there.shares_core(3));  // it does not want its core until it is woken
+  CHECK(!there.shares_core(3));  // A blocked rank does not need its core until it is woken.
   here.end_block();
   CHECK(there.shares_core(3));
   close(fd);

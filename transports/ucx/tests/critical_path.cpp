@@ -6,7 +6,7 @@
 
 namespace {
 
-// While it is not 0, what is copied does not count: it is in what a real function is taken to touch, or no rank's.
+// While it is not 0, copies do not count. They belong to a real function that is counted as a whole, or to no rank.
 int depth = 0;
 
 struct Unseen {
@@ -41,7 +41,7 @@ void CriticalPath::wait_for(What what, int place, std::uint64_t round) {
   if (place != hosts.place) clock() = std::max(clock(), seen + speed_.line);
 }
 
-// The rank that runs has looked: what it waits for is there, and has been since some time.
+// The running rank has looked. The awaited line is there, with the time of its publication.
 bool Shared::Wait::ready() {
   using Awaited = Segment::Awaited;
   CriticalPath& path = *CriticalPath::current;
@@ -145,7 +145,7 @@ double CriticalPath::run(const std::function<Task(Reach, int)>& make) {
 
 }  // namespace aiocomms
 
-// What copies and reduces, as it is linked in place of the real functions, which it calls.
+// The functions that copy and reduce. The linker puts them in place of the real functions, which they call.
 
 using aiocomms::CriticalPath;
 using aiocomms::Reduction;

@@ -1,11 +1,12 @@
-// How long a collective takes on hosts and a network that are simulated: the time of the last rank to end.
+// Simulates hosts and a network, and computes how long a collective takes: the time of the last rank to end.
 //
-// Each rank has a clock. It goes on by what the rank does: bytes that it copies or reduces, at the speed of memory, and
-// messages that it starts and takes; and it goes on to the time of whatever the rank waits for: a line in shared
-// memory, published at the clock of another rank, or a message, which has come through its sender's and its receiver's
-// host at the speed of the network, behind the messages that were sent before it. So what ranks do at the same time
-// takes time once. The schedules are the real ones, and so are the bytes; the program is linked with --wrap (PROGRAMS
-// in tests/support/programs.py), so that copies and reductions come by here.
+// Each rank has a clock. It advances by the cost of the rank's copies and reductions, at the speed of memory, and of
+// the messages that it starts and takes. It also advances to the time of each awaited event. That is a line in shared
+// memory, published at another rank's clock, or a message. A message passes its sender's and its receiver's host at the
+// speed of the network, behind earlier messages. So simultaneous work of several ranks takes time once.
+//
+// The schedules and the bytes are real. The program is linked with --wrap (PROGRAMS in tests/support/programs.py), so
+// that copies and reductions pass through here.
 #pragma once
 
 #include <algorithm>
@@ -22,13 +23,13 @@
 
 namespace aiocomms {
 
-// Times in microseconds, bytes per microsecond.
+// Times are in microseconds, and rates in bytes per microsecond.
 struct Speed {
   const char* name;
   double network;         // of a host, in each direction
   double latency;         // from host to host
-  double message;         // what a message costs its sender, and its receiver
-  double kernel;          // bytes that a rank copies to and from the kernel in a microsecond; 0: the network does that
+  double message;         // cost of a message for its sender, and for its receiver
+  double kernel;          // bytes that a rank copies to and from the kernel, or 0 if the network does that
   double memory = 20000;  // bytes that a rank reads and writes
   double line = 0.2;      // until another core sees a line
 };
@@ -40,18 +41,18 @@ class CriticalPath {
     for (int rank = 0; rank < hosts.size(); ++rank) ports_.emplace_back(*this, rank);
   }
 
-  // Runs one schedule per rank. Returns when the last one ended; negative: some never do.
+  // Runs one schedule per rank. Returns when the last one ended. Negative: some never end.
   double run(const std::function<Task(Reach, int)>& make);
 
-  // The simulation that is under way, if any.
+  // The running simulation, if any.
   static inline CriticalPath* current = nullptr;
-  // What the rank that runs does takes so long.
+  // Advances the running rank's clock by the cost of its work.
   void spend(double time) {
     note_published();
     clock() += time;
   }
   void touch(std::size_t bytes) { spend(static_cast<double>(bytes) / speed_.memory); }
-  // The rank that runs waits for a round of another's: until it has been published, or read.
+  // Makes the running rank wait until another rank has published or read a round.
   enum class What { kFirst, kSecond, kRead };
   void wait_for(What what, int place, std::uint64_t round);
   void note_published();
@@ -67,13 +68,13 @@ class CriticalPath {
   };
   struct Times {
     double clock = 0;
-    std::unordered_map<std::uint64_t, double> first, second;  // when this rank has published a round
-    std::map<std::uint64_t, double> read;                     // and when it has read all rounds below
+    std::unordered_map<std::uint64_t, double> first, second;  // when this rank published a round
+    std::map<std::uint64_t, double> read;                     // when it had read all lower rounds
     std::map<int, std::queue<Receive>> receives;              // by sender
     std::map<int, std::queue<Arrival>> arrivals;
   };
   struct Link {
-    double out = 0, in = 0;  // when it is free
+    double out = 0, in = 0;  // when the link is free
   };
   struct Item {
     double time;
@@ -110,7 +111,7 @@ class CriticalPath {
   void send(int src, int dst, const void* data, std::size_t bytes, Event& event);
   void depart(int src, int dst, std::vector<std::byte> data, Event& event);
   void match(int src, int dst);
-  // `rank` does something, not before `time`; then all that shares memory with it looks at that.
+  // `rank` acts, not before `time`. Then all ranks that share memory with it look at that memory.
   void step(int rank, double time, const std::function<void()>& what);
 
   FakeHosts& hosts_;

@@ -1,4 +1,4 @@
-// The critical path of collectives on simulated hosts, against that of the simpler ways that they replace.
+// Compares the critical path of collectives on simulated hosts with that of the simpler algorithms that they replace.
 #include "critical_path.hpp"
 
 #include <cstdio>
@@ -10,10 +10,10 @@
 namespace aiocomms {
 namespace {
 
-// 100 Gbit/s with a network card that reads and writes memory; and 25 Gbit/s through the kernel.
+// 100 Gbit/s with a network card that accesses memory, and 25 Gbit/s through the kernel.
 const std::vector<Speed> kSpeeds = {{"rdma", 12500, 2, 0.5, 0}, {"tcp", 3125, 20, 2, 4000}};
 
-// Some of the ranks.
+// Messages between some of the ranks.
 class Some final : public Messages {
  public:
   Some(Messages& all, std::vector<int> ranks) : all_(all), ranks_(std::move(ranks)) {}
@@ -39,7 +39,7 @@ std::vector<int> leaders(const Hosts& hosts) {
   return ranks;
 }
 
-// One phase behind the other, in pieces of 2 MiB: within each host, between the hosts' first ranks, within each host.
+// One phase after the other, in pieces of 2 MiB: within each host, between the hosts' first ranks, within each host.
 Task all_reduce_by_phases(Reach reach, Reduction reduction, void* data, std::size_t count) {
   constexpr std::size_t kPiece = 2 * 1024 * 1024;
   const Reduction local = after_lifting(reduction);
@@ -75,7 +75,7 @@ struct Comparison {
 
 Report report;
 
-// Prints a row, and holds it to a bound of the ratio.
+// Prints a row, and checks that the ratio is within its bound.
 void show(const std::string& what, const Speed& speed, std::size_t bytes, const Comparison& it, double bound) {
   const double ratio = it.now / it.before;
   std::printf("| %s | %s | %zu | %.1f | %.1f | %.2f |\n", what.c_str(), speed.name, bytes, it.before, it.now, ratio);
@@ -103,7 +103,7 @@ Comparison all_reduces(const std::vector<int>& sizes, const Speed& speed, std::s
       [&](Reach reach, int rank) { return hierarchical_reduce(reach, kSum, -1, data[rank].data(), bytes / 4); });
 }
 
-// The blocks of each rank for each other.
+// The blocks of each rank for each other rank.
 struct Blocks {
   std::vector<Buffer> data, others;
   std::vector<std::vector<const void*>> ins;
@@ -178,12 +178,12 @@ Comparison all_to_alls(const std::vector<int>& sizes, const Speed& speed, std::s
       [&](Reach reach, int rank) { return hierarchical_all_to_all(reach, it.ins[rank], it.outs[rank], bytes); });
 }
 
-// What is chosen for a size is never much longer than what it replaces, and with eight ranks on each host much shorter.
+// The chosen algorithm is never much slower than the replaced one. With eight ranks on each host it is much faster.
 void test_speed(const Speed& speed) {
   struct Where {
     const char* name;
     std::vector<int> sizes;
-    double reduced, blocks, small;  // bounds: of an all_reduce, of all_gather and reduce_scatter, of small blocks
+    double reduced, blocks, small;  // bounds for an all_reduce, for all_gather and reduce_scatter, and for small blocks
   };
   const std::vector<Where> places = {{" on 2 x 2", {2, 2}, 0.85, 1.3, 1.15},
                                      {" on 2 x 8", {8, 8}, 0.8, 0.6, 0.9},

@@ -1,4 +1,4 @@
-// What qemu-user does not do, for programs whose engines are all in one process.
+// System calls that qemu-user lacks, for programs whose engines are all in one process.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -28,9 +28,11 @@ std::vector<Mapping>& mappings() {
   return all;
 }
 
-// Where a file ends amid a page, a kernel maps the whole page, for all alike, and UCX uses it: of its shared memory the
-// length is rounded up to pages, and not the file's (`uct_posix_mem_alloc`). qemu's larger pages end where the
-// machine's page does. So the file gets the rest of the page.
+// Extends a file to the end of its last page.
+//
+// If a file ends within a page, a kernel maps the whole page, and UCX uses it. UCX rounds the length of its shared
+// memory up to pages, but not the length of the file (`uct_posix_mem_alloc`). qemu's larger pages end where the
+// machine's page does.
 void end_with_a_page(int fd, off_t end) {
   struct stat it;
   if (fstat(fd, &it) != 0 || !S_ISREG(it.st_mode) || it.st_size >= end) return;
@@ -41,7 +43,7 @@ void end_with_a_page(int fd, off_t end) {
 
 }  // namespace
 
-// It has no such system call.
+// qemu-user lacks this system call.
 extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* here, unsigned long, const iovec* there, unsigned long,
                                     unsigned long) {
   if (pid != getpid() || there->iov_base == nullptr) {
@@ -52,7 +54,7 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* here, unsigned long,
   return static_cast<ssize_t>(here->iov_len);
 }
 
-// It takes MADV_REMOVE for advice that it may ignore: the pages would stay. So whose they are is written down.
+// qemu-user ignores MADV_REMOVE, so the pages would stay. So this records the file of each mapping.
 extern "C" void* mmap(void* where, std::size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
   const bool shared = fd >= 0 && (flags & MAP_SHARED) != 0;
   if (shared && (protection & PROT_WRITE) != 0) end_with_a_page(fd, offset + static_cast<off_t>(bytes));

@@ -1,6 +1,5 @@
-// A loop that is parked, and an engine's thread that sleeps: whoever moves things on beside them tells the one, and
-// wakes the other for what is left. On a busy machine either may lack a core for long; here it does until the test is
-// over.
+// Tests with a parked loop and a sleeping engine thread. A third thread that makes progress must wake both. On a busy
+// machine either may lack a core for long. Here it lacks one until the test is over.
 #pragma once
 
 #include <unistd.h>
@@ -21,7 +20,7 @@ inline std::unique_ptr<Engine> engine_without_thread() {
   return std::make_unique<Engine>(0, options, std::nullopt);
 }
 
-// What a loop does that has parked. Returns whether it is woken, and hears of a ticket that ends as it should.
+// Acts as a parked loop. Returns whether it is woken, and gets the expected outcome of a ticket.
 inline bool is_told(Engine& engine, Ticket ticket, Status status) {
   if (!becomes_readable(engine.fileno())) return false;
   std::vector<Outcome> outcomes;
@@ -30,8 +29,8 @@ inline bool is_told(Engine& engine, Ticket ticket, Status status) {
   return outcomes.size() == 1 && outcomes[0].ticket == ticket && outcomes[0].status == status;
 }
 
-// Another thread parts from a peer that does not answer, or gives a communicator up, and so ends what the loop waits
-// for. The engine's own thread has not begun.
+// Another thread parts from a peer that does not answer, or gives up a communicator. This ends the loop's op. The
+// engine's own thread has not started.
 inline void ends_beside_a_parked_loop(std::uint64_t seed) {
   const auto near = engine_without_thread(), far = engine_without_thread(), silent = engine_without_thread();
   const Visit visit(*near, *far, 1, seed), other(*near, *silent, 2, seed + 1);
@@ -46,14 +45,14 @@ inline void ends_beside_a_parked_loop(std::uint64_t seed) {
   losing.join();
   expect(is_told(*near, 2, Status::kDropped), "a loop does not hear what another thread has given up");
   near->start();
-  silent->start();  // which answers
+  silent->start();  // Only now the third engine answers.
   parting.join();
   for (Engine* engine : {near.get(), far.get(), silent.get()}) engine->close(false, 0);
 }
 
-// The loop takes more large messages, each within its post, than UCX has room for answers to; and goes away.
+// The loop takes large messages, each within its post, and then stops. UCX has no room for so many answers.
 inline void leaves_answers_behind(std::uint64_t seed) {
-  constexpr Ticket kMessages = 700;  // twice what UCX keeps for a peer, and more
+  constexpr Ticket kMessages = 700;  // more than twice as many as UCX keeps for a peer
   constexpr std::size_t kCount = 16'384;
   const auto near = engine_without_thread(), far = engine_without_thread();
   const Visit visit(*near, *far, 1, seed);
@@ -92,7 +91,7 @@ inline void leaves_answers_behind(std::uint64_t seed) {
 
 inline unsigned beside(std::uint64_t seed) {
   ends_beside_a_parked_loop(seed);
-  leaves_answers_behind(2 * seed);  // where each may read the other's memory
+  leaves_answers_behind(2 * seed);  // Each engine may then read the other's memory.
   return 2;
 }
 

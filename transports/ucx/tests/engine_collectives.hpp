@@ -1,4 +1,4 @@
-// Collectives of several engines, of random kinds and sizes that all ranks agree on, and how their results are checked.
+// Collectives of several engines, with random kinds and sizes that all ranks share, and the checks of their results.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace aiocomms {
 
 using Ints = std::vector<std::int32_t>;
 
-// An op under way, and how its result is checked. What it reads and writes lives as long as `check`.
+// An unfinished op and the check of its result. Its memory lives as long as `check`.
 struct Op {
   Ticket ticket;
   std::function<void()> check;
@@ -41,15 +41,15 @@ inline void matches(const Ints& data, int rank, std::uint64_t round, const char*
 
 inline const std::vector<std::size_t> kCounts = {0, 1, 5, 12, 13, 900, 5000, 20000, 300000};
 
-// One communicator, as one rank sees it.
+// One rank's view of a communicator.
 struct Comm {
   Rank& rank;
   std::vector<int> members;
   std::uint32_t group;
   int me;
   std::uint64_t round = 0;
-  std::optional<std::uint64_t> lane;  // on which its collectives are called; none: those of the communicator itself
-  Ints given, taken, reduced;         // by what is lost, and what UCX may hold until the engine is closed
+  std::optional<std::uint64_t> lane;  // the lane of its collectives, or empty for the communicator's own
+  Ints given, taken, reduced;         // for ops of a lost communicator. UCX may use them until the engine is closed.
 
   Comm(Rank& the_rank, std::vector<int> the_members)
       : rank(the_rank),
@@ -78,7 +78,7 @@ struct Comm {
 
 constexpr Reduction kSum{Operator::Sum, DType::Int32};
 
-// -------------------------------------------------------------------------------------------------------- collectives
+// --------------------------------------------------------------------------------------------------------- collectives
 
 inline Op post_broadcast(Comm& comm, Random& common, std::uint64_t round) {
   const int root = static_cast<int>(common.below(comm.size()));
@@ -136,7 +136,7 @@ inline Op post_reduce_scatter(Comm& comm, Random& common, std::uint64_t round) {
   return {comm.collective(40, make), [=] { matches_sum(*out, size, round, "reduce_scatter", before), (void)in; }};
 }
 
-// all_gather, and gather if there is a root.
+// all_gather, or gather if there is a root.
 inline Op post_gather(Comm& comm, Random& common, std::uint64_t round) {
   const int root = static_cast<int>(common.below(comm.size() + 1)) - 1, me = comm.me;
   const std::size_t count = common.of(kCounts) / 2;
@@ -222,7 +222,7 @@ inline void end(Rank& rank, std::vector<Op>& ops, Where where = Where::current()
   ops.clear();
 }
 
-// Several of them queue up; those of two communicators run beside each other.
+// Some collectives queue up. Those of two communicators run at the same time.
 inline void collectives(Comm& one, Comm& other, int count) {
   std::vector<Op> ops;
   for (int at = 0; at < count; ++at) {

@@ -1,4 +1,4 @@
-// Engines that come to another one and leave it, in order or not, while others go on with it.
+// Engines that join and leave another one, in order or not, while others continue.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@
 
 namespace aiocomms {
 
-constexpr std::uint32_t kHub = 1;  // what each guest calls the other engine
+constexpr std::uint32_t kHub = 1;  // each guest's number of the hub
 constexpr int kGuests = 4;
 constexpr std::size_t kVisit[] = {1, 5'000, 300'000};  // elements of a message
 
-// What two engines are told of each other, and the memory that they share.
+// Introduces two engines to each other, with common memory.
 class Visit {
  public:
   Visit(Engine& hub, Engine& guest, int number, std::uint64_t seed) {
@@ -34,7 +34,7 @@ class Visit {
   std::uint32_t at_hub, at_guest;
 };
 
-// Messages of all sizes, both ways, with the other of two ranks.
+// Messages of all sizes, in both directions between two ranks.
 inline void exchange(Rank& rank, std::uint32_t group, int me, std::uint64_t round) {
   for (std::size_t count : kVisit) {
     const Ints give = filled(me, count, round);
@@ -49,7 +49,8 @@ inline void exchange(Rank& rank, std::uint32_t group, int me, std::uint64_t roun
   }
 }
 
-// One guest of a hub that has others: it leaves first, or after the hub; or without a word, while the hub waits for it.
+// One guest of a hub with other guests. It leaves before or after the hub, or without a farewell while the hub waits
+// for it.
 enum class Leaves { kFirst, kLast, kSilently };
 
 inline void be_guest(Rank& rank, std::uint32_t group, Leaves how, std::barrier<>& meeting) {
@@ -83,8 +84,8 @@ inline void be_hub(Rank& rank, std::uint32_t group, int number, Leaves how, std:
   expect(clean || how == Leaves::kSilently, "UCX keeps something of a guest that has left in order");
 }
 
-// Whoever goes on after a death has to show that its messages still come, by an echo, without its loop: else it counts
-// as silent, whatever its control connection says.
+// After a death each engine must show by an echo, without its loop, that its messages still arrive. Otherwise it counts
+// as silent, even if its control connection works.
 inline void deaths_and_echoes(Rank& hub, std::uint64_t seed) {
   const auto heard = [&] { return hub.engine->signs({1}).front(); };
   std::uint64_t refused = 0;
@@ -109,7 +110,7 @@ inline void deaths_and_echoes(Rank& hub, std::uint64_t seed) {
   expect(heard() < refused, "one whose messages do not come counts as alive");
 }
 
-// The hub goes on with one guest while the others come and leave.
+// The hub continues with one guest while the others join and leave.
 inline unsigned comings_and_goings(std::uint64_t seed) {
   World home(1, Spread::kOne, seed), constant(1, Spread::kOne, seed + 1);
   Rank& hub = *home.ranks[0];

@@ -1,5 +1,5 @@
-// What may happen to an op between the steps of a post beside the loop (engine/elsewhere.hpp): it is withdrawn, or its
-// communicator is lost and closed, or the whole engine is. Its memory stays the post's until that leaves.
+// Events between the steps of a post beside the loop (engine/elsewhere.hpp). The op is withdrawn, its communicator is
+// lost and closed, or the engine is closed. The post uses the op's memory until it leaves.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace aiocomms {
 
 constexpr int kOfInts = static_cast<int>(DType::Int32);
 
-// A receive of three numbers from the rank behind this one, which sends them to the one before it.
+// Receives three numbers from the next rank, and sends three to the rank before.
 struct Receiver {
   static constexpr std::int64_t kTag = 901;
 
@@ -26,7 +26,7 @@ struct Receiver {
     return place.recv(ticket, comm.group, into.data(), into.size() * 4, src(), 0, kTag, kOfInts);
   }
   bool cancel(Ticket ticket) const { return comm.rank.engine->cancel(comm.group, src(), 0, kTag, ticket); }
-  // The next receive gets what is sent from now on, and of one that was withdrawn nobody hears.
+  // The next receive gets the later messages, and a withdrawn receive has no outcome.
   void pass_on(Ticket withdrawn) {
     Rank& rank = comm.rank;
     const std::uint64_t round = ++comm.round;
@@ -44,7 +44,7 @@ struct Receiver {
   Comm& comm;
 };
 
-// Before its post looks on, and after.
+// The withdrawal comes before or after the post's look.
 inline void withdrawals_amid_a_post(Comm& comm) {
   Receiver receiver(comm);
   for (bool finished : {false, true}) {
@@ -63,7 +63,7 @@ inline void withdrawals_amid_a_post(Comm& comm) {
   }
 }
 
-// At any moment of a post that goes on meanwhile.
+// The withdrawal comes at any moment of a running post.
 inline void withdrawals_beside_a_post(Comm& comm, int count) {
   Receiver receiver(comm);
   Rank& rank = comm.rank;
@@ -97,7 +97,7 @@ inline auto sum_of(Ints& data) {
   return [&](auto& it, Unequal&) { return run_all_reduce(it, kSum, data.data(), data.size()); };
 }
 
-// Ops that never end by themselves, each after another step of its post.
+// Ops that never end by themselves, after each step of their posts.
 class Amid {
  public:
   explicit Amid(Comm& comm) : comm_(comm) {
@@ -114,7 +114,7 @@ class Amid {
       });
     }
   }
-  // The communicator is lost by now: the steps that are left are taken, and no op does anything.
+  // The communicator is lost by now. The remaining steps run, and no op does anything.
   void go_on() {
     for (auto& post : posts_) {
       if (post.finished) continue;
@@ -124,7 +124,7 @@ class Amid {
   void leave() {
     for (auto& post : posts_) post.place->leave();
   }
-  // They are told to the loop.
+  // The loop gets their outcomes.
   void end() {
     for (auto& post : posts_) {
       const Status status = comm_.rank.wait(post.ticket, "an op that was lost amid its post").status;
@@ -145,7 +145,7 @@ class Amid {
     auto data = std::make_shared<Ints>(3);
     auto place = std::make_unique<Elsewhere>(*comm_.rank.engine, comm_.group);
     const Ticket ticket = comm_.rank.post([&](Ticket ticket) {
-      while (!place->placed()) begin(*place, ticket, *data);  // others may have the engine
+      while (!place->placed()) begin(*place, ticket, *data);  // Another thread may have the engine.
       return false;
     });
     if (finished) expect(place->finish() == 0, "an op is done that the other ranks do not call");
@@ -156,7 +156,7 @@ class Amid {
   std::vector<Post> posts_;
 };
 
-// All is lost, and closed, while posts are amid their steps. The last rank calls nothing.
+// The communicator is lost and closed during the posts' steps. The last rank calls nothing.
 inline void losses_amid_posts(Comm& lost) {
   Rank& rank = lost.rank;
   std::optional<Amid> amid;

@@ -1,5 +1,5 @@
-// Lanes that ranks give up at random moments, several at once, among others that go on: what ends well is right, also
-// where a rank has written over what was dropped there, and nothing is left of a lane that all have given up.
+// Ranks give up lanes at random moments, several at once, while other lanes continue. Successful results are correct,
+// even if a rank overwrites the memory of a dropped op. Nothing is kept of a lane that all ranks have given up.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,8 @@
 
 namespace aiocomms {
 
-// What ranks tell each other, as aiocomms does: each rank tells every other one once, behind all messages of the lane.
+// The messages between ranks that give up a lane, as in aiocomms. Each rank sends one to every other rank, behind all
+// messages of the lane.
 class GivingUp {
  public:
   explicit GivingUp(Comm& comm) : comm_(comm), words_(comm.size(), Ints(1)), ears_(comm.size()) {
@@ -73,7 +74,7 @@ class GivingUp {
 struct Risked {
   std::int32_t lane;
   std::uint64_t round;
-  int root;  // of a broadcast; -1: it is an all_reduce
+  int root;  // of a broadcast, or -1 for an all_reduce
   std::unique_ptr<Ints> data;
   Ticket ticket;
   bool over = false;
@@ -93,7 +94,7 @@ inline Risked post_risked(Comm& comm, std::int32_t lane, Random& common, std::ui
   return it;
 }
 
-// Those that have ended. What was dropped is the program's again, which writes over it.
+// Checks the collectives that have ended. The program may use the memory of a dropped one, and overwrites it.
 inline bool settle(Comm& comm, std::vector<Risked>& risked, const GivingUp& ends) {
   bool all = true;
   for (Risked& it : risked) {
@@ -116,7 +117,7 @@ inline bool settle(Comm& comm, std::vector<Risked>& risked, const GivingUp& ends
   return all;
 }
 
-// All words have come, and nothing is kept.
+// All messages have arrived, and nothing is kept.
 inline void leave_nothing(Comm& comm, GivingUp& ends) {
   Rank& rank = comm.rank;
   ends.close();
@@ -127,8 +128,8 @@ inline void leave_nothing(Comm& comm, GivingUp& ends) {
   rank.world.meeting.arrive_and_wait();
 }
 
-// The first rank gives up lanes of which it has more under way than its board has room for, while the last one, which
-// has nothing under way, reads none of it.
+// The first rank gives up lanes with more collectives than its board has room for. The last rank has not called any,
+// and reads none of the entries.
 inline void crowds_given_up(Comm& comm) {
   constexpr std::int32_t kLanes = 3 * static_cast<std::int32_t>(Board::kCells);
   Rank& rank = comm.rank;
@@ -173,7 +174,7 @@ inline void lanes_given_up(Comm& comm, int rounds) {
     for (const std::uint64_t at : shuffled(rank, kEach)) {
       const std::int32_t lane = round * kEach + static_cast<std::int32_t>(at);
       Random common(rank.world.seed * 7919 + static_cast<std::uint64_t>(lane));
-      // One rank gives it up before some step, or after the last one, or two ranks do, or none.
+      // One rank gives it up before some step or after the last one, or two ranks do, or none.
       const std::uint64_t first = common.below(2 * comm.size()), second = common.below(4 * comm.size());
       const auto me = static_cast<std::uint64_t>(comm.me);
       const std::uint64_t last = common.below(kSteps + 1);

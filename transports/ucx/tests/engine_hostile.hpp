@@ -1,5 +1,6 @@
-// Messages of somebody who has a worker's address and no cookie, and of a rank that sends nonsense: headers and
-// payloads drawn from a seed. Nobody crashes, memory that is not theirs stays as it was, and the other ranks go on.
+// Random messages of a process with a worker's address and no cookie, and of a rank that sends invalid messages.
+// Headers and payloads come from a seed. No engine crashes, foreign memory does not change, and the other ranks
+// continue.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +10,10 @@
 
 namespace aiocomms {
 
-constexpr std::size_t kCanaries = 4096;  // bytes, before a window and behind it
+constexpr std::size_t kCanaries = 4096;  // bytes before and behind a window
 constexpr std::byte kCanary{0x5A};
 
-// Sends to rank 0 in the name of another one, which keeps silent itself.
+// Sends to rank 0 in the name of another rank, which sends nothing itself.
 class Intruder {
  public:
   Intruder(World& world, int as, bool knows)
@@ -35,8 +36,8 @@ class Intruder {
 
   void send_any() {
     Header header = any_header();
-    const int to = random_.below(16) == 0 ? 1 : 0;  // the same rank, that is told another number of its sender
-    if (random_.below(8) == 0) {                    // so large that it stays with its sender for a while
+    const int to = random_.below(16) == 0 ? 1 : 0;  // the same rank, but with a wrong number of the sender
+    if (random_.below(8) == 0) {                    // A message of this size stays with its sender for a while.
       header.bytes = large_.size();
       worker_.send(to, header, large_.data(), Memory::kOwn, nullptr);
     } else {
@@ -49,12 +50,12 @@ class Intruder {
     }
     settle(1);
   }
-  // What no rank sends: fewer bytes than it says.
+  // An invalid message: it has fewer bytes than its header says.
   void send_nonsense() {
     Header header{.group = group_, .source = static_cast<std::uint16_t>(as_), .dtype = 4, .bytes = ~0ull};
     worker_.tell(0, header, nullptr, 0, nullptr);
   }
-  // Send off what there is room for, for so many ms at most.
+  // Sends the messages that find room, for at most `most` ms.
   void settle(std::uint64_t most) {
     const std::uint64_t ends = now_ns() + most * 1'000'000;
     do {
@@ -102,14 +103,14 @@ inline bool misled(const Rank& rank) {
                      [](const Notice& it) { return it.kind == Notice::kMisled; });
 }
 
-// Rank 0 and rank 1 go on with each other while messages come to rank 0 in the name of rank 2.
+// Ranks 0 and 1 continue while messages reach rank 0 in the name of rank 2.
 template <class GoOn>
 void attacked(Rank& rank, bool knows, GoOn go_on) {
   Comm pair(rank, {0, 1}), all(rank, {0, 1, 2});
   if (rank.number == 2) {
     Intruder intruder(rank.world, 2, knows);
     for (int sent = 0; sent < (knows ? 20 : 400); ++sent) intruder.send_any();
-    // A rank says farewell for itself alone. (The first communicator of rank 0 is that of ranks 0 and 1.)
+    // A farewell is only valid for the rank itself. (The first communicator of rank 0 is that of ranks 0 and 1.)
     if (knows) rank.engine->send_frame(0, Farewell{Farewell::kCommunicator, 0, 0, 1, 0}.pack());
     if (knows) intruder.send_nonsense();
     intruder.settle(100);
@@ -150,7 +151,7 @@ void attacked(Rank& rank, bool knows, GoOn go_on) {
     if (rank.number == 0) rank.engine->close_window(all.group, 0);
     rank.engine->close_group(all.group);
     rank.engine->close_group(pair.group);
-    rank.world.meeting.arrive_and_wait();  // what was kept is let go of by now, and the intruder may go
+    rank.world.meeting.arrive_and_wait();  // The kept messages are released by now, so the intruder may end.
   }
   rank.world.meeting.arrive_and_wait();
   rank.close(false);

@@ -1,5 +1,4 @@
-// What tests see of an engine that none of its calls tells; and all of it in words, for whoever has to find out why
-// nothing goes on.
+// The tests' access to the engine's internal state, and a description of that state for debugging a deadlock.
 #pragma once
 
 #include <poll.h>
@@ -48,7 +47,7 @@ struct EngineInside {
     std::lock_guard lock(engine.lock_);
     return engine.pool_ && engine.pool_->overflows();
   }
-  // Nobody moves anything on as long as this is held.
+  // No thread makes progress while this is held.
   static std::unique_lock<PriorityLock> hold(Engine& engine) { return std::unique_lock(engine.lock_); }
   static bool thread_sleeps(Engine& engine) {
     std::lock_guard lock(engine.lock_);
@@ -59,8 +58,8 @@ struct EngineInside {
     return engine.inbox_.received(peer);
   }
 
-  // Who waits for what, and who would have to move it on. A message is lost if a peer has received fewer than were sent
-  // and all sleep; a wake-up is, if somebody sleeps for whom there is something.
+  // Describes what each part waits for, and who must make the progress. If a peer received fewer messages than were
+  // sent, and all sleep, a message is lost. If a thread sleeps although it has work, a wake-up is lost.
   static std::string state(Engine& engine) {
     const std::uint64_t ends = now_ns() + 5'000'000'000;
     while (!engine.lock_.try_lock()) {

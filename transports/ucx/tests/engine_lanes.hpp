@@ -1,4 +1,5 @@
-// Lanes of several engines: what each rank calls in another order, waits for in another order, and what never ends.
+// Lanes of several engines. Each rank calls them in a different order and waits for them in a different order. Some
+// never end.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace aiocomms {
 
 constexpr std::uint64_t kLanes = 7;
 
-// A lane of a communicator, whose collectives are counted by themselves.
+// A collective of a lane, with the lane's own count of rounds.
 inline Op post_in_lane(Comm& comm, std::uint64_t lane, std::uint64_t at) {
   const std::uint64_t round = std::exchange(comm.round, 1000 * (lane + 1) + at);
   comm.lane = lane << 40 | lane;
@@ -28,9 +29,9 @@ inline std::vector<std::uint64_t> shuffled(Rank& rank, std::size_t count) {
   return order;
 }
 
-// Each rank calls the lanes in another order. In each round one of them waits for every lane before it calls the next,
-// while the others call all of them first: an order that is made of what one rank alone has called would never end.
-// Collectives of the communicator itself, and of another one, run between them.
+// Each rank calls the lanes in a different order. In each round one rank waits for every lane before it calls the next.
+// The other ranks first call all lanes. An order of collectives that only one rank has called would never end.
+// Collectives of this communicator and of another one run between them.
 inline void lanes(Comm& comm, Comm& other, int rounds) {
   Rank& rank = comm.rank;
   const int last = comm.size() - 1;
@@ -51,7 +52,7 @@ inline void lanes(Comm& comm, Comm& other, int rounds) {
     std::ranges::reverse(ops);
     end(rank, ops);
   }
-  // Hundreds at once, more than the board has room for, while their buffers are reduced in place.
+  // Hundreds of lanes at once exceed the board's room, while their buffers are reduced in place.
   std::vector<Op> ops;
   for (std::uint64_t lane : shuffled(rank, 400)) {
     auto data = std::make_shared<Ints>(filled(comm.me, 3 + lane % 900, lane));
@@ -73,13 +74,14 @@ inline Ticket post_in_lane_of(Comm& comm, std::uint64_t lane, Ints& data, std::u
   return ticket;
 }
 
-// Ranks that disagree in a lane find out: some by themselves, who tell the others. Another lane goes on.
+// Ranks that disagree in a lane notice it. Some notice it themselves and tell the others. Another lane continues.
 inline void quarrels_in_a_lane(Comm& comm) {
   const bool large = comm.rank.world.seed % 2;
   Ints data(comm.me == 0 && large ? 30'000 : 5, 1), fine(5, 1);
   const Ticket ticket = post_in_lane_of(comm, 77, data, comm.me == 0 ? 5 : 6);
   comm.rank.finish(post_in_lane_of(comm, 78, fine, 5), "another lane");
-  const std::string word = "we disagree in a lane";  // and not of an earlier quarrel, whose words may still come
+  // This text differs from that of an earlier disagreement, whose message may still arrive.
+  const std::string word = "we disagree in a lane";
   const Notice notice = comm.rank.wait_for(
       [&](const Notice& it) { return it.kind == Notice::kLaneDisagrees || it.frame == word; }, "a quarrel");
   if (notice.kind == Notice::kLaneDisagrees) {
@@ -95,7 +97,7 @@ inline void quarrels_in_a_lane(Comm& comm) {
   comm.rank.engine->close_group(comm.group);
 }
 
-// All is lost while lanes have small and large collectives under way, for which the last rank never comes.
+// The communicator is lost while lanes have small and large collectives. The last rank does not call them.
 inline void losses_in_lanes(Comm& lost) {
   Rank& rank = lost.rank;
   const int last = lost.size() - 1;
@@ -118,7 +120,8 @@ inline void losses_in_lanes(Comm& lost) {
   rank.world.meeting.arrive_and_wait();
 }
 
-// The last rank closes the communicator. What it has done its part in ends; of the rest the others hear.
+// The last rank closes the communicator. Collectives that it has called end. For the others, the remaining ranks get
+// notices.
 inline void departures_from_lanes(Comm& comm) {
   Rank& rank = comm.rank;
   Ints early = filled(comm.me, 5, 1), late(20'000, 1), never(5, 1);
@@ -133,7 +136,7 @@ inline void departures_from_lanes(Comm& comm) {
     rank.world.meeting.arrive_and_wait();
     return;
   }
-  // Some hear of it by themselves, who tell the others.
+  // Some ranks notice it themselves and tell the others.
   const auto hears_of = [&](std::uint64_t lane) {
     const std::string left = "left " + std::to_string(lane);
     const Notice notice = rank.wait_for(
@@ -147,7 +150,7 @@ inline void departures_from_lanes(Comm& comm) {
     }
   };
   hears_of(2);
-  const Ticket small = post_in_lane_of(comm, 3, never, 1);  // called after it has left
+  const Ticket small = post_in_lane_of(comm, 3, never, 1);  // called after the rank has left
   hears_of(3);
   expect(!rank.ended(large) && !rank.ended(small), "a lane ends without a rank that has left");
   rank.engine->lose_group(comm.group);

@@ -1,5 +1,5 @@
-// Memory that runs out in the middle of an op: each allocation of it fails in turn, on whichever rank and thread it is.
-// The op fails, or its communicator does, on every rank; nothing else does, and every op has an outcome.
+// Memory runs out during an op. Each allocation of the op fails in turn, on any rank and thread. The op or its
+// communicator fails on every rank. Nothing else fails, and every op has an outcome.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ inline void post_messages(Comm& comm, std::vector<Op>& posted, std::size_t count
 inline void post_window_ops(Comm& comm, std::vector<Op>& posted) {
   Engine& engine = *comm.rank.engine;
   auto own = std::make_shared<std::vector<std::int64_t>>(64), data = std::make_shared<std::vector<std::int64_t>>(64);
-  posted.push_back({0, [own, data] {}});  // which the other rank writes
+  posted.push_back({0, [own, data] {}});  // The other rank writes this memory.
   const bool far = comm.rank.world.host_of.front() != comm.rank.world.host_of.back();
   static std::string rkeys[2];
   static std::int64_t* owns[2];
@@ -68,11 +68,11 @@ inline void post_step(Comm& comm, std::vector<Op>& posted, int step) {
   if (step < 8) return posted.push_back(kCollectives[step % 6](comm, common, 7));
   if (step < 10) return post_messages(comm, posted, step == 8 ? 5 : 100'000);
   if (step == kWindowStep) return post_window_ops(comm, posted);
-  comm.lane = 9;  // small ones and large ones, by the seed
+  comm.lane = 9;  // The seed makes them small or large.
   posted.push_back(kCollectives[step - 10](comm, common, 7));
 }
 
-// One step whose n-th allocation fails. Returns whether there were so many.
+// Runs one step, whose n-th allocation fails. Returns whether there were so many.
 inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, std::atomic<int>& ended) {
   Rank& rank = comm.rank;
   std::barrier<>& meeting = rank.world.meeting;
@@ -87,7 +87,7 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
   } catch (const std::bad_alloc&) {
     failed = true;
   }
-  // As aiocomms does: whose communicator has failed tells the others.
+  // As in aiocomms, a rank whose communicator has failed tells the others.
   const auto hears = [&] {
     for (std::size_t at = told; at < rank.notices.size(); ++at) {
       if (rank.notices[at].kind != Notice::kFailed || rank.notices[at].group != comm.group) continue;
@@ -96,7 +96,7 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
     }
     return failed.load();
   };
-  // Nobody wakes a loop that is parked when another rank's op has failed; at times the engine's thread goes on alone.
+  // A parked loop is not woken when another rank's op has failed. Sometimes only the engine's thread makes progress.
   const std::uint64_t gives_up = when_patience_ends();
   const auto turn = [&] {
     if (rank.random.below(4) == 0) usleep(1000);
@@ -110,13 +110,13 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
     while (!hears() && !rank.ended(op.ticket)) turn();
     if (rank.ended(op.ticket) && rank.outcome(op.ticket).status == Status::kBroken) failed = true;
   }
-  // A rank whose own op has ended may yet hear that its communicator has failed, for which another one waits.
+  // A rank whose own op has ended may still learn that its communicator has failed. Another rank waits for that.
   for (++ended; !hears() && ended < comm.size();) turn();
   meeting.arrive_and_wait();
   const bool spent = allocations_until_failure == 0;
   meeting.arrive_and_wait();
   if (comm.me == 0) allocations_until_failure = -1;
-  if (failed) {  // what UCX has in its hands ends once the communicator is closed
+  if (failed) {  // Ops that UCX still handles end when the communicator is closed.
     rank.engine->lose_group(comm.group);
     rank.engine->close_group(comm.group);
   }
@@ -131,7 +131,7 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
   return spent;
 }
 
-// Where the walk has come to, over several worlds: an engine that has failed as a whole is done for.
+// The progress of the walk over several worlds. An engine that has failed as a whole cannot continue.
 struct Walk {
   int step = 0;
   long n = 1;
@@ -150,7 +150,7 @@ inline void runs_out_of_memory(Rank& rank, Walk& walk, std::atomic<bool>& failed
       broken = true;
     }
     rank.world.meeting.arrive_and_wait();
-    if (!broken) other.barrier();  // of the same engines, and goes on
+    if (!broken) other.barrier();  // The other communicator has the same engines, and continues.
     if (rank.number == 0) walk = spent ? Walk{walk.step, walk.n + 1} : Walk{walk.step + 1, 1};
     rank.world.meeting.arrive_and_wait();
   }
@@ -164,7 +164,7 @@ inline unsigned walk_through_memory(Spread hosts, std::uint64_t seed) {
   unsigned worlds = 0;
   for (; walk.step < kMemorySteps; ++worlds) {
     std::atomic<bool> failed = false, broken = false;
-    std::atomic<int> ended = 0;  // ranks whose ops have
+    std::atomic<int> ended = 0;  // ranks whose ops have ended
     World world(2, hosts, seed);
     world.run([&](Rank& rank) { runs_out_of_memory(rank, walk, failed, broken, ended); });
   }

@@ -1,4 +1,4 @@
-// Collectives of more communicators at once than the family has slots for, and what becomes of their slots.
+// Collectives of more communicators at once than the family has slots for, and the fate of their slots.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,11 @@
 
 namespace aiocomms {
 
-constexpr int kCrowd = 7;  // communicators
+constexpr int kCrowd = 7;  // number of communicators
 constexpr std::size_t kSeveralSlots = 300'000;
 
-// Wait until this rank has slots beyond the pool's, or has none any more. Its loop is away, so its thread does that.
+// Waits until this rank has slots beyond the pool's, or none any more. The loop is away, so the engine's thread does
+// the work.
 inline void wait_for_overflow(Rank& rank, bool wanted, Where where = Where::current()) {
   const std::uint64_t gives_up = when_patience_ends();
   while (EngineInside::overflows(*rank.engine) != wanted) {
@@ -26,7 +27,8 @@ inline void wait_for_overflow(Rank& rank, bool wanted, Where where = Where::curr
   }
 }
 
-// The first rank fills slots of all of them while nobody else has called any; the others call them in another order.
+// The first rank fills slots of all communicators before the other ranks call any. The others call them in another
+// order.
 inline void crowd(Rank& rank, std::deque<Comm>& comms, bool one_host) {
   std::vector<Op> ops;
   const auto call = [&](Comm& comm) {
@@ -51,13 +53,13 @@ inline void crowds_of_communicators(Rank& rank, const std::vector<int>& all) {
   for (int at = 0; at < kCrowd; ++at) comms.emplace_back(rank, all);
   for (int time = 0; time < 3; ++time) {
     crowd(rank, comms, one_host);
-    for (Comm& comm : comms) {  // one after the other, while others' slots may still be read
+    for (Comm& comm : comms) {  // one after the other, while the slots of others may still be read
       std::vector<Op> ops{post_collective(comm)};
       end(rank, ops);
     }
     if (time == 1) wait_for_overflow(rank, false);
-    // Some are closed as soon as they have done their part, while others may still read what they have published, and
-    // some are lost; new ones follow them.
+    // Some communicators are closed as soon as they have done their part. Other ranks may still read their slots. Some
+    // are lost. New ones follow them.
     Comm& doomed = comms.front();
     if (time == 1) rank.engine->lose_group(doomed.group);
     rank.engine->close_group(doomed.group);

@@ -1,7 +1,7 @@
-// Engines at work, several in one process: what each thread of a rank does while the other is at it. Built with a
-// sanitizer, this shows races and memory that is used too long; built without, that the results are right.
+// Engines at work, several in one process. The threads of a rank act at the same time. Built with a sanitizer, this
+// shows races and the use of freed memory. Built without, it checks the results.
 //
-//   engine_test [seconds [seed]]    goes on with other seeds for so long; each world runs once at least
+// engine_test [seconds [seed]] repeats with other seeds for that time. Each world runs at least once.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 #include "engine_pool.hpp"
 #include "engine_worker.hpp"
 
-// Fails when the tests of memory that runs out want it to.
+// This operator fails on request of the tests in engine_memory.hpp.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   using namespace aiocomms;
   if (counts_allocations && allocations_until_failure > 0 && --allocations_until_failure == 0) throw std::bad_alloc();
@@ -37,9 +37,9 @@
 namespace aiocomms {
 namespace {
 
-// ----------------------------------------------------------------------------------------------------------- messages
+// ------------------------------------------------------------------------------------------------------------ messages
 
-constexpr int kInt32 = 4;  // as DType has it
+constexpr int kInt32 = 4;  // the number in DType
 
 Ticket post_send(Comm& comm, const Ints& data, int dst, std::int64_t tag) {
   return comm.rank.post([&](Ticket ticket) {
@@ -61,7 +61,7 @@ Ticket post_recv(Comm& comm, Ints& data, int src, std::int64_t tag, int dtype = 
   });
 }
 
-// To and from everybody, small and large, posted before or after they come.
+// Small and large messages between all ranks. They arrive before or after the post of their receives.
 void messages(Comm& comm, int count) {
   std::vector<Op> ops;
   for (int at = 0; at < count; ++at) {
@@ -82,8 +82,8 @@ void messages(Comm& comm, int count) {
   end(comm.rank, ops);
 }
 
-// Large ones, all at once, to and from everybody: shorter and longer than those that their senders help with, by less
-// and by more than a slot.
+// Large messages at once between all ranks. They are shorter and longer than the size from which senders assist, by
+// less and by more than a slot.
 void floods(Comm& comm) {
   const std::uint64_t round = ++comm.round;
   std::vector<Op> ops;
@@ -100,13 +100,13 @@ void floods(Comm& comm) {
   end(comm.rank, ops);
 }
 
-// The sender of a large message fills slots while the receiver reads, wherever each has a core; sooner or later it
-// does.
+// The sender of a large message fills slots while the receiver reads, if each has a core. Some round must show it.
 void pours(Comm& comm) {
   Rank& rank = comm.rank;
   World& world = rank.world;
   const bool helped = comm.size() > 1 && world.host_of.front() == world.host_of.back() && !world.device &&
-                      !world.crowded && world.seed % 4 < 2;  // who may not read the others' memory takes no offers
+                      // A rank that may not read the other ranks' memory takes no offers.
+                      !world.crowded && world.seed % 4 < 2;
   for (std::uint64_t round = ++comm.round, last = round + 1000, seen = helped ? 0 : 1; !seen; ++round) {
     if (!expect(round < last, "nobody helps with large messages")) break;
     Ints data = comm.me == 0 ? filled(0, 4'000'000, round) : Ints(4'000'000);
@@ -121,7 +121,7 @@ void pours(Comm& comm) {
   }
 }
 
-// Receives that are withdrawn while their message may be on its way; whoever loses that race takes it.
+// Receives that are withdrawn while their message may arrive. If the message wins that race, the receive takes it.
 void cancels(Comm& comm, int count) {
   const int dst = (comm.me + 1) % comm.size(), src = (comm.me + comm.size() - 1) % comm.size();
   std::vector<Op> sends;
@@ -143,7 +143,7 @@ void cancels(Comm& comm, int count) {
   end(comm.rank, sends);
 }
 
-// Messages that do not fit their receives end in errors, and nobody writes where nothing is to be written.
+// Messages that do not fit their receives end in errors, and no other memory is written.
 void misfits(Comm& comm) {
   const int dst = (comm.me + 1) % comm.size(), src = (comm.me + comm.size() - 1) % comm.size();
   for (std::size_t size : {std::size_t{40}, std::size_t{5000}, std::size_t{300000}}) {
@@ -152,7 +152,7 @@ void misfits(Comm& comm) {
     const Ticket sends[] = {post_send(comm, give, dst, 8), post_send(comm, give, dst, 9)};
     const Ticket recv = post_recv(comm, take, src, 8);
     const Outcome truncated = comm.rank.wait(recv);
-    if (comm.rank.world.device) {  // else the engine has written it
+    if (comm.rank.world.device) {  // otherwise the engine has written it
       const std::string head = comm.rank.engine->head(recv);
       expect(head.size() == take.size() * 4 && comm.rank.engine->head(recv).empty(), "the beginning is handed out");
       std::memcpy(take.data(), head.data(), head.size());
@@ -166,9 +166,9 @@ void misfits(Comm& comm) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ windows
+// ------------------------------------------------------------------------------------------------------------- windows
 
-// Shared memory, mapped by each rank at an address of its own, as between processes.
+// Shared memory that each rank maps at its own address, as processes do.
 class Memory {
  public:
   explicit Memory(std::size_t bytes) : bytes_(bytes), fd_(memfd_create("window", MFD_CLOEXEC)) {
@@ -193,7 +193,7 @@ class Memory {
   std::vector<void*> places_;
 };
 
-constexpr std::size_t kPart = 40'000;  // elements of a window that belong to one giver
+constexpr std::size_t kPart = 40'000;  // elements of a window for one giver
 
 struct Part {
   std::unique_ptr<Memory> memory;
@@ -221,7 +221,7 @@ std::int64_t* open_window(Comm& comm, std::uint64_t window, std::vector<Part>& p
   return mine.own;
 }
 
-// The ops on one window, as Rank::post wants them.
+// The ops on one window, in the form of Rank::post.
 struct View {
   Comm& comm;
   std::uint64_t window;
@@ -237,8 +237,8 @@ struct View {
   }
 };
 
-// Each rank puts into the next one's window and signals; that one checks it. It adds to everybody's counter, and reads
-// back what it has put.
+// Each rank puts into the next rank's window and signals, and that rank checks the data. It adds to every rank's
+// counter, and reads back its own put.
 void windows(Comm& comm, std::vector<Part>& parts, std::uint64_t window, int rounds) {
   Rank& rank = comm.rank;
   const int me = comm.me, size = comm.size(), next = (me + 1) % size, before = (me + size - 1) % size;
@@ -262,7 +262,7 @@ void windows(Comm& comm, std::vector<Part>& parts, std::uint64_t window, int rou
     for (int other = 0; other < size && !rank.world.device; ++other) {
       view.finish("fetch_add", &Engine::atomic, other, std::uint64_t{0}, false, std::size_t{8}, 1u, 0u);
     }
-    // Only where there are two ranks a signal from the next one comes, at the end of the round.
+    // With two ranks the next one signals at the end of the round. Otherwise it never does.
     const Ticket wait = view.post(&Engine::wait_signal, next);
     if (size > 2) {
       expect(rank.engine->cancel_wait(comm.group, window, next, wait), "a wait for a signal is not withdrawn");
@@ -279,9 +279,9 @@ void windows(Comm& comm, std::vector<Part>& parts, std::uint64_t window, int rou
   rank.engine->close_window(comm.group, window);
 }
 
-// ------------------------------------------------------------------------------------------------------------ the end
+// ------------------------------------------------------------------------------------------------------------- the end
 
-// All is lost in the middle of it: what is under way is dropped, and another communicator of the same engines goes on.
+// The communicator is lost. Its unfinished ops are dropped, and another communicator of the same engines continues.
 void losses(Comm& lost, Comm& other) {
   Rank& rank = lost.rank;
   std::vector<Op> ops;
@@ -289,8 +289,9 @@ void losses(Comm& lost, Comm& other) {
   lost.given = lost.reduced = filled(lost.me, 300'000, 1);
   lost.taken.resize(300'000);
   const int last = lost.size() - 1;
-  const bool in_order = rank.world.seed % 2;  // the last one after the others: UCX holds what they have for it
-  if (lost.me != last) {                      // which never does its part
+  // The last rank loses it after the others. UCX then still holds their messages for it.
+  const bool in_order = rank.world.seed % 2;
+  if (lost.me != last) {  // The last rank never does its part.
     tickets.push_back(post_recv(lost, lost.taken, last, 1));
     tickets.push_back(lost.collective(
         1, [&](auto& it, Unequal&) { return run_all_reduce(it, kSum, lost.reduced.data(), lost.reduced.size()); }));
@@ -300,7 +301,7 @@ void losses(Comm& lost, Comm& other) {
   } else if (in_order) {
     rank.world.meeting.arrive_and_wait();
   }
-  std::thread aborting([&] { rank.engine->lose_group(lost.group); });  // anybody may call that
+  std::thread aborting([&] { rank.engine->lose_group(lost.group); });  // any thread may call that
   ops.push_back(post_collective(other));
   aborting.join();
   if (lost.me != last && in_order) {
@@ -312,14 +313,14 @@ void losses(Comm& lost, Comm& other) {
   if (lost.me == last || !in_order) rank.engine->close_group(lost.group);
   for (Ticket ticket : tickets) {
     const Status status = rank.wait(ticket, "what was lost").status;
-    // UCX may have sent all of the message by then.
+    // UCX may have sent the whole message by then.
     const bool ended = status == Status::kDropped || (ticket == tickets.back() && status == Status::kDone);
     expect(ended, "what was lost ends with %d", static_cast<int>(status));
   }
 }
 
-// A rank gives up while a large message of its own lies with another, or is on its way, and writes over it: nobody
-// takes that for the message.
+// A rank loses the communicator while its large message waits at another rank or is in transit, and overwrites the
+// message. No rank takes the new bytes for the message.
 void changes_of_mind(Comm& comm) {
   Rank& rank = comm.rank;
   const int last = comm.size() - 1;
@@ -332,7 +333,7 @@ void changes_of_mind(Comm& comm) {
     given = post_send(comm, offered, last, 3);
     rank.finish(post_send(comm, small, last, 4), "a message behind a large one");
   }
-  if (takes) {  // by then the large one is under way
+  if (takes) {  // The large message is in transit by then.
     rank.finish(post_recv(comm, small, 0, 4), "a message behind a large one");
     if (amid) late = post_recv(comm, taken, 0, 3);
   }
@@ -344,7 +345,7 @@ void changes_of_mind(Comm& comm) {
   }
   rank.world.meeting.arrive_and_wait();
   if (takes && !amid) late = post_recv(comm, taken, 0, 3);
-  if (gives) {  // what UCX has in its hands ends when it is there
+  if (gives) {  // Messages that UCX still handles end when they arrive.
     const Status status = rank.wait(given, "a message that was given up").status;
     expect(status == Status::kDropped || status == Status::kDone, "it ends with %d", static_cast<int>(status));
   }
@@ -360,7 +361,7 @@ void changes_of_mind(Comm& comm) {
   rank.engine->close_group(comm.group);
 }
 
-// The same, while the message is being copied, by both sides.
+// The same, while both sides copy the message.
 void changes_of_mind_amid(Comm& comm) {
   Rank& rank = comm.rank;
   const int last = comm.size() - 1;
@@ -382,7 +383,7 @@ void changes_of_mind_amid(Comm& comm) {
   rank.engine->close_group(comm.group);
 }
 
-// What the ranks say that is not for the loops is heard although none of these comes round.
+// Notes arrive although no loop makes progress.
 void leave_notes(Comm& comm) {
   Engine& engine = *comm.rank.engine;
   for (int other : comm.members) {
@@ -402,7 +403,7 @@ void leave_notes(Comm& comm) {
   }
 }
 
-// Ranks that disagree find out: some by themselves, who tell the others.
+// Ranks that disagree notice it. Some notice it themselves and tell the others.
 void quarrels(Comm& comm) {
   leave_notes(comm);
   const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](auto& it, Unequal&) { return run_barrier(it); });
@@ -422,7 +423,7 @@ void quarrels(Comm& comm) {
   comm.rank.engine->close_group(comm.group);
 }
 
-// Ranks leave at different times: what they have sent before arrives, what they would have sent ends.
+// Ranks leave at different times. Messages that they have sent arrive, and receives of later ones end.
 void farewell(Comm& comm) {
   Rank& rank = comm.rank;
   Ints parting = filled(comm.me, 20'000, 3);
@@ -439,7 +440,7 @@ void farewell(Comm& comm) {
     if (other == comm.me) continue;
     rank.finish(recvs[other], "the last receive");
     matches(takes[other], other, 3, "the last message");
-    if (other > comm.me) continue;  // ranks leave in their order
+    if (other > comm.me) continue;  // Ranks leave in their order.
     Ints nothing(1);
     const Status status = rank.wait(post_recv(comm, nothing, other, 2)).status;
     expect(status == Status::kClosed, "a receive from a rank that has left ends with %d", static_cast<int>(status));
@@ -448,8 +449,8 @@ void farewell(Comm& comm) {
   rank.close(true);
 }
 
-// The last rank is gone without a word, while the others wait for it.
-// The engine is closed amid posts of another communicator.
+// The last rank ends without a farewell while the others wait for it. The engine is closed during posts of another
+// communicator.
 void death(Comm& comm, Comm& other) {
   Rank& rank = comm.rank;
   const int last = comm.size() - 1;
@@ -462,10 +463,10 @@ void death(Comm& comm, Comm& other) {
     comm.collective(
         1, [&](auto& it, Unequal&) { return run_all_reduce(it, kSum, comm.reduced.data(), comm.reduced.size()); });
     const Notice lost = rank.wait_for([](const Notice& it) { return it.kind == Notice::kLost; }, "a death");
-    expect(lost.peer != rank.number, "a rank hears of its own death");  // others may have followed the last one
+    expect(lost.peer != rank.number, "a rank hears of its own death");  // Other ranks may have followed the last one.
   }
   std::optional<Amid> amid;
-  if (comm.me != last) amid.emplace(other);  // the last one calls nothing
+  if (comm.me != last) amid.emplace(other);  // The last rank calls nothing.
   rank.engine->lose_group(comm.group);
   rank.engine->close_group(comm.group);
   rank.close(false);

@@ -1,4 +1,4 @@
-// Two workers and no engine: what UCX and the worker owe each other.
+// Two workers without an engine: the contract between UCX and the worker.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace aiocomms {
 
-// Whoever is given a message may let go of it at once: a large one is over then for its sender, too.
+// A receiver may release a message at once. A large message then also ends for its sender.
 inline void unwanted() {
   constexpr int kMessages = 20;
   const std::vector<std::pair<std::string, std::string>> options{{"TLS", "^sysv,tcp"}};

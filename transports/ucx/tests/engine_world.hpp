@@ -1,8 +1,8 @@
-// Ranks of one process, each with an engine and a thread that drives it as an event loop would.
+// Ranks of one process, each with an engine and a thread that drives it like an event loop.
 //
-// What orders one rank after another goes through UCX, which is not instrumented, and through memory that each rank has
-// mapped at an address of its own: ThreadSanitizer sees neither. It checks the threads of each rank among themselves;
-// the order between ranks is checked by the data that arrive.
+// The order between ranks comes from UCX, which is not instrumented, and from memory that each rank maps at its own
+// address. ThreadSanitizer sees neither. It checks the threads within each rank. The received data check the order
+// between ranks.
 #pragma once
 
 #include <poll.h>
@@ -37,7 +37,7 @@
 
 namespace aiocomms {
 
-// An op of windows, of somebody who holds nothing.
+// Posts an op of a window for a caller that holds no lock.
 template <typename Op, typename... Arguments>
 bool post_on_window(Engine& engine, Op op, Arguments... arguments) {
   if constexpr (std::is_invocable_v<Op, Engine&, Arguments..., Held&>) {
@@ -49,10 +49,10 @@ bool post_on_window(Engine& engine, Op op, Arguments... arguments) {
 
 inline std::atomic<unsigned> checks = 0, failures = 0;
 
-// In which even an emulated processor that others share comes round.
+// The longest wait. Even a shared emulated processor makes progress in that time.
 constexpr int kPatience = 240'000;  // ms
 inline std::uint64_t when_patience_ends() { return now_ns() + kPatience * 1'000'000ull; }
-// Whether a descriptor becomes readable. A signal, which ends poll() at once, says nothing of that.
+// Whether a descriptor becomes readable. A signal ends poll() early, and is ignored.
 inline bool becomes_readable(int fd) {
   pollfd readable{fd, POLLIN, 0};
   int got = -1;
@@ -62,8 +62,8 @@ inline bool becomes_readable(int fd) {
   return got > 0;
 }
 
-// Which allocation of the engines fails (engine_memory.hpp): 1, the next one; 0 and less, none. Those of a test's own
-// code, in which nothing is under test, do not count.
+// The allocation of the engines that fails (engine_memory.hpp). 1: the next one. 0 or less: none. Allocations of the
+// tests' own code do not count.
 inline std::atomic<long> allocations_until_failure = -1;
 inline thread_local bool counts_allocations = true;
 struct Counting {
@@ -84,7 +84,7 @@ struct Counting {
   return false;
 }
 
-// Vigna's splitmix64: the same numbers wherever the seed is the same.
+// Vigna's splitmix64. The same seed gives the same numbers.
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -104,14 +104,14 @@ class Random {
   std::uint64_t state_;
 };
 
-// How ranks are spread over hosts that are all this one: another host's rank is reached by UCX over TCP.
+// The distribution of ranks over simulated hosts. UCX reaches another host's rank over TCP.
 enum class Spread { kOne, kEach, kPairs };
 
 class World;
 
-using Where = std::source_location;  // of whoever waits
+using Where = std::source_location;  // of the waiting caller
 
-// One rank. All is called on its thread, which stands for its loop's.
+// One rank. All methods run on its thread, which acts as its loop's thread.
 class Rank {
  public:
   Rank(World& the_world, int the_number, std::uint64_t seed);
@@ -122,15 +122,15 @@ class Rank {
   std::unique_ptr<Engine> engine;
   std::vector<Notice> notices;
 
-  // Start an op: `call` is given its ticket, and returns whether it is done.
+  // Starts an op. `call` gets its ticket, and returns whether the op is done.
   template <class Call>
   Ticket post(Call call) {
     const Ticket ticket = ++last_ticket_;
     if (call(ticket)) done_[ticket] = {ticket, Status::kDone, {}};
     return ticket;
   }
-  // Now and then another thread posts, by `begin`, while this one goes on as a loop does; then it returns whether the
-  // op is done. None: this thread is to post.
+  // Sometimes another thread posts through `begin`, while this thread acts as a loop. It then returns whether the op is
+  // done. Empty: this thread must post.
   template <class Begin>
   std::optional<bool> post_elsewhere(std::uint32_t group, Begin begin) {
     if (random.below(4) != 0 || allocations_until_failure > 0) return {};
@@ -155,17 +155,17 @@ class Rank {
     done_.erase(ticket);
     return outcome;
   }
-  // The same, and its outcome is asked for later.
+  // The same, but the outcome stays for a later call.
   void wait_until_ended(Ticket ticket, const char* what, Where where = Where::current()) {
     until([&] { return ended(ticket); }, what, where);
   }
-  // An op that is expected to end well.
+  // Waits for an op that must succeed.
   void finish(Ticket ticket, const char* what, Where where = Where::current()) {
     const Outcome outcome = wait(ticket, what, where);
     expect(outcome.status == Status::kDone, "%s of rank %d ends with status %d, %llu", what, number,
            static_cast<int>(outcome.status), static_cast<unsigned long long>(outcome.details[0]));
   }
-  // The first notice that `is`.
+  // Waits for the first notice for which `is` holds.
   template <class Is>
   Notice wait_for(Is is, const char* what, Where where = Where::current()) {
     auto find = [&] { return std::find_if(notices.begin(), notices.end(), is); };
@@ -173,15 +173,16 @@ class Rank {
     return *find();
   }
 
-  // Collective over all ranks of the world: a communicator of `members`, in that order.
+  // Makes a communicator of `members`, in that order. All ranks of the world must call it.
   std::uint32_t open(const std::vector<int>& members);
-  // The last communicator is closed, and the engine with it, on a thread of its own, as aiocomms does.
+  // Closes the last communicator and the engine, on a separate thread, as aiocomms does.
   void close(bool sound) {
     std::thread closing([&] { engine->close(sound, 5.0); });
     closing.join();
   }
 
-  // As a loop does: a few turns, then it parks. At times it polls on, at times it is away, busy with something else.
+  // Acts as a loop, which makes a few turns and then parks. Sometimes it polls longer. Sometimes it is busy and does
+  // not come.
   template <class Is>
   void until(Is is, const char* what, Where where = Where::current()) {
     const std::uint64_t ends = when_patience_ends();
@@ -199,7 +200,7 @@ class Rank {
       give_up(what, where);
     }
   }
-  // The same for what no loop is told of: it looks again and again.
+  // The same for a condition that no event announces. It polls repeatedly.
   template <class Is>
   void look_until(Is is, const char* what, Where where = Where::current()) {
     const Waiting waiting(*this, what, where);
@@ -215,7 +216,7 @@ class Rank {
     try {
       Counting counting;
       engine->progress(outcomes, told);
-    } catch (const std::bad_alloc&) {  // all is there at the next turn
+    } catch (const std::bad_alloc&) {  // the next turn delivers everything
     }
     for (const Outcome& outcome : outcomes) {
       expect(!done_.contains(outcome.ticket), "a ticket of rank %d has two outcomes", number);
@@ -228,7 +229,7 @@ class Rank {
   void give_up(const char* what, Where where) const;
   std::string state();
 
-  // What it waits for, while it does.
+  // Records the present wait.
   class Waiting {
    public:
     Waiting(Rank& rank, const char* what, Where where) : rank_(rank) {
@@ -247,7 +248,7 @@ class Rank {
   }
 
   std::mutex wait_mutex_;
-  std::string wait_;  // of whoever gives up
+  std::string wait_;  // of the waiting rank, for the report on a timeout
   std::atomic<unsigned long> turns_ = 0;
   Ticket last_ticket_ = 0;
   std::unordered_map<Ticket, Outcome> done_;
@@ -255,7 +256,7 @@ class Rank {
 
 class World {
  public:
-  // device: the users' memory is taken for a device's, which the engines may not touch.
+  // device: the users' memory counts as a device's, which the engines may not touch.
   World(int the_size, Spread hosts, std::uint64_t the_seed, bool the_device = false)
       : seed(the_seed), crowded(the_seed % 5 > 2), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
     std::fprintf(stderr, "seed %llu: %d ranks, hosts %d%s\n", static_cast<unsigned long long>(seed), the_size,
@@ -293,14 +294,14 @@ class World {
     return seed * 0x9E3779B97F4A7C15u + 1'000'003u * static_cast<std::uint64_t>(src) + static_cast<std::uint64_t>(dst);
   }
 
-  // Run `body` on every rank's thread.
+  // Runs `body` on every rank's thread.
   void run(const std::function<void(Rank&)>& body) {
     std::vector<std::thread> threads;
     for (auto& rank : ranks) threads.emplace_back([&] { body(*rank); });
     for (std::thread& thread : threads) thread.join();
   }
 
-  // What the ranks tell each other beside their engines, as aiocomms does through its rendezvous.
+  // Data that the ranks share beside their engines, as aiocomms does in its rendezvous.
   const std::uint64_t seed;
   const bool crowded;  // as if ranks outnumbered cores
   const bool device;
@@ -321,7 +322,7 @@ inline std::string Rank::state() {
          EngineInside::state(*engine);
 }
 
-// What all ranks wait for is said twice: what is the same both times stands still, what differs is slow.
+// All ranks' waits are printed twice. A wait that is the same both times makes no progress. One that differs is slow.
 inline void Rank::give_up(const char* what, Where where) const {
   expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
   for (int time = 0; time < 2; ++time) {
@@ -329,12 +330,12 @@ inline void Rank::give_up(const char* what, Where where) const {
     for (const auto& rank : world.ranks) std::fputs(rank->state().c_str(), stderr);
     std::fputs("\n", stderr);
   }
-  std::abort();  // with everybody's stack, for whoever debugs it
+  std::abort();  // The abort keeps every thread's stack for a debugger.
 }
 
 inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed)
     : world(the_world), number(the_number), random(seed) {
-  // As aiocomms sets them; and nothing but the loopback is listened on.
+  // The settings of aiocomms. Only the loopback device listens.
   const bool far = the_world.host_of.front() != the_world.host_of.back();
   std::vector<std::pair<std::string, std::string>> options = {{"TLS", far ? "^sysv" : "^sysv,tcp"}};
   if (far) options.emplace_back("NET_DEVICES", "lo");
@@ -360,7 +361,7 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
   world.meeting.arrive_and_wait();
   if (me >= 0) {
     std::vector<std::uint32_t> theirs;
-    std::vector<int> numbers;  // of hosts, in the order in which they appear
+    std::vector<int> numbers;  // of hosts, in the order of their first ranks
     for (std::size_t at = 0; at < members.size(); ++at) {
       theirs.push_back(world.ids[members[at]]);
       int number_of_host = 0;
@@ -372,7 +373,7 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
       }
       numbers.push_back(number_of_host);
     }
-    // In some worlds ranks do as if they were not allowed to read each other's memory.
+    // In some worlds the ranks may not read each other's memory.
     const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
     const int shared = local.size() > 1 ? world.fds[local.front()] : -1;
     const bool pooled = members.size() == world.ranks.size();

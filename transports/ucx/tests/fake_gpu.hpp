@@ -1,5 +1,5 @@
-// CUDA's runtime and NCCL as far as the launcher calls them, on the memory of one process: streams are queues that a
-// thread serves. A test stops a call where it begins, has one fail, or has a stream take no more than so many tasks.
+// The calls of CUDA's runtime and NCCL that the launcher makes, on the memory of one process. A thread serves the
+// streams, which are queues. A test stops a call at its beginning, makes one fail, or limits the tasks of a stream.
 #pragma once
 
 #include <condition_variable>
@@ -20,14 +20,14 @@ namespace aiocomms {
 
 struct FakeStream {
   std::deque<std::function<bool()>> tasks;  // each is called until it returns true
-  std::size_t most = 1000;                  // more of NCCL's calls wait
+  std::size_t most = 1000;                  // with more tasks, NCCL's calls wait
 };
 
 struct FakeEvent {
   std::shared_ptr<bool> fired;  // of its last record
 };
 
-// What the ranks of a communicator share: the calls that wait for each other, by their number.
+// The common state of a communicator's ranks: the calls that wait for each other, by number.
 struct FakeMeeting {
   struct Part {
     const float* send;
@@ -57,12 +57,12 @@ class FakeGpu {
     thread_.join();
   }
 
-  // ------------------------------------------------------------------------------------------------ for tests
+  // --------------------------------------------------------------------------------------------------------- for tests
   FakeStream* stream() {
     const Lock lock(mutex_);
     return streams_.emplace_back(std::make_unique<FakeStream>()).get();
   }
-  // The ranks of a new communicator.
+  // Makes the ranks of a new communicator.
   std::vector<FakeComm*> comms(std::size_t ranks) {
     const Lock lock(mutex_);
     auto meeting = std::make_shared<FakeMeeting>(FakeMeeting{ranks, {}});
@@ -89,7 +89,7 @@ class FakeGpu {
     *gate = true;
     changed_.notify_all();
   }
-  // The next call of a function waits where it begins, until it is let go on.
+  // The next call of a function stops at its beginning, until let_go().
   void stop(const std::string& function) {
     const Lock lock(mutex_);
     stopped_.insert(function);
@@ -116,7 +116,7 @@ class FakeGpu {
     const Lock lock(mutex_);
     return counts_[function];
   }
-  // How many there are.
+  // The number of existing events.
   std::size_t events() {
     const Lock lock(mutex_);
     return events_.size();
@@ -166,7 +166,7 @@ class FakeGpu {
     return 0;
   }
   static void arrive(FakeMeeting& meeting, std::uint64_t number, const FakeMeeting::Part& part) {
-    if (part.send == nullptr || part.recv == nullptr) {  // a message, which carries no data here
+    if (part.send == nullptr || part.recv == nullptr) {  // A message carries no data here.
       *part.done = true;
       return;
     }
@@ -214,9 +214,9 @@ class FakeGpu {
   std::thread thread_;
 };
 
-inline FakeGpu* gpu = nullptr;  // that of the test
+inline FakeGpu* gpu = nullptr;  // the test's GPU
 
-// The functions themselves.
+// The functions that the launcher calls.
 struct FakeCalls {
   using Lock = FakeGpu::Lock;
 
@@ -239,7 +239,7 @@ struct FakeCalls {
     Lock lock(gpu->mutex_);
     if (const int code = gpu->enter(lock, "record")) return code;
     auto* it = static_cast<FakeEvent*>(event);
-    if (!*it->fired) gpu->misused_ = true;  // the last record is lost
+    if (!*it->fired) gpu->misused_ = true;  // The last record is lost.
     it->fired = std::make_shared<bool>(false);
     gpu->push(static_cast<FakeStream*>(stream), [fired = it->fired] { return *fired = true; });
     return 0;
@@ -277,7 +277,7 @@ struct FakeCalls {
   static int all_reduce(const void* send, void* recv, std::size_t count, int, int, NcclComm comm, GpuStream stream) {
     return gpu->call_nccl("all_reduce", send, recv, count, comm, stream);
   }
-  // The others carry no data here: what they are called with is tested where the launcher is called from Python.
+  // The other calls carry no data here. Tests that call the launcher from Python check their arguments.
   static int rooted(const void* send, void* recv, std::size_t count, int, int, int, NcclComm comm, GpuStream stream) {
     return gpu->call_nccl("reduce", send, recv, count, comm, stream);
   }

@@ -1,4 +1,4 @@
-// Hosts in one thread: their ranks share memory as processes do, each at an address of its own.
+// Hosts in one thread. Their ranks share memory like processes, each at its own address.
 #pragma once
 
 #include <unistd.h>
@@ -12,7 +12,8 @@ namespace aiocomms {
 
 class FakeHosts {
  public:
-  // sizes: the ranks of each host. Ranks are dealt out to hosts in turn if they are `mixed`, else host by host.
+  // sizes: the number of ranks of each host. mixed: ranks are numbered across the hosts in turn, otherwise host by
+  // host.
   FakeHosts(const std::vector<int>& sizes, bool mixed) {
     std::vector<std::vector<int>> ranks(sizes.size());
     int next = 0;
@@ -31,7 +32,7 @@ class FakeHosts {
       const int size = static_cast<int>(ranks[host].size());
       const int fd = size > 1 ? Segment::create(size, true) : -1;
       std::vector<int> all(places_.size(), -1),
-          here;  // the place of each rank of the family; and of those of this host
+          here;  // the places of all ranks of the family, and of the ranks of this host
       for (int place = 0; place < size; ++place) {
         all[static_cast<std::size_t>(ranks[host][static_cast<std::size_t>(place)])] = place;
         here.push_back(place);
@@ -55,7 +56,7 @@ class FakeHosts {
   Shared* shared(int rank) { return places_[static_cast<std::size_t>(rank)].shared.get(); }
   Reach reach(int rank, Messages& wire) { return {hosts(rank), wire, shared(rank)}; }
 
-  std::uint64_t slice_ends = 0;  // 0: schedules let others have their turn wherever they can; never: ~0
+  std::uint64_t slice_ends = 0;  // 0: schedules give others their turn wherever they can. ~0: never.
 
  private:
   struct Place {

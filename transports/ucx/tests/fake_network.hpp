@@ -1,9 +1,9 @@
-// A network of ranks in one thread, as unkind as the contract of Messages allows.
+// A network of ranks in one thread, with the worst behaviour that the contract of Messages allows.
 //
-// Messages of different pairs, and the completions of their sends and receives, come in an order drawn from a seed;
-// within a pair, messages are matched in order. It finds out when memory is touched too early or too late: what is sent
-// must not change before the send is done; what is received into is overwritten with a pattern, which must be there
-// unchanged when the data is written, just before the receive is done.
+// A seed draws the order of messages between different pairs, and of the completions of sends and receives. Within a
+// pair, messages match in order. The network detects memory that is touched too early or too late. Data must not change
+// before their send is done. A receive's memory is filled with a pattern. The pattern must be unchanged when the data
+// are written, just before the receive is done.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,10 @@
 
 namespace aiocomms {
 
-using Byte = unsigned char;  // std::byte's loops are not memcmp and memset
+using Byte = unsigned char;  // Unlike loops over std::byte, loops over it become memcmp and memset.
 using Buffer = std::vector<Byte>;
 
-// A text as printf has it.
+// Returns a text in the format of printf.
 template <class... Args>
 [[gnu::noinline]] std::string text(const char* format, Args... args) {
   char line[200];
@@ -45,10 +45,10 @@ struct Report {
 };
 
 enum class Mode {
-  Rendezvous,  // a send is done some time after it has met its receive
-  Reluctant,   // and not before there is nothing else to do
-  Eager,       // a send is done at once, its data copied
-  AtOnce,      // and so is a receive whose message is there already
+  Rendezvous,  // a send is done some time after it has matched its receive
+  Reluctant,   // the same, but only when nothing else can happen
+  Eager,       // a send is done at once, with its data copied
+  AtOnce,      // a receive of an arrived message is also done at once
 };
 
 class FakeNetwork {
@@ -72,7 +72,7 @@ class FakeNetwork {
   bool idle() const { return ready_.empty() && completions_.empty() && late_.empty(); }
   std::size_t draw(std::size_t below) { return std::uniform_int_distribution<std::size_t>(0, below - 1)(random_); }
 
-  // One message meets its receive, or one event is done. Returns whether there was anything to do.
+  // Matches one message with its receive, or completes one event. Returns whether there was anything to do.
   bool step() {
     if (idle()) return false;
     if (ready_.empty() && completions_.empty()) completions_.swap(late_);
@@ -84,7 +84,7 @@ class FakeNetwork {
     return true;
   }
 
-  // No message without a receive, no receive without a message, no event that is not done.
+  // Whether each message has its receive, each receive its message, and all events are done.
   bool empty() const {
     const auto is_empty = [](const Pair& pair) { return pair.sends.empty() && pair.receives.empty(); };
     return idle() && std::all_of(pairs_.begin(), pairs_.end(), is_empty);
@@ -94,8 +94,8 @@ class FakeNetwork {
   struct Send {
     const Byte* data;
     std::size_t bytes;
-    Event* event;  // null: done already
-    Buffer copy;   // what was to be sent when the send started
+    Event* event;  // null: already done
+    Buffer copy;   // the data at the start of the send
   };
   struct Receive {
     Byte* data;
@@ -106,7 +106,7 @@ class FakeNetwork {
     std::deque<Send> sends;
     std::deque<Receive> receives;
   };
-  // Of a send: its data is as it was. Of a receive: the pattern is still there, then the data comes.
+  // For a send: its data must be unchanged. For a receive: the pattern must be unchanged, then the data are written.
   struct Completion {
     Event* event;
     Byte* into;
@@ -214,13 +214,13 @@ class FakeNetwork {
   std::vector<Pair> pairs_;
   std::vector<Counters> counters_;
   std::deque<Port> ports_;
-  std::vector<std::size_t> ready_;  // pairs in which a message and a receive wait
+  std::vector<std::size_t> ready_;  // pairs with a waiting message and a waiting receive
   std::vector<Completion> completions_, late_;
   std::set<const Event*> pending_;
 };
 
-// Runs one schedule per rank to the end, starting them at different times. A task that is done is gone at once: an
-// event that it did not wait for is then one too many.
+// Runs one schedule per rank to its end, with different start times. A finished task is destroyed at once, so an event
+// that it has not awaited is detected.
 inline void run(FakeNetwork& network, int size, const std::function<Task(Messages&, int)>& make,
                 const std::string& what, Report& report) {
   std::vector<int> order;

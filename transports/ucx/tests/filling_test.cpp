@@ -1,4 +1,4 @@
-// Which way slots are filled, by costs that the test makes up; and that both ways copy the same.
+// The choice between both ways of filling slots, with costs set by the test, and the equality of their copies.
 #include "collectives/filling.hpp"
 
 #include <vector>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kBytes = 1 << 20;
 
-// A writer and its reader, each of which takes as many ns for 1 MiB as the test says: by plain stores, by streaming.
+// A writer and its reader. The test sets the ns that each takes for 1 MiB, with plain and with streaming stores.
 struct Pair {
   Filling filling;
   Costs reads;
@@ -37,7 +37,7 @@ void cores_that_share_a_cache_use_it() {
   Pair near(40'000, 38'000, 55'000, 95'000);
   near.fill(64 * Filling::kCycle);
   CHECK(near.streamed == 64 * Filling::kBurst);
-  Pair read_late(60'000, 38'000, 55'000, 95'000);  // the writer alone would take the other way
+  Pair read_late(60'000, 38'000, 55'000, 95'000);  // The writer alone would choose the other way.
   read_late.fill(64 * Filling::kCycle);
   CHECK(read_late.streamed == 64 * Filling::kBurst);
 }
@@ -75,7 +75,7 @@ void an_interruption_counts_for_little() {
   CHECK(costs.of(false) == 70'000);
   CHECK(costs.of(true) == 0);
   costs.note(true, kBytes, 0);
-  CHECK(costs.of(true) == 1);  // 0 says that nothing was measured
+  CHECK(costs.of(true) == 1);  // 0 means that nothing was measured.
 }
 
 void both_ways_copy_the_same() {

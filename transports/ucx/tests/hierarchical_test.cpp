@@ -1,5 +1,5 @@
-// Every collective of several hosts, on a simulated network and in real shared memory, against straightforward
-// references: any number of hosts, as many ranks on each as may be, and what moves next is drawn from a seed.
+// Every collective of several hosts, on a simulated network and in real shared memory, against simple references. Hosts
+// and ranks vary, and a seed draws the order of events.
 #include "collectives/hierarchical.hpp"
 
 #include <numeric>
@@ -14,7 +14,7 @@ namespace {
 using Layout = std::vector<int>;
 using Make = std::function<Task(Reach, int)>;
 
-// The ranks of each host.
+// The number of ranks of each host.
 const std::vector<Layout> kLayouts = {{1, 1}, {2, 1},    {1, 2},    {2, 2},       {3, 2},          {1, 4},
                                       {5, 3}, {1, 1, 1}, {2, 1, 3}, {2, 2, 2, 2}, {1, 1, 2, 1, 1}, {4, 4, 4}};
 Report report;
@@ -26,9 +26,8 @@ std::string name_of(const Layout& layout) {
   return name;
 }
 
-// Runs one schedule per rank to the end: ranks look at their shared memory, and messages move, in an order that is
-// drawn. Whoever looks may find that nothing has come; all have to look in vain, and the network to be idle, before
-// that is a deadlock.
+// Runs one schedule per rank to its end. A seed draws which rank polls its shared memory and which message moves. A
+// poll may find nothing. It is a deadlock if all ranks find nothing and the network is idle.
 void simulate(const Layout& layout, const std::string& what, const Make& make) {
   ++runs;
   FakeHosts hosts(layout, runs % 2 == 0);
@@ -44,7 +43,8 @@ void simulate(const Layout& layout, const std::string& what, const Make& make) {
   const auto poll = [&](size_t rank) {
     Shared* const shared = hosts.shared(static_cast<int>(rank));
     const bool moved = shared != nullptr && shared->poll();
-    if (tasks[rank].done()) Task(std::move(tasks[rank]));  // an event that it did not wait for is then one too many
+    if (tasks[rank].done())
+      Task(std::move(tasks[rank]));  // The destruction detects events that the task has not awaited.
     return moved;
   };
   for (int rank : order) {
@@ -82,7 +82,7 @@ void test_reduce(const Layout& layout, const Case& c, int root) {
     report.check(data[rank] == (root < 0 || rank == root ? data[first] : c.inputs[rank]), "a rank differs", what);
 }
 
-// All for one, evenly, and some with nothing.
+// Equal parts, all elements for one rank, and some ranks with nothing.
 std::vector<std::vector<size_t>> divisions(size_t count, int size) {
   const size_t ranks = static_cast<size_t>(size);
   std::vector<size_t> even(ranks, count / ranks + 1), one(ranks), uneven(ranks);
@@ -180,7 +180,7 @@ void test_all_to_all(const Layout& layout, size_t bytes) {
   report.check(inputs == originals, "an input was changed", what);
 }
 
-// All ranks have the same bits also where the order of two operands shows.
+// All ranks have the same bits, even if the order of two operands matters.
 void test_same_bits(const Layout& layout, Operator op, size_t count) {
   const std::string what = text("all_reduce of special values op %d", static_cast<int>(op)) + name_of(layout);
   static constexpr std::uint32_t specials[] = {0x7FC00001, 0xFFC00002, 0x7FC12345, 0,  // NaNs, zeros, infinities
@@ -219,7 +219,8 @@ int main() {
       {Operator::Sum, DType::Float16},
       {Operator::Min, DType::Int8},
   };
-  // Of a rank of a host with one rank among hosts of four: several units of several shares, and several slots of each.
+  // A rank that is alone on its host, among hosts of four, has several units of several shares, each with several
+  // slots.
   const std::vector<size_t> counts = {1, 7, 3000, 50'000, 300'000};
   for (const Layout& layout : kLayouts) {
     const int size = ranks_of(layout);

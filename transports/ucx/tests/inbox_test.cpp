@@ -1,4 +1,4 @@
-// The inbox: matching, the order of arrival, and what is fetched, vouched for, handed on and dropped.
+// The inbox: matching, order of arrival, fetches, vouches, and messages that are passed on or dropped.
 #include "engine/inbox.hpp"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ void inbox_restores_the_order() {
   CHECK(desk.outcomes().size() == 3);
   CHECK(desk.inbox.received(1) == 3);
   CHECK(taken[0] == 1 && taken[1] == 2 && taken[2] == 3);
-  // The same number twice is nonsense, and so is one from the past.
+  // A number that comes twice is invalid, and so is an old one.
   desk.inbox.arrive(1, desk.header(5, 0, 4), &first, nullptr);
   desk.inbox.arrive(1, desk.header(5, 0, 4), &first, &desk);
   CHECK(desk.ucx.refused == std::vector<int>{1} && desk.ucx.released == std::vector<void*>{&desk});
@@ -33,7 +33,7 @@ void inbox_restores_the_order() {
   desk.inbox.forget_early(1);
 }
 
-// The numbers of messages start again at 0 after 2^32 of them, and messages overtake each other there, too.
+// The numbers of messages restart at 0 after 2^32 messages. Messages also overtake each other there.
 void inbox_restores_the_order_across_the_wrap() {
   constexpr std::uint32_t kFirst = ~std::uint32_t{0} - 1;  // 2^32 - 2
   constexpr std::uint32_t kCount = 6;
@@ -49,17 +49,17 @@ void inbox_restores_the_order_across_the_wrap() {
   CHECK(desk.outcomes().size() == kCount && desk.inbox.received(1) == kFirst + kCount);
   for (std::uint32_t number = 0; number < kCount; ++number) CHECK(taken[number] == number);
   CHECK(desk.ucx.refused.empty());
-  desk.inbox.arrive(1, desk.header(kFirst, 0, 4), &at, nullptr);  // from the past
+  desk.inbox.arrive(1, desk.header(kFirst, 0, 4), &at, nullptr);  // an old number
   CHECK(desk.ucx.refused == std::vector<int>{1});
 }
 
-// Two messages of the same number cannot both wait for what vouches for them: nobody could tell for which it does.
+// Two messages of the same number cannot both wait for a vouch, which could not tell them apart.
 void inbox_refuses_a_number_that_still_waits() {
   Desk desk({}, false, ~std::uint32_t{0});
   Header header = desk.header(~std::uint32_t{0}, 5, 4);
   header.dtype |= kVouched;
   const int data = 1;
-  desk.group.vouches[{1, header.order}];  // of 2^32 messages ago
+  desk.group.vouches[{1, header.order}];  // 2^32 messages ago
   desk.inbox.arrive(1, header, &data, nullptr);
   CHECK(desk.ucx.refused == std::vector<int>{1});
   int taken = 0;
@@ -83,7 +83,7 @@ void inbox_matches() {
   desk.reports.withdraw();
   delete withdrawn;
   CHECK(desk.inbox.withdraw(desk.group, Key(1, 0, 8), ticket) == nullptr);
-  // Too long, and of another dtype.
+  // One message is too long, and one has another dtype.
   const int pair[2] = {1, 2};
   desk.receive(narrow, 4, 1);
   desk.inbox.arrive(1, desk.header(1, 1, 8), pair, nullptr);
@@ -96,7 +96,7 @@ void inbox_matches() {
   CHECK(desk.reports.pending() == 0);
 }
 
-// A probe tells what a receive would take, and takes nothing.
+// A probe reports the message that a receive would take, and takes nothing.
 void inbox_probes() {
   Desk desk;
   const int pair[2] = {3, 4};
@@ -104,7 +104,7 @@ void inbox_probes() {
   const auto probe = [&](std::int64_t tag) {
     Operation* made = desk.operation();
     desk.inbox.probe(made, Key(1, 0, tag));
-    return made;  // which is gone if it has ended
+    return made;  // A probe that has ended is deleted.
   };
   desk.inbox.arrive(1, desk.header(0, 5, 8), pair, nullptr);
   for (int turn = 0; turn < 2; ++turn) {
@@ -114,7 +114,7 @@ void inbox_probes() {
   }
   desk.receive(taken, 8, 5);
   CHECK(taken[1] == 4 && desk.outcomes().size() == 1);
-  // All that wait hear of the message, unless a receive takes it.
+  // All waiting probes report the message, unless a receive takes it.
   probe(5);
   probe(5);
   desk.receive(taken, 8, 5);
@@ -123,7 +123,7 @@ void inbox_probes() {
   desk.inbox.arrive(1, desk.header(2, 5, 4), pair, nullptr);
   const auto heard = desk.outcomes();
   CHECK(heard.size() == 2 && heard[0].details[0] == 4 && heard[1].details[0] == 4);
-  // One that waits is withdrawn, one ends with its peer, and one is dropped.
+  // One waiting probe is withdrawn, one ends with its peer, and one is dropped.
   Operation* waits = probe(6);
   CHECK(desk.inbox.withdraw(desk.group, Key(1, 0, 6), waits->ticket) == waits);
   waits->withdraw();
@@ -131,7 +131,7 @@ void inbox_probes() {
   desk.group.left[1] = true;
   desk.inbox.end_receives(desk.group, 1);
   CHECK(desk.outcomes()[0].status == Status::kClosed);
-  probe(5);  // what has come is still there
+  probe(5);  // the arrived message is still there
   probe(6);
   const auto left = desk.outcomes();
   CHECK(left[0].status == Status::kDone && left[1].status == Status::kClosed);
@@ -161,7 +161,7 @@ void inbox_fetches() {
 }
 
 void inbox_waits_for_vouches() {
-  Desk desk;  // the other rank is on another host: it has no process here
+  Desk desk;  // The other rank is on another host, so it has no process here.
   const int data = 7;
   int taken = 0;
   auto vouched = [&](std::uint32_t order) {
@@ -184,7 +184,7 @@ void inbox_waits_for_vouches() {
   desk.inbox.arrive(1, vouch(3, 2), nullptr, nullptr);
   desk.receive(&taken, 4, 0);
   CHECK(desk.outcomes()[0].status == Status::kDone);
-  // The sender closes without it.
+  // The sender closes without a vouch.
   desk.receive(&taken, 4, 0);
   desk.inbox.arrive(1, vouched(4), &data, nullptr);
   desk.receive(&taken, 4, 1);
@@ -218,7 +218,7 @@ void inbox_hands_on() {
   desk.inbox.arrive(1, header, &data, nullptr);
   CHECK(taken == 9 && !events.empty() && !event.done());
   delete events.pop();
-  // An offer is somebody else's, and nonsense is nobody's.
+  // An offer is passed on to the owner. An invalid message is refused.
   const Offer offer{reinterpret_cast<std::uint64_t>(&data), 1};
   Operation* op = desk.receive(&taken, 4, 0);
   header = desk.header(2, 0, 4);
@@ -227,11 +227,11 @@ void inbox_hands_on() {
   CHECK(desk.pulled == std::vector<Request*>{op});
   op->end(Status::kDone);
   header = desk.header(3, 0, 4);
-  header.source = 0;  // not what peer 1 is
+  header.source = 0;  // peer 1 does not have this rank
   desk.inbox.arrive(1, header, &data, nullptr);
   CHECK(desk.ucx.refused == std::vector<int>{1});
   header = desk.header(4, 0, 4);
-  header.dtype |= kVouched;  // within a host nobody vouches
+  header.dtype |= kVouched;  // Ranks of one host do not vouch.
   desk.inbox.arrive(1, header, &data, nullptr);
   CHECK(desk.ucx.refused.size() == 2);
 }

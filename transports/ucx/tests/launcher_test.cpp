@@ -1,4 +1,4 @@
-// The launcher over a fake GPU, stopped between its steps: ./program [SECONDS], for which it goes on at random.
+// The launcher over a fake GPU, stopped between its steps. ./program [SECONDS] also runs random tests for that time.
 #include "launcher/launcher.hpp"
 
 #include <poll.h>
@@ -30,7 +30,7 @@ void check(bool holds, const char* what, int line) {
 using Ended = std::vector<LaunchOutcome>;
 
 constexpr std::chrono::microseconds kNoSpin{0};
-constexpr std::chrono::seconds kLong{30};  // of looks: nothing is slept on within a test
+constexpr std::chrono::seconds kLong{30};  // so long a spin that no thread sleeps within a test
 
 // A GPU, a launcher with one port, and a caller's stream.
 struct World {
@@ -49,7 +49,7 @@ struct World {
   ~World() {
     launcher->close(*port);
     launcher->end(std::chrono::seconds(20));
-    while (launcher.use_count() > 1) std::this_thread::yield();  // no thread is left, but for its last step
+    while (launcher.use_count() > 1) std::this_thread::yield();  // No thread is left, except for its last step.
     launcher.reset();
     CHECK(!device.misused());
     CHECK(device.events() == 0);
@@ -68,14 +68,14 @@ struct World {
     pollfd asked{port->fd, POLLIN, 0};
     return poll(&asked, 1, milliseconds) == 1;
   }
-  // The ops that have ended; how often it was told that threads sleep is counted.
+  // Returns the ops that have ended, and counts the reports of sleeping threads.
   Ended taken() { return taken(*port); }
   Ended taken(LaunchPort& of) {
     Ended all = launcher->take(of);
     told_asleep += std::erase_if(all, [](const auto& each) { return each.kind == LaunchOutcome::kAsleep; });
     return all;
   }
-  // Wait until so many ops have ended.
+  // Waits until `count` ops have ended.
   Ended ended(std::size_t count) {
     Ended all;
     while (all.size() < count && readable(20'000)) {
@@ -90,7 +90,7 @@ bool are(const Ended& ended, LaunchOutcome::Kind kind) {
   return std::all_of(ended.begin(), ended.end(), [&](const auto& each) { return each.kind == kind; });
 }
 
-// ------------------------------------------------------------------------------------------------------- in order
+// --------------------------------------------------------------------------------------------------------------- order
 
 void ops_end_in_order_with_their_data(std::chrono::microseconds spin) {
   World world(spin);
@@ -109,7 +109,7 @@ void ops_end_in_order_with_their_data(std::chrono::microseconds spin) {
   for (std::uint64_t rank = 0; rank < 2; ++rank) {
     std::uint64_t last = 0;
     for (const auto& each : ended) {
-      if (each.id % 2 != 1 - rank) continue;  // ids begin with 1, of rank 0
+      if (each.id % 2 != 1 - rank) continue;  // Ids begin with 1, for rank 0.
       CHECK(each.id > last);
       last = each.id;
     }
@@ -120,7 +120,7 @@ void ops_end_in_order_with_their_data(std::chrono::microseconds spin) {
     for (int rank = 0; rank < 2; ++rank) world.sum(lines[rank], &data[rank]);
     world.ended(2);
   }
-  CHECK(world.device.count("create") <= made);  // events are used again
+  CHECK(world.device.count("create") <= made);  // Events are reused.
 }
 
 void an_op_waits_for_the_callers_stream() {
@@ -165,7 +165,7 @@ void ops_of_all_lines_are_called_in_the_order_of_the_program() {
   CHECK((world.device.called() == std::vector<std::string>{"send", "all_reduce", "recv"}));
 }
 
-// --------------------------------------------------------------------------------------------- waiting and waking
+// -------------------------------------------------------------------------------------------------- waits and wake-ups
 
 void a_short_op_is_looked_at_and_a_long_one_slept_on() {
   {
@@ -191,7 +191,7 @@ void a_short_op_is_looked_at_and_a_long_one_slept_on() {
   world.device.let_go("synchronize");
   world.device.open(gate);
   world.ended(1);
-  CHECK(world.device.count("query") == asked);  // nobody asks what is slept on
+  CHECK(world.device.count("query") == asked);  // No thread polls an event that a thread sleeps on.
   CHECK(world.told_asleep == 1);
 }
 
@@ -259,16 +259,16 @@ void a_stream_waits_for_an_op_that_is_not_called_yet() {
   world.device.wait_for("all_reduce");
   CHECK(!waits);
   world.device.let_go("all_reduce");
-  user.join();  // it does not wait for the GPU
+  user.join();  // The user does not wait for the GPU.
   const auto after = world.launcher->mark(reader);
   CHECK(FakeGpu::api().event_query(after->event) == GpuApi::kNotReady);
   world.device.open(gate);
   world.ended(1);
   FakeGpu::api().event_synchronize(after->event);
-  world.launcher->wait_stream(*world.port, id, reader);  // done: nothing to wait for
+  world.launcher->wait_stream(*world.port, id, reader);  // The op is done, so there is nothing to wait for.
 }
 
-// -------------------------------------------------------------------------------------------------------- errors
+// -------------------------------------------------------------------------------------------------------------- errors
 
 void an_error_is_that_of_its_op_and_ends_the_port(const char* function, LaunchOutcome::Kind kind, int code) {
   World world;
@@ -284,7 +284,7 @@ void an_error_is_that_of_its_op_and_ends_the_port(const char* function, LaunchOu
   Ended ended = world.ended(2);
   std::sort(ended.begin(), ended.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
   CHECK(ended[0].id == id && ended[0].kind == kind && ended[0].code == code);
-  // An event that fails is found so when the next op may have been called.
+  // The failure of an event may be noticed after the next op is called.
   CHECK(ended[1].id == next && (ended[1].kind == LaunchOutcome::kDropped || ended[1].kind == kind));
   world.launcher->launch(line, after, {});
   CHECK(world.ended(1)[0].kind == LaunchOutcome::kDropped);
@@ -312,18 +312,18 @@ void a_call_that_is_in_progress_is_no_error() {
   CHECK(are(world.ended(1), LaunchOutcome::kDone));
 }
 
-// ----------------------------------------------------------------------------------------------------- giving up
+// ----------------------------------------------------------------------------------------------------------- giving up
 
 void a_full_queue_holds_nobody_who_hands_over() {
   World world;
-  FakeComm* comm = world.device.comms(2)[0];  // the other rank does not come
+  FakeComm* comm = world.device.comms(2)[0];  // The other rank does not call.
   const auto line = world.line(comm);
   world.stream_of(line)->most = 4;
   float data = 1;
   for (int op = 0; op < 20; ++op) world.sum(line, &data);
   CHECK(!world.launcher->settle(*line, std::chrono::milliseconds(20)));
   world.launcher->cut(*line);
-  world.device.abort(comm);  // which frees the thread
+  world.device.abort(comm);  // This frees the thread.
   CHECK(world.launcher->settle(*line, {}));
   const Ended ended = world.ended(20);
   const auto dropped = std::count_if(ended.begin(), ended.end(), [](auto& it) { return it.kind == it.kDropped; });
@@ -346,7 +346,7 @@ void an_abort_amid_a_call() {
   CHECK(world.launcher->settle(*line, {}));
   world.device.abort(comm);
   world.launcher->drain(*line);
-  CHECK(are(world.ended(1), LaunchOutcome::kDone));  // its event fires: NCCL has stopped
+  CHECK(are(world.ended(1), LaunchOutcome::kDone));  // Its event fires because NCCL has stopped.
   world.sum(line, &data);
   CHECK(world.ended(1)[0].kind == LaunchOutcome::kDropped);
   CHECK(world.device.count("all_reduce") == 1);
@@ -368,7 +368,7 @@ void an_abort_while_a_thread_sleeps() {
   CHECK(world.ended(1).size() == 1);
 }
 
-// Whoever waits for the launching thread is let go when the port is given up.
+// Threads that wait for the launching thread are released when the port is given up.
 void giving_up_lets_go_of_who_waits() {
   World world;
   FakeComm* comm = world.device.comms(2)[0];
@@ -401,7 +401,7 @@ void a_close_while_a_thread_sleeps_and_one_calls() {
   world.device.wait_for("all_reduce");
   world.launcher->close(*world.port);
   CHECK(world.port->fd == -1);
-  world.launcher->end(Launcher::Patience(0));  // which leaves both behind
+  world.launcher->end(Launcher::Patience(0));  // Both threads are left behind.
   CHECK(world.launcher.use_count() > 1);
   world.device.let_go("synchronize");
   world.device.let_go("all_reduce");
@@ -426,7 +426,7 @@ void ports_share_a_thread_and_nothing_else() {
   world.launcher->close(*other);
 }
 
-// All of it at once, from several threads, as chance has it.
+// All operations at once, from several threads, at random.
 void at_random(unsigned seed) {
   std::mt19937 random(seed);
   World world(std::chrono::microseconds(random() % 3 * 20));

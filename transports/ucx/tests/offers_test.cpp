@@ -15,7 +15,7 @@
 namespace aiocomms {
 namespace {
 
-// Two ranks of one process that share memory: this one's offers, and the other's.
+// Two ranks of one process that share memory, with the offers of each.
 struct Pair {
   static constexpr std::size_t kBytes = 3 * Pool::kSlot * 4;
   int fd = Segment::create(2, true);
@@ -47,7 +47,7 @@ struct Pair {
     CHECK(sender.offer(here.group, 1, header, message.data(), op) == UCS_INPROGRESS);
     return op;
   }
-  // The receiver has got the offer that was told last.
+  // The receiver gets the last offer.
   Operation* pull(std::uint8_t dtype = 0) {
     const FakeUcx::Told& told = here.ucx.told.back();
     Offer offer;
@@ -75,7 +75,7 @@ void offers_are_pulled() {
   CHECK(pair.there.ucx.told.size() == 1 && pair.there.ucx.told[0].header.channel == kAnswer);
   Header answer = pair.there.ucx.told[0].header;
   CHECK(answer.source == 1);
-  answer.source = 0;  // from a rank that was not asked
+  answer.source = 0;  // from a rank that has no offer
   pair.sender.end_offer(pair.here.group, answer);
   CHECK(pair.here.outcomes().empty());
   answer.source = 1;
@@ -109,7 +109,7 @@ void offers_are_assisted() {
 void offers_end_otherwise() {
   Pair pair;
   pair.offer();
-  pair.pull(3);  // of another dtype: no byte is read, and the sender hears of it
+  pair.pull(3);  // With another dtype no byte is read, and the sender gets an answer.
   while (pair.receiver.pulls()) pair.receiver.advance();
   CHECK(pair.there.outcomes()[0].status == Status::kDtype);
   CHECK(pair.taken == std::vector<std::byte>(Pair::kBytes));

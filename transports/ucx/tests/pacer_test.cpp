@@ -1,4 +1,4 @@
-// The pacer on a clock that stands where the test puts it.
+// The pacer, with a clock that the test sets.
 #include "engine/pacer.hpp"
 
 #include <thread>
@@ -14,11 +14,11 @@ using Next = Pacer::Next;
 using Rest = Pacer::Rest;
 constexpr std::uint64_t kStart = 1'000'000'000;
 
-// No rank that is waited for has this core; or one has.
+// No rank that a post waits for has this core, or one has it.
 constexpr auto kFree = [] { return false; };
 constexpr auto kWanted = [] { return true; };
 
-// A post that spins in vain from `began` on; returns for how long.
+// A post that spins without progress from `began` on. Returns how long it spins.
 std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began, bool crowded = false) {
   Pacer::Spin spin = pacer.begin_post(began, crowded);
   std::uint64_t now = began;
@@ -27,7 +27,7 @@ std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began, bool crowded = fal
   return now - began;
 }
 
-// For how long a loop polls on in vain that comes again at once, after its first kTurns; then it parks.
+// How long a loop that returns at once polls without progress after its first kTurns, until it parks.
 std::uint64_t polls_for(Pacer& pacer, bool pending) {
   for (int turn = 1; turn < Pacer::kTurns; ++turn) pacer.end_visit(false, false, pending, kStart);
   std::uint64_t now = kStart;
@@ -37,7 +37,7 @@ std::uint64_t polls_for(Pacer& pacer, bool pending) {
   return now - kStart;
 }
 
-// Posts that come one upon the other spin ever less, down to `least`.
+// Successive posts without progress spin less and less, down to `least`.
 void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least, bool crowded = false) {
   std::uint64_t now = kStart;
   for (std::uint64_t budget = most; budget > least; budget /= 2) {
@@ -57,22 +57,22 @@ void pacer_spins() {
   CHECK(!pacer.bulk());
 }
 
-// One stall does not have every later op park.
+// One stall does not make every later op park.
 void pacer_spins_again() {
   Pacer pacer;
   pacer.configure(true);
   spins_ever_less(pacer, Pacer::kSpin, 0);
-  pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin);  // its peer was long in coming
+  pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin);  // its peer took long
   CHECK(pacer.spin_budget() == 0);
   pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin - 1);
   CHECK(pacer.spin_budget() == Pacer::kSpin);
-  // And where nothing ends soon, a post tries again, so seldom that it costs less than 1 % of a core.
+  // If no op ends soon, a post still tries rarely, at a cost below 1 % of a core.
   spins_ever_less(pacer, Pacer::kSpin, 0);
   const std::uint64_t stalled = kStart + 10'000'000'000;
   CHECK(spin_in_vain(pacer, stalled) == Pacer::kSpin);
   const std::uint64_t next = stalled + Pacer::kSpin + Pacer::kProbes * Pacer::kSpin;
   CHECK(spin_in_vain(pacer, next - 1) == 0);
-  CHECK(spin_in_vain(pacer, next) == Pacer::kSpin);  // however many came meanwhile
+  CHECK(spin_in_vain(pacer, next) == Pacer::kSpin);  // even after many posts meanwhile
 }
 
 void pacer_gives_the_core_to_who_is_waited_for() {
@@ -93,14 +93,14 @@ void pacer_waits_as_long_as_it_has_worked() {
   CHECK(pacer.after_look(spin, false, kStart + 160'000, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + 319'999, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + 320'000, kFree) == Next::kStop);
-  // Never beyond the slice.
+  // The wait never exceeds the slice.
   spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice - 2, kFree) == Next::kLook);
   CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice - 1, kFree) == Next::kRelax);
   CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice, kFree) == Next::kStop);
 }
 
-// Others wait for a look of a post beside the loop, and not for all of it.
+// Other threads wait for one look of a post beside the loop, not for the whole post.
 void pacer_looks_on_beside_the_loop() {
   for (bool crowded : {false, true}) {
     Pacer pacer;
@@ -128,14 +128,14 @@ void pacer_in_a_crowd() {
   CHECK(pacer.may_block(spin, true, true) == 0);
   spin.now += 1;
   CHECK(pacer.may_block(spin, true, true) == Pacer::kCrowdedSpin - Pacer::kYields);
-  CHECK(pacer.may_block(spin, false, true) == 0);  // for no longer than another engine's work may wait
+  CHECK(pacer.may_block(spin, false, true) == 0);  // no longer than another engine's work may wait
   pacer.note_yield();
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
   spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin, true);
   CHECK(pacer.end_visit(false, false, true, kStart) == Pacer::Visit::kYields);
   CHECK(pacer.end_visit(false, true, true, kStart) == Pacer::Visit::kDone);
   for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once(true);
-  CHECK(polls_for(pacer, true) == 0);  // others want the core
+  CHECK(polls_for(pacer, true) == 0);  // other ranks want the core
   Pacer shared;                        // with another rank in this process
   shared.configure(false);
   CHECK(spin_in_vain(shared, kStart) == 0);
@@ -143,7 +143,7 @@ void pacer_in_a_crowd() {
   CHECK(polls_for(shared, true) == 0);
 }
 
-// A communicator of few of a host's ranks spins as if there were no others, and learns for itself.
+// A communicator with few of a host's ranks spins as if there were no others, and adapts separately.
 void pacer_of_a_part_of_a_crowd() {
   Pacer pacer;
   pacer.configure(true);
@@ -162,10 +162,10 @@ void pacer_hands_over() {
   pacer.configure(true);
   Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice, kFree) == Next::kStop);
-  pacer.end_post(spin, false);  // something still moves: it is bulk
+  pacer.end_post(spin, false);  // there is still progress, so it is bulk work
   CHECK(pacer.bulk() && pacer.thread_is_late(true));
   CHECK(pacer.spin_budget() == Pacer::kSpin);
-  CHECK(!pacer.loop_is_about(kStart));  // the thread is at it whatever the loop does
+  CHECK(!pacer.loop_is_about(kStart));  // the thread works, whatever the loop does
   pacer.begin_turn(kStart);
   CHECK(pacer.end_turn(true, false, kStart, kStart).kind == Rest::kNone);
   CHECK(pacer.bulk());
@@ -175,7 +175,7 @@ void pacer_hands_over() {
   CHECK(pacer.bulk());
 }
 
-// Copies of posts that come one upon the other are handed over once they have taken a slice.
+// Copies of successive posts are passed to the thread after they have taken a slice.
 void pacer_hands_over_copies() {
   Pacer pacer;
   pacer.configure(true);
@@ -194,25 +194,25 @@ void pacer_parks_the_loop() {
   pacer.loop_comes(kStart);
   auto visit = [&](bool ready, bool moved) { return pacer.end_visit(ready, moved, true, kStart); };
   for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(visit(false, false) == Pacer::Visit::kDone);
-  CHECK(visit(true, false) == Pacer::Visit::kDone);  // which starts the count again
+  CHECK(visit(true, false) == Pacer::Visit::kDone);  // this restarts the count
   for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(visit(false, true) == Pacer::Visit::kDone);
   CHECK(pacer.loop_is_about(kStart) && !pacer.parks());
   CHECK(visit(false, false) == Pacer::Visit::kParks);
   CHECK(!pacer.loop_is_about(kStart) && pacer.parks());
 }
 
-// A stall amid ops that are done at once is polled through; but not one after the other.
+// The loop polls through one stall among ops that end within their posts, but not through several in a row.
 void pacer_polls_for_as_long_as_it_has_saved() {
   Pacer pacer;
   pacer.configure(true);
   CHECK(polls_for(pacer, true) == 0);
   for (int op = 0; op < 100; ++op) pacer.note_done_at_once(false);
-  CHECK(polls_for(pacer, false) == 0);  // nothing is pending: nothing is spent
+  CHECK(polls_for(pacer, false) == 0);  // nothing is pending, so nothing is spent
   CHECK(polls_for(pacer, true) == 100 * Pacer::kSaving);
   CHECK(polls_for(pacer, true) == 0);
   for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once(false);
   CHECK(polls_for(pacer, true) == Pacer::kMostSaved);
-  // What ends in time, or is broken off by another post, has its price, too.
+  // A wait that ends in time, or that another post interrupts, also costs saved time.
   for (bool by_post : {false, true}) {
     for (int op = 0; op < 100; ++op) pacer.note_done_at_once(false);
     std::uint64_t now = kStart;
@@ -234,10 +234,10 @@ void pacer_blocks_no_longer_than_it_spins() {
   pacer.configure(true);
   Pacer::Spin spin = pacer.begin_post(kStart, false);
   CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin, true, true) == 0);  // it may be on another core by now
+  CHECK(pacer.may_block(spin, true, true) == 0);  // the other rank may be on another core by now
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
   CHECK(pacer.may_block(spin, true, true) == Pacer::kSpin - Pacer::kGrace);
-  CHECK(pacer.may_block(spin, true, false) == 0);  // nobody has this core, as far as is known
+  CHECK(pacer.may_block(spin, true, false) == 0);  // no rank is known to have this core
   CHECK(pacer.after_look(spin, false, kStart + 40'010, kWanted) == Next::kYield);
   CHECK(pacer.may_block(spin, true, true) == Pacer::kSpin - 40'000);
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kSpin, kWanted) == Next::kStop);
@@ -259,12 +259,12 @@ void pacer_learns_whether_yields_have_an_effect() {
     CHECK(pacer.may_block(spin, true, true) == Pacer::kCrowdedSpin - waited);
   }
   CHECK(pacer.may_block(spin, true, true) > 0);
-  CHECK(pacer.may_block(spin, true, true) == 0);  // it tries once more
+  CHECK(pacer.may_block(spin, true, true) == 0);  // it tries again
   spin.now = kStart + Pacer::kYields;
   CHECK(pacer.may_block(spin, true, true) > 0);
   spin.now = kStart + Pacer::kYields / 2;
   CHECK(pacer.may_block(spin, true, true) > 0);
-  pacer.note_yield();  // the core went to somebody
+  pacer.note_yield();  // the core went to another thread
   CHECK(pacer.may_block(spin, true, true) == 0);
 }
 
@@ -275,10 +275,10 @@ void pacer_ticks_lingers_dozes_and_sleeps() {
   CHECK(pacer.loop_is_about(kStart + Pacer::kLoopAway - 1));
   CHECK(!pacer.loop_is_about(kStart + Pacer::kLoopAway));
   for (int ms : {2, 4, 8, 8}) CHECK(pacer.tick(false).ms == ms);
-  CHECK(pacer.thread_is_late(true));  // it looks too seldom
+  CHECK(pacer.thread_is_late(true));  // it looks too rarely
   CHECK(pacer.tick(true).ms == Pacer::kShortestTickMs);
   CHECK(!pacer.thread_is_late(false));
-  // It lingers after something has moved, but not where all that can happen would wake it.
+  // The thread keeps polling after progress, unless every possible event would wake it.
   pacer.begin_turn(kStart);
   CHECK(pacer.end_turn(true, false, kStart, kStart + 10).kind == Rest::kNone);
   CHECK(pacer.end_turn(false, false, kStart + 9 + Pacer::kLinger, kStart).kind == Rest::kNone);
@@ -299,7 +299,8 @@ void pacer_ticks_lingers_dozes_and_sleeps() {
   CHECK(!pacer.has_to_listen(kStart + Pacer::kListen - 1));
 }
 
-// The loop's thread and the engine's at once, as the engine calls them. Built with ThreadSanitizer this shows races.
+// The loop's thread and the engine's thread at once, with the engine's calls. Built with ThreadSanitizer this shows
+// races.
 void pacer_on_two_threads() {
   PriorityLock lock;
   Pacer pacer;

@@ -1,5 +1,5 @@
-// What the parts of the engine stand on in their tests: no engine, no UCX, no other process, and a clock that stands
-// where the test puts it. UCX is a Network that writes down what it is asked.
+// The surroundings of the engine's parts in their tests. There is no engine, no UCX and no other process, and the test
+// sets the clock. UCX is a Network that records its calls.
 #pragma once
 
 #include <cstdio>
@@ -35,7 +35,7 @@ void test_windows();
 void test_filling();
 void test_speeds();
 
-// UCX as a list of what it was asked. Calls with a Pending stay under way until the test ends them.
+// UCX as a list of its calls. Calls with a Pending stay unfinished until the test ends them.
 class FakeUcx final : public Network {
  public:
   struct Told {
@@ -48,9 +48,9 @@ class FakeUcx final : public Network {
   std::vector<int> refused;
   std::vector<Pending*> under_way;
   std::vector<std::string> calls;
-  ucs_status_t answer = UCS_INPROGRESS;  // to all but tell()
+  ucs_status_t answer = UCS_INPROGRESS;  // for all calls except tell()
 
-  // End the oldest call that is under way.
+  // Ends the oldest unfinished call.
   void finish(ucs_status_t status = UCS_OK) {
     Pending* pending = under_way.front();
     under_way.erase(under_way.begin());
@@ -92,7 +92,7 @@ class FakeUcx final : public Network {
   }
 };
 
-// Two ranks; this one is rank 0, and peer 0 of its family.
+// Two ranks. This one is rank 0, and peer 0 of its family.
 struct Desk : Inbox::Owner {
   Pacer pacer;
   Reports reports{pacer};

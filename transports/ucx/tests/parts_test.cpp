@@ -24,7 +24,7 @@ void farewells_wait_for_messages() {
   farewells.add(1, got);
   CHECK(farewells.take_due(1, 2).empty() && farewells.waiting(1));
   CHECK(farewells.take_due(1, 3).size() == 1 && !farewells.waiting(1));
-  const std::uint32_t last = ~std::uint32_t{0};  // the numbers of messages start again at 0 behind it
+  const std::uint32_t last = ~std::uint32_t{0};  // After this number the numbers of messages restart at 0.
   farewells.add(1, {Farewell::kCommunicator, last, 7, 1, 42});
   farewells.add(1, {Farewell::kCommunicator, 1, 8, 1, 42});
   CHECK(farewells.take_due(1, last - 1).empty());
@@ -51,7 +51,7 @@ void notes_wait_to_be_taken() {
   CHECK(notes.take().size() == 1);
 }
 
-// A message of a communicator that is in UCX's hands.
+// A message of a communicator that UCX still handles.
 struct InUcxsHands final : Pending {
   explicit InUcxsHands(Group& the_group) : group(the_group) { ++group.users; }
   ~InUcxsHands() override { --group.users; }
@@ -59,7 +59,7 @@ struct InUcxsHands final : Pending {
   Group& group;
 };
 
-// The collectives of a lost communicator end once UCX has let go of its messages, whether it is closed by then or not.
+// The collectives of a lost communicator end once UCX has released its messages, whether it is closed by then or not.
 void what_is_lost_ends_when_ucx_lets_go(bool closed_before, bool closed_at_once) {
   Desk desk;
   Group& group = desk.groups.at(desk.groups.add(0, {0, 1}));
@@ -70,7 +70,7 @@ void what_is_lost_ends_when_ucx_lets_go(bool closed_before, bool closed_at_once)
   auto message = new InUcxsHands(group);
   desk.groups.lose(group);
   if (closed_before) {
-    desk.groups.lose(group);  // as closing does
+    desk.groups.lose(group);  // as a close does
     desk.groups.close(group);
   }
   desk.groups.reap();
@@ -92,7 +92,7 @@ void what_is_lost_ends() {
   what_is_lost_ends_when_ucx_lets_go(false, true);
 }
 
-// A copy has a thread of the lowest priority, and the thread that waits for it keeps its own.
+// A copy runs on a thread of the lowest priority. The thread that waits for it keeps its own priority.
 void a_copy_gives_way() {
   int policy = -1;
   const int before = sched_getscheduler(0);
@@ -101,7 +101,7 @@ void a_copy_gives_way() {
   CHECK(sched_getscheduler(0) == before);
 }
 
-// Two layers of two rows of three elements, from rows of four into rows of three that lie one behind the other.
+// Two layers of two rows of three elements, from rows of four into contiguous rows of three.
 void a_copy_keeps_to_its_strides() {
   int from[16], to[13] = {};
   for (int i = 0; i < 16; ++i) from[i] = i;

@@ -1,4 +1,5 @@
-// Slots that segments of two ranks take from a pool in turn, when they come back, and what becomes of those beyond it.
+// Segments of two ranks take slots from a pool in turn. The tests check when slots return, and the slots beyond the
+// pool.
 #include "collectives/pool.hpp"
 
 #include <sys/stat.h>
@@ -29,7 +30,7 @@ struct Family {
           reader({fd, 1, 2, &family.pools[1], {0, 1}}) {}
     ~Communicator() { close(fd); }
 
-    // Publish a slot; what is in it names its round.
+    // Publishes a slot, with a mark of its round.
     std::byte* publish() {
       CHECK(writer.writable(round));
       std::byte* slot = writer.own_slot(round);
@@ -37,7 +38,7 @@ struct Family {
       writer.publish(round);
       return slot;
     }
-    // Both ranks have read it, and are done with it.
+    // Both ranks read the slot and finish with it.
     void read() {
       const std::byte* slot = reader.slot(0, round);
       CHECK(reader.published(0, round));
@@ -68,7 +69,7 @@ std::size_t pages(int fd) {
   return static_cast<std::size_t>(status.st_blocks) * 512 / 4096;
 }
 
-// Communicators that carry something one after the other use the same few slots, and no pages of their own but a few.
+// Communicators that run one after the other use the same few slots, and few pages of their own.
 void slots_go_round() {
   Family family;
   std::set<std::byte*> slots;
@@ -84,7 +85,7 @@ void slots_go_round() {
   CHECK(family.told == 0 && !family.pools[0].overflows());
 }
 
-// A communicator that is used again has the slots that it had.
+// A communicator that is used again has its earlier slots.
 void slots_are_kept() {
   Family family;
   Family::Communicator& communicator = family.add();
@@ -96,7 +97,7 @@ void slots_are_kept() {
   }
 }
 
-// No slot is given to another communicator while somebody may read it; whoever gets none has one of its own.
+// No slot goes to another communicator while a rank may read it. A communicator without one uses its own.
 void nobody_takes_what_is_read() {
   Family family;
   std::set<std::byte*> slots;
@@ -113,14 +114,14 @@ void nobody_takes_what_is_read() {
   CHECK(pages(more.fd) >= Segment::kSlot / 4096);
   for (Family::Communicator* communicator : under_way) communicator->read();
   more.read();
-  // One of the pool's now, which one of the first had.
+  // The late communicator takes a slot of the pool, which one of the first ones had.
   Family::Communicator& late = family.add();
   CHECK(slots.contains(late.publish()));
   late.read();
   another.read();
 }
 
-// Pages of their own go back once they have been idle and everybody is done with them, and no sooner.
+// Pages of a segment's own slots return after all ranks have finished with them and they were idle, and no sooner.
 void pages_go_back() {
   Family family;
   std::vector<Family::Communicator*> under_way;
@@ -141,23 +142,23 @@ void pages_go_back() {
   more.publish();
   more.read();
   trim_after(Pool::kIdle);
-  CHECK(pages(more.fd) == full + Segment::kSlot / 4096);  // it was used
+  CHECK(pages(more.fd) == full + Segment::kSlot / 4096);  // it was used meanwhile
   trim_after(Pool::kIdle - 1);
   CHECK(pool.overflows());
   trim_after(1);
   CHECK(!pool.overflows() && pages(more.fd) < 8);
-  more.publish();  // it has none, and the pool has none
+  more.publish();  // the segment and the pool have no free slot
   more.read();
   CHECK(family.told == 2 && pool.overflows());
   under_way[0]->read();
   trim_after(1);
   trim_after(Pool::kIdle);
-  more.publish();  // of the pool
+  more.publish();  // a slot of the pool
   CHECK(!pool.overflows() && pages(more.fd) < 8);
   more.read();
 }
 
-// Who is gone reads nothing; what a segment has when it ends is nobody's any more.
+// A departed rank reads nothing. The slots of an ended segment are never reused.
 void ranks_depart() {
   Family family;
   Family::Communicator& lost = family.add();
@@ -177,7 +178,7 @@ void ranks_depart() {
   CHECK(second.publish() != read && family.pools[0].overflows());
 }
 
-// Each part of a communicator's memory is mapped by itself, on a kernel with pages of any size.
+// Each part of a communicator's memory is mapped separately, on a kernel with pages of any size.
 void parts_begin_on_pages() {
   constexpr std::size_t kPages[] = {4096, 16 * 1024, 64 * 1024};
   for (const int ranks : {1, 2, 3, 64, Segment::kMostRanks}) {

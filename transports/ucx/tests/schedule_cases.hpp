@@ -1,4 +1,4 @@
-// What ranks contribute to a reduction, and what must come out.
+// The contributions of ranks to a reduction, and the expected results.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace aiocomms {
 using std::size_t;
 using Value = std::complex<double>;
 
-// Values: an element of a dtype and back.
+// Conversion of a value to an element of a dtype and back.
 
 template <class T>
 void put(Byte* to, T value) {
@@ -78,8 +78,9 @@ inline Value decode(DType dtype, const Byte* from) {
   }
 }
 
-// What a rank contributes: numbers that each dtype holds, and whose results float32 holds, so that what is expected
-// does not depend on the order; float16 and bfloat16 do not hold them, so that it does depend on where they round.
+// A rank's contribution. Each dtype holds these numbers exactly, and float32 holds their results, so the expected
+// values do not depend on the order. float16 and bfloat16 do not hold the results, so rounding in the wrong place
+// shows.
 inline Value contribution(const Reduction& reduction, int rank, size_t i) {
   const size_t mixed = i * 7 + i / 5 + static_cast<size_t>(rank) * 29;
   const bool is_complex = reduction.dtype == DType::Complex64;
@@ -141,8 +142,8 @@ struct Case {
     }
   }
 
-  // Whether `count` elements from `first` on are as expected: exactly, but for complex means, whose division torch and
-  // we do by the reciprocal.
+  // Whether `length` elements from `first` on are as expected. They must be exact, except complex means, which torch
+  // and the engine divide by multiplying with the reciprocal.
   bool matches(const Byte* result, size_t first, size_t length) const {
     if (std::equal(result, result + length * element, expected.data() + first * element)) return true;
     const bool rounded = reduction.op == Operator::Avg && reduction.dtype == DType::Complex64;
@@ -155,8 +156,8 @@ struct Case {
   }
 };
 
-// A reduce_scatter in which rank r gets counts[r] elements. run: void (inputs, output), which has it done:
-// inputs[rank][r] is what a rank has for rank r, output(rank) where its own part goes.
+// Checks a reduce_scatter in which rank r gets counts[r] elements. run: void (inputs, output) runs it. inputs[rank][r]
+// is a rank's input for rank r, and output(rank) is its output.
 template <typename Run>
 void check_reduce_scatter(const Case& c, const std::vector<size_t>& counts, bool in_place, const std::string& what,
                           Report& report, const Run& run) {

@@ -1,4 +1,4 @@
-// Every collective over messages, on a simulated network, against straightforward references.
+// Every collective over messages, on a simulated network, against simple references.
 #include "collectives/message_collectives.hpp"
 #include "collectives/schedule_parts.hpp"
 #include "schedule_cases.hpp"
@@ -12,7 +12,7 @@ const std::vector<int> kSizes = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17};
 Report report;
 unsigned runs = 0;
 
-// Each run has another seed and a mode of its own, in no step with the loops below.
+// Each run has a different seed, and a mode that does not follow the loops below.
 Mode next_mode() { return static_cast<Mode>(runs * 2654435761U >> 30); }
 
 FakeNetwork simulate(int size, const std::string& what, const Make& make) {
@@ -59,7 +59,8 @@ void test_reduce_scatter(const Case& c, const std::vector<size_t>& counts, bool 
   });
 }
 
-// How `count` elements may be divided among the ranks: evenly, all for one, at random with some empty.
+// The divisions of `count` elements among the ranks: equal parts, all for one rank, and uneven parts with some empty
+// ones.
 std::vector<std::vector<size_t>> divisions(size_t count, int size) {
   const size_t ranks = static_cast<size_t>(size);
   std::vector<size_t> even(ranks, count / ranks), one(ranks), uneven(ranks);
@@ -81,7 +82,7 @@ void test_reductions(const Reduction& reduction, int size, size_t count) {
 }
 
 void test_all_reductions() {
-  // The first four are also tried around the size at which the ring takes over; some with several rounds of it.
+  // The first four are also tried around the size at which the ring takes over. Some have several rounds of the ring.
   const std::vector<Reduction> reductions = {
       {Operator::Sum, DType::Float32},     {Operator::PremulSum, DType::Float16, 0.5},
       {Operator::Avg, DType::Float16},     {Operator::Avg, DType::Complex64},
@@ -103,18 +104,18 @@ void test_all_reductions() {
         test_reductions(reductions[k], size, count);
     }
     for (size_t k = 0; k < (size <= 5 ? 4 : 1); ++k) {
-      // The longest chunk is just short enough for the direct way, or not.
+      // The longest chunk is just short enough for the direct algorithm, or just too long.
       const size_t segments = ranks * (kSegment / size_of(reductions[k].dtype));
       test_all_reduce(Case(reductions[k], size, segments));
       test_all_reduce(Case(reductions[k], size, segments + 1));
     }
   }
-  for (int size : {2, 3, 5})  // several rounds of the ring
+  for (int size : {2, 3, 5})  // These have several rounds of the ring.
     for (size_t k : {0, 1, 4, 5})
       test_reductions(reductions[k], size, static_cast<size_t>(size) * kWindow * kSegment / 4 + 4321);
 }
 
-// All ranks have the same bits, whichever way the messages go, also where the order of two operands shows.
+// All ranks have the same bits in every mode of the network, even if the order of two operands matters.
 void test_same_bits(const Reduction& reduction, int size, size_t count) {
   const std::string what =
       text("all_reduce of special values op %d ranks %d count %zu", static_cast<int>(reduction.op), size, count);
@@ -137,7 +138,7 @@ void test_same_bits(const Reduction& reduction, int size, size_t count) {
   }
 }
 
-// Moving: block (from, to) of some bytes.
+// The block of rank `from` for rank `to`.
 
 Buffer block(int from, int to, size_t bytes) {
   Buffer data(bytes);
@@ -246,7 +247,7 @@ void test_moving() {
     test_broadcast(size, size / 2, (ranks + kWindow + 1) * kSegment + 12345);
     for (size_t bytes : {size_t{0}, size_t{1}, size_t{7}, kSmallGathered / ranks, kSmallGathered / ranks + 1})
       for (bool in_place : {false, true}) test_all_gather(size, std::vector<size_t>(ranks, bytes), in_place);
-    // Up to three rounds of the ring, among many ranks one.
+    // There are up to three rounds of the ring, and one among many ranks.
     test_all_gather(size, std::vector<size_t>(ranks, size <= 5 ? 2 * kWindow * kSegment + 77 : kSegment + 1), false);
     for (size_t total : {size_t{1}, size_t{5}, kSmallGathered, kSmallGathered + 1, kWindow * kSegment + 5}) {
       bool in_place = size % 2 == 0;
@@ -259,7 +260,7 @@ void test_moving() {
   }
 }
 
-// No rank leaves the barrier while one has not come, and each sends ceil(log2 size) messages.
+// No rank leaves the barrier while one is missing, and each sends ceil(log2 size) messages.
 void test_barrier(int size, int late) {
   const std::string what = text("barrier of %d without %d", size, late);
   const Mode mode = next_mode();
@@ -280,7 +281,7 @@ void test_barrier(int size, int late) {
     report.check(network.counters(rank).sends == rounds, "wrong number of messages", what);
 }
 
-// The algorithms are the ones meant: few messages for small sizes, few bytes and short messages for large ones.
+// The intended algorithms run: few messages for small sizes, and few bytes in short messages for large ones.
 void test_costs(int size) {
   const std::string what = text(" on %d", size);
   const size_t ranks = static_cast<size_t>(size), steps = std::bit_width(static_cast<unsigned>(size - 1));
@@ -322,7 +323,7 @@ void test_costs(int size) {
   const FakeNetwork collected = simulate(size, "gather" + what, [&](Messages& messages, int rank) {
     return gather(messages, 0, outs[rank][rank], outs[rank].data(), 8);
   });
-  size_t sent = 0, wanted = 0;  // in a tree a block goes as many ways as its rank has bits
+  size_t sent = 0, wanted = 0;  // In a tree a block is sent once for each bit that is set in its rank.
   for (int rank = 1; rank < size; ++rank) {
     sent += collected.counters(rank).bytes;
     wanted += 8 * static_cast<size_t>(size > kFlatRanks ? std::popcount(static_cast<unsigned>(rank)) : 1);

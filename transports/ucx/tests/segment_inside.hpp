@@ -1,4 +1,4 @@
-// What tests see of a Segment that nobody else does.
+// The tests' access to the internal state of a Segment.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace aiocomms {
 
 struct SegmentInside {
-  // What a rank has published and read: number + 1 of the round in each line, and the rounds below which it reads none.
+  // The published and read rounds of a rank: number + 1 of the round in each line, and the rounds below which it has
+  // finished.
   static std::uint64_t first(Segment& segment, std::uint64_t line) {
     return segment.owners_[segment.rank_].lines[line].round.load();
   }
@@ -18,9 +19,9 @@ struct SegmentInside {
     return segment.owners_[segment.rank_].second[line].round.load();
   }
   static std::uint64_t read(Segment& segment) { return segment.owners_[segment.rank_].done.round.load(); }
-  // Whether nobody has woken it since it began to block.
+  // Whether no rank has woken it since it began to block.
   static bool blocks(Segment& segment) { return segment.owners_[segment.rank_].rest.is.load() == Segment::kBlocked; }
-  // What the others see of a rank.
+  // The other ranks' view of a rank.
   static std::string state(Segment& segment, int rank) {
     static constexpr const char* kRests[] = {"awake", "asleep", "blocked"};
     Segment::Owner& owner = segment.owners_[rank];

@@ -1,4 +1,4 @@
-// What is measured of a host: the shortest of so many times, by a clock that stands where the test puts it.
+// The measurement of a host: the shortest of several times, with a clock that the test sets.
 #include "net/speeds.hpp"
 
 #include <vector>
@@ -8,10 +8,10 @@
 namespace aiocomms {
 namespace {
 
-// A machine on which each copy takes as long as the test says, in turn.
+// A machine whose copies take the times that the test sets, in turn.
 struct Machine {
   std::vector<std::uint64_t> reads, copies;
-  int refused = 0;  // of the last reads
+  int refused = 0;  // the number of last reads that fail
   std::uint64_t now = 1'000'000;
   std::size_t read = 0, copied = 0;
 
@@ -29,7 +29,7 @@ void the_shortest_counts() {
   Machine busy{.reads = {900, 4'000'000, 31, 47}, .copies = {5'000, 14}};
   const Speeds speeds = busy.measure();
   CHECK(speeds.read == 31 && speeds.copied == 14);
-  CHECK(busy.read == kMeasurements && busy.copied == kMeasurements);  // however long it takes
+  CHECK(busy.read == kMeasurements && busy.copied == kMeasurements);  // at any duration
 }
 
 void a_kernel_may_refuse() {

@@ -1,4 +1,4 @@
-// Windows: memory of the same host, of another, atomics and signals.
+// Windows: memory of this host and of another one, atomics and signals.
 #include "windows/windows.hpp"
 
 #include <cstring>
@@ -47,18 +47,18 @@ void windows_far_keep_the_order() {
   office.windows.put(office.operation(), {0, 1, 0, 8}, data);
   office.windows.put(office.operation(), {0, 1, 8, 8}, data);  // other bytes
   CHECK(office.ucx.calls == (std::vector<std::string>{"put", "put"}));
-  office.windows.get(office.operation(), {0, 1, 0, 8}, data);  // the same bytes: it comes behind a flush
+  office.windows.get(office.operation(), {0, 1, 0, 8}, data);  // the same bytes, so it follows a flush
   CHECK(office.ucx.calls.back() == "flush" && office.windows.has_waiting_ops());
   office.ucx.finish();
   office.ucx.finish();
   CHECK(office.outcomes().size() == 2 && !office.windows.advance_lanes());
   office.ucx.finish();
   CHECK(office.windows.advance_lanes() && office.ucx.calls.back() == "get" && !office.windows.has_waiting_ops());
-  office.windows.signal(office.operation(), 0, 1);  // behind the get
+  office.windows.signal(office.operation(), 0, 1);  // it follows the get
   CHECK(office.ucx.told.empty());
   office.ucx.finish();
   CHECK(office.windows.advance_lanes() && office.ucx.told[0].header.channel == kSignal);
-  // An op on a window that closes does not begin any more.
+  // An op on a window that closes never begins.
   office.windows.put(office.operation(), {0, 1, 0, 8}, data);
   office.windows.get(office.operation(), {0, 1, 0, 8}, data);
   office.windows.close(office.group, 0);
@@ -75,7 +75,7 @@ void windows_serve_and_ask_atomics() {
   std::memcpy(&asked, office.ucx.told[0].what.data(), sizeof asked);
   Header answer = office.header(0, static_cast<std::int64_t>(asked.number), 0);
   answer.value = 77;
-  answer.source = 0;  // which was not asked
+  answer.source = 0;  // This rank was not asked.
   office.windows.end_atomic(office.group, answer);
   CHECK(office.outcomes().empty());
   answer.source = 1;
@@ -126,7 +126,7 @@ void windows_put_and_signal() {
   CHECK(far.windows.advance_lanes() && far.ucx.told.size() == 1 && far.outcomes()[0].status == Status::kDone);
   far.windows.put_signal(far.operation(), {0, 1, 64, 0}, &data);
   CHECK(far.ucx.calls.size() == 2 && far.ucx.told.size() == 2 && far.outcomes().size() == 1);
-  // Of a put that fails nobody is told that it has arrived.
+  // A failed put sends no signal.
   far.windows.put_signal(far.operation(), {0, 1, 0, 8}, &data);
   far.ucx.finish(UCS_ERR_NO_MEMORY);
   far.ucx.finish();
@@ -164,11 +164,11 @@ void windows_move_runs() {
   far.windows.get_v(far.operation(), {0, 1, 8, {8, 16, 32}, {0, 8, 16}}, reinterpret_cast<std::byte*>(back));
   CHECK(far.ucx.calls == (std::vector<std::string>{"put", "put", "get", "get", "get"}));
   for (int i = 0; i < 4; ++i) far.ucx.finish();
-  CHECK(far.outcomes().size() == 1);  // the put; one of the gets is under way
+  CHECK(far.outcomes().size() == 1);  // the put has ended, and one of the gets is unfinished
   far.ucx.finish();
   far.windows.put_v(far.operation(), {0, 1, 8, {}, {}}, from);
   CHECK(far.outcomes().size() == 2);
-  // Of an op whose first run fails the others come to their ends first.
+  // If the first run of an op fails, the op still waits for its other runs.
   far.windows.put_v(far.operation(), {0, 1, 8, {48, 56}, {0, 8}}, from);
   far.ucx.finish(UCS_ERR_NO_MEMORY);
   CHECK(far.outcomes().empty());
@@ -178,7 +178,7 @@ void windows_move_runs() {
   while (!far.ucx.under_way.empty()) far.ucx.finish();
 }
 
-// Runs of more than one step are copied piece by piece, and an op behind them comes after them.
+// Runs of more than one step are copied piece by piece, and a later op follows them.
 void windows_move_large_runs() {
   std::vector<std::byte> here(600'000), there(600'000);
   for (std::size_t i = 0; i < here.size(); ++i) here[i] = static_cast<std::byte>(i * 7 + i / 1000);
