@@ -239,7 +239,8 @@ class DriverLostError(CommAbortedError):
 class WorkerError(CommError):
     """Raised on rank 0 when rank ``peer`` failed to carry out a plan; the cause has that rank's traceback.
 
-    The communicator stays usable, unless the plan was run in order and had begun to communicate.
+    The communicator stays usable, except if ``Driver.run_in_order`` started the plan, and the plan had called an
+    operation.
     """
 
 
@@ -294,14 +295,18 @@ class LeaseError(CommError):
 
 
 class MoveLostError(CommError):
-    """Raised on every source rank when the move of a version fails after a loss, a close or an abort; names the rank.
+    """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
+
+    A close or an abort has the same effect. The message names the rank.
 
     The target's old version stays current. The communicators stay usable, except one that is itself lost.
     """
 
 
 class MoveTimeoutError(CommTimeoutError):
-    """Raised on every source rank when the move of a version misses its deadline; says what the rank waited for.
+    """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` misses its deadline.
+
+    The message says what the rank waited for.
 
     The target's old version stays current. The communicators stay usable.
     """

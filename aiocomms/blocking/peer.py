@@ -1,4 +1,4 @@
-"""The peers of a blocking endpoint, and their regions and windows, for other threads than the loop's."""
+"""The peers of a blocking endpoint, and their regions and windows, for threads without its event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class BlockingPeer(Handle):
-    """An :class:`aiocomms.Peer` for all threads but its loop's: the connection to another endpoint.
+    """An :class:`aiocomms.Peer` for threads without its event loop: the connection to another endpoint.
 
     Each method has the arguments, the result and the errors of the peer's method of the same name. A method that
     returns a :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here. A coroutine method there
@@ -147,7 +147,7 @@ class BlockingPeer(Handle):
 
 
 class BlockingRegion(Handle):
-    """An :class:`aiocomms.Region` for all threads but its endpoint's loop's. ``with`` revokes it."""
+    """An :class:`aiocomms.Region` for threads without its event loop. ``with`` revokes it."""
 
     tensor: Tensor
     descriptor: bytes

@@ -21,7 +21,7 @@ class Collectives(Reducing):
     The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be pending at
     once. Each call returns at once. Tensors are contiguous and on the communicator's device, and have any dtype of
     :data:`aiocomms.ops.checks.DTYPES`. Empty tensors are legal. A tensor that an op writes must not share memory with
-    another tensor of the op, except in the in-place forms named below.
+    another tensor of the op, except where the description of a parameter allows it.
     """
 
     def broadcast(

@@ -52,7 +52,7 @@ class YieldingCopy:
             self._native.stop()
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy tensors into others of the same shapes. Blocks."""
+        """Copy the second tensor of each pair into the first, which has the same shape. Blocks."""
         parts = []
         kept = []  # These tensors hold the memory that the native thread reads.
         for there, part in pairs:

@@ -82,7 +82,7 @@ class Hooked:
         return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Call ``fn(work)`` on the loop's thread when an op has ended, before the tasks that await it resume.
+        """Call ``fn(work)`` on the loop's thread when an op has ended, before its awaiting tasks resume.
 
         ``work.called`` is the time of the op's call, by ``time.monotonic()``, and ``work.error`` its error or None.
         ``fn`` is called once for each op for which pre-hooks were called, also if the op could not be posted. It runs

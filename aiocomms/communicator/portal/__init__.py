@@ -1,4 +1,4 @@
-"""Portals: a communicator's operations for other threads than its loop's, each with a work for which a thread waits.
+"""Portals: a communicator's operations for threads without its event loop, each with a work for which a thread waits.
 
 A thread makes the record of an op, checks it, and puts it into a queue (``door``). The loop starts the queued ops in
 order, many in one turn, each in the context of the thread that called it. When an op ends, the loop's thread rings a

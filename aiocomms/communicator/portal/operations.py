@@ -1,4 +1,4 @@
-"""The operations of a communicator or a lane in blocking form, for other threads than its loop's."""
+"""The operations of a communicator or a lane in blocking form, for threads without its event loop."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Operations(Issuer):
 
 
 class BlockingLane(Operations):
-    """A :class:`~aiocomms.Lane` for all threads but the loop's; see :meth:`Portal.lane`.
+    """A :class:`~aiocomms.Lane` for every thread except that of the event loop; see :meth:`Portal.lane`.
 
     ``with comm.lane(key):`` makes it the current lane of this thread: there, calls on the communicator or its portal
     run in the lane.

@@ -1,4 +1,4 @@
-"""The class ``Portal``: a communicator's methods in blocking form, for other threads than its loop's."""
+"""The class ``Portal``: a communicator's methods in blocking form, for threads without its event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _T = TypeVar("_T")
 
 
 class Portal(Operations, Hooked):
-    """A communicator's operations in blocking form, for all threads but its loop's; see :meth:`Communicator.portal`.
+    """A communicator's operations in blocking form, for threads without its event loop.
+
+    See :meth:`Communicator.portal`.
 
     Each method has the arguments and the result of the communicator's method of the same name. A method that returns a
     :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here. A coroutine method there blocks here until it is

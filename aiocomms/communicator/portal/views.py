@@ -1,4 +1,4 @@
-"""The blocking views of batches, windows and streams, for other threads than their communicator's loop."""
+"""The blocking views of batches, windows and streams, for threads without the communicator's event loop."""
 
 from __future__ import annotations
 

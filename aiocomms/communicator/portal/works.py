@@ -179,7 +179,9 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._over
 
     def wait(self, timeout: Timeout = None) -> T_co:
-        """Block this thread until the op is done, and return its result. Any number of threads but the loop's may wait.
+        """Block this thread until the op is done, and return its result.
+
+        Any number of threads may wait, except the thread of the event loop.
 
         The exception of a signal handler, such as ``KeyboardInterrupt``, may end the wait. An unmatched receive is then
         withdrawn, as after the cancellation of a work's last awaiter.

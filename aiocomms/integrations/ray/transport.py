@@ -142,7 +142,7 @@ class RayTransport(_Manager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Return True: the receiver reads without the source's program."""
+        """Return True: the program of the source takes no part in a read."""
         return True
 
     @staticmethod
