@@ -179,5 +179,5 @@ def release(life: Life) -> Life:
 
 def disown(parent: int) -> Life:
     """Note that the communicator belongs to the parent process, from which this process was forked."""
-    why = f"the communicator was created in process {parent}, and cannot be used after a fork: form a new one"
+    why = f"the communicator was created in process {parent} and cannot be used after a fork: form a new one"
     return Life(State.CLOSED, None, CommClosedError(why))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import stat
 import sys
 from types import FrameType
 from typing import Any, Final
 
 import anyio
 import uvicorn
+
+from aiocomms.errors import ArgumentError
 
 LINGER: Final = 1.0
 """Seconds in which accepted connections may send their first request when the server ends."""
@@ -55,11 +59,24 @@ def _has_sent_nothing(connection: Any) -> bool:
     return getattr(connection, "cycle", connection) is None
 
 
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
 def run(app: Any, **config: Any) -> None:
     """Serve an application with a :class:`Server` until SIGINT or SIGTERM.
 
     :param app: an ASGI application.
     :param config: parameters of ``uvicorn.Config``, such as ``port`` or ``fd``.
+    :raises ArgumentError: ``fd`` is not a socket.
     :raises SystemExit: the application failed at its start or end.
     """
+    fd = config.get("fd")
+    if fd is not None and not _is_socket(fd):
+        raise ArgumentError(
+            f"fd is {fd}, wanted a listening socket: start with 'aiocomms run --listen HOST:PORT', or pass port="
+        )
     Server(uvicorn.Config(app, **config)).run()

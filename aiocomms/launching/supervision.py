@@ -153,7 +153,7 @@ class Supervision:
         """Return the lines that describe the outcome of the job."""
         ends = "; ".join(f"rank {rank.number}: {described(rank.code)}" for rank in self.ranks)
         lines = [f"{counted(len(self.ranks), 'rank')}, {counted(self.restarts, 'restart')}; {ends}"]
-        if self.first is not None:
+        if self.first is not None and self.code():
             rank, code = self.first
             lines.append(f"rank {rank} failed first: {described(code)}")
         return lines
@@ -347,7 +347,7 @@ class Supervision:
         if self._rolling:
             rank = self.ranks[self._rolling[0]]
             rank.leaving = True
-            self._say(f"rank {rank.number} is replaced")
+            self._say(f"rank {rank.number} is being replaced")
             if rank.alive:
                 self._deeds.append(Tell(rank.number, signal.SIGTERM, replaced=True))
                 self._alarm(self._grace, rank, "late")

@@ -213,7 +213,7 @@ class Supervisor(HostSupervisor):
             }
             for rank in self.supervision.ranks
         ]  # fmt: skip
-        return {"ready": self.supervision.ready, "generation": self.supervision.generation, "ranks": ranks}
+        return {"ready": self.supervision.ready, "pid": os.getpid(), "ranks": ranks}
 
     def summary(self) -> Sequence[str]:
         """Return the summary; see :class:`HostSupervisor`."""

@@ -334,7 +334,7 @@ class Driver(Worker):
         with anyio.move_on_after(GRACE if self._ending else math.inf):
             await self.ready()
         if self._recover is not None and supervised.is_replaced():
-            _log.warning("rank 0 is replaced: the workers recover, and go on with the process that takes its place")
+            _log.warning("rank 0 is being replaced: the workers recover, and go on with the new process")
         else:
             self._tell(range(1, self._comm.size))
 

@@ -239,7 +239,7 @@ def test_failure_of_one_rank_while_forming_ends_the_others(
         found = await together(*(lambda rank=rank: form(rank) for rank in range(3)))
         mine = found.pop(1)
         assert (mine is None) == (how == "is cancelled")
-        why = "it was cancelled" if mine is None else mine.message
+        why = "its call was cancelled" if mine is None else mine.message
         for error in found:
             assert isinstance(error, CommAbortedError), error
             assert (error.peer, error.message) == (1, f"rank 1 could not form the communicator: {why}")

@@ -163,7 +163,7 @@ def test_ranks_that_die_or_hang_are_replaced_then_all_one_by_one_and_then_they_l
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 0
     assert "2 ranks, 4 restarts; rank 0: exit code 0; rank 1: exit code 0" in job.output
-    assert "rank 1 failed first: SIGKILL" in job.output
+    assert "failed first" not in job.output
     assert f"formed {second} " in (tmp_path / "logs" / "rank1.1.log").read_text()
 
 
