@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import codeop
 import inspect
 import os
 import re
@@ -166,11 +167,37 @@ def kind_of(page: Path) -> list[pytest.MarkDecorator]:
     [pytest.param(page, marks=kind_of(page)) for page in PAGES if page.name not in FOR_HOSTS and blocks_of(page)],
     ids=name_of,
 )
-def test_every_code_block_of_a_page_runs(page, tmp_path):
-    """Run all blocks of a page, one after another."""
+def test_every_code_block_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Run all blocks of a page, one after another. They import the files that the page writes."""
     session = Session(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     for block in blocks_of(page):
+        monkeypatch.delitem(sys.modules, Path(block.file).stem, raising=False)
         session.run(block)
+
+
+def test_blocks_that_are_typed_into_the_interpreter_are_complete_line_by_line():
+    """An empty line ends a function there before Python 3.13, and no line at the margin may follow a block directly."""
+    wrong = []
+    for page in PAGES:
+        if re.search(r"`python\s-m\sasyncio`", page.read_text()):
+            for block in blocks_of(page):
+                wrong += [] if block.file or block.mark else untypable(block)
+    assert not wrong, "\n".join(wrong)
+
+
+def untypable(block: Block) -> list[str]:
+    """Return the first line that the interpreter would refuse."""
+    command, lines = codeop.CommandCompiler(), []
+    command.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for number, line in enumerate([*block.text.splitlines(), ""], block.line + 1):
+        lines.append(line)
+        try:
+            if command("\n".join(lines), symbol="single") is not None:
+                lines.clear()
+        except SyntaxError as error:
+            return [f"{name_of(block.page)}:{number}: {error}"]
+    return [f"{block}: incomplete"] if any(lines) else []
 
 
 def test_every_file_that_a_page_writes_is_used():

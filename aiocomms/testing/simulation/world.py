@@ -51,6 +51,8 @@ class SimulatedWorld(Clockwork):
         self._living = 0
         """The number of processes that have not ended."""
         self.current: Process | None = None
+        self.disk: dict[Any, Any] = {}
+        """Data of the program that survive the restart of a rank, but not the history."""
         self._stores: dict[str, SimulatedStore] = {}
         self.failed: Process | None = None
         """The first process that has ended with an error."""
