@@ -55,17 +55,20 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(_thread|anyio|asyncio|collections|concurrent|contextlib|datetime|msgspec|opentelemetry|os|pathlib"
-        r"|prometheus_client|time|torch|types|typing)\..*",
+        r"|prometheus_client|socket|time|torch|types|typing)\..*",
     ),
-    (r"py:class", r"(.*\.)?(_?T(_co)?|Given)"),
+    (r"py:class", r"(.*\.)?(_?T(_co)?|_P|_R|Given)"),
 ]
 nitpick_ignore = [("py:class", name) for name in ("Store", "Tensor", "Timeout")]
+nitpick_ignore += [("py:mod", name) for name in ("buffers", "clock")]  # modules that the toolkit exports by these names
 # Of aiocomms every name must be there, but for what nobody makes or holds, and only signatures name.
 nitpick_ignore += [
     ("py:class", f"aiocomms.{name}")
     for name in (
         "blocking.loop_thread.LoopThread",
         "lowlevel.clock.Simulation",
+        "lowlevel.jobstore.JobStore",
+        "lowlevel.memory.Holder",
         "ops.checks.CheckedComm",
         "communicator.portal.door.Door",
         "transport.native.Line",

@@ -16,6 +16,9 @@ class Send(Op, frozen=True, eq=False):
 
     A receive matches a message of the same source, channel and tag. Matching messages and receives pair up in the
     order in which they were posted.
+
+    :param tag: a signed 64-bit integer.
+    :param channel: the purpose of the message, 0 to 8.
     """
 
     name = kind = "send"

@@ -508,3 +508,17 @@ def test_simulation_within_a_simulation_is_refused():
 def test_place_outside_a_simulation_is_refused():
     with pytest.raises(SimulationError, match="no simulation runs"):
         here()
+
+
+def test_disk_survives_the_restart_of_a_rank_but_not_the_history():
+    async def program():
+        disk = here().world.disk
+        if here().restarts == 0:
+            assert not disk
+            disk["written"] = True
+            here().world.kill(0, restart=1.0)
+            await asyncio.sleep(10)
+        return disk
+
+    for seed in range(2):
+        assert simulate(program, ranks=1, seed=seed).results == [{"written": True}]
