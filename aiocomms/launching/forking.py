@@ -38,7 +38,7 @@ class ForkServer:
         self._socket.setblocking(False)
 
     async def start(self, key: str, environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
-        """Order the start of a process.
+        """Tell the fork server to start a process.
 
         :param key: the name of the process in messages.
         :param descriptors: stdout, stderr, the line, and possibly a listening socket. The caller still owns them.
@@ -46,7 +46,7 @@ class ForkServer:
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
-        """Order a signal to a process. An ended process gets none."""
+        """Tell the fork server to send a signal to a process. An ended process gets none."""
         await self._send(["signal", key, number], [])
 
     async def _send(self, message: object, descriptors: Sequence[int]) -> None:

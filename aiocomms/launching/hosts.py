@@ -96,7 +96,7 @@ class OtherHosts:
         self._all_left = anyio.Event()
 
     async def do(self, host: int, deed: Start | Tell, variables: Mapping[str, str]) -> None:
-        """Order a host to start a process or to send a signal to one."""
+        """Tell a host to start a process or to send a signal to one."""
         if isinstance(deed, Start):
             message = ["start", deed.rank, deed.incarnation, deed.generation, deed.restarts, dict(variables)]
             await self._send(host, message)

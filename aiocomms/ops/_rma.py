@@ -199,13 +199,16 @@ class _Runs(_OnWindow, frozen=True, eq=False):
 
 
 class PutV(_Runs, frozen=True, eq=False):
-    """A :class:`Put` of equal runs: run ``i`` goes from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in the part."""
+    """A :class:`Put` of runs of ``count`` elements.
+
+    Run ``i`` goes from ``starts[i]`` in ``tensor`` to ``offsets[i]`` in rank ``dst``'s part of the window.
+    """
 
     name = kind = "put_v"
     tensor: AsTensor
     dst: int
     offsets: Tensor
-    """The first element of each run in the window, see :func:`places`."""
+    """The first element of each run in the part, see :func:`places`."""
     starts: Tensor
     """The first element of each run in ``tensor``."""
     count: int
@@ -223,13 +226,16 @@ class PutV(_Runs, frozen=True, eq=False):
 
 
 class GetV(_Runs, frozen=True, eq=False):
-    """A :class:`Get` of equal runs: run ``i`` goes from ``offsets[i]`` in the part to ``starts[i]`` in ``tensor``."""
+    """A :class:`Get` of runs of ``count`` elements.
+
+    Run ``i`` goes from ``offsets[i]`` in rank ``src``'s part of the window to ``starts[i]`` in ``tensor``.
+    """
 
     name = kind = "get_v"
     tensor: AsTensor
     src: int
     offsets: Tensor
-    """The first element of each run in the window, see :func:`places`."""
+    """The first element of each run in the part, see :func:`places`."""
     starts: Tensor
     """The first element of each run in ``tensor``."""
     count: int

@@ -121,7 +121,7 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 
 
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
-    """Return an argument of an op as a tensor. Errors about an array name functions of its library.
+    """Return an argument of an op as a tensor. An error about an array names a function that helps.
 
     :raises ArgumentError: as :func:`as_tensor`, or the array is not contiguous or not on the device.
     """

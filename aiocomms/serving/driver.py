@@ -93,7 +93,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The loss of the communicator that prevents plans until the ranks have recovered; None: plans can run."""
+        """The error that lost the communicator, until the ranks have recovered; None: it is not lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 

@@ -128,7 +128,7 @@ class End:
 
     def close(self) -> None:
         for peer in list(self.transport.peers.values()):
-            self.transport.hang_up(peer)
+            self.transport.disconnect(peer)
         self.transport.epoll.close()
         self.socket.close()
 

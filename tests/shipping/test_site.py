@@ -41,6 +41,12 @@ BEYOND = """() => [...document.querySelectorAll("body *")]
         "pre, table, dialog, .bd-sidebar-primary, .bd-sidebar-secondary, .visually-hidden, .headerlink"))
     .map(it => it.outerHTML.slice(0, 200))"""
 """What stands out of the window to its right, but for what scrolls within itself."""
+CUT = """() => [...document.querySelectorAll("article pre")]
+    .filter(it => it.scrollWidth > it.clientWidth + 1)
+    .map(it => it.textContent.trimEnd().split("\\n"))
+    .filter(lines => Math.max(...lines.map(line => line.length)) <= 88)
+    .map(lines => lines[0])"""
+"""Code of at most 88 columns that has to be scrolled."""
 
 
 class Seen(NamedTuple):
@@ -77,6 +83,7 @@ def pages(browser: tuple[Any, str]) -> dict[str, Seen]:
         for width, height in (DESK, PHONE):
             page.set_viewport_size({"width": width, "height": height})
             complaints += [f"wider than {width}: {it}" for it in page.evaluate(BEYOND)[:3]]
+            complaints += [f"code is cut at {width}: {it}" for it in page.evaluate(CUT)[:3]]
         page.set_viewport_size({"width": DESK[0], "height": DESK[1]})
         links = [link.removeprefix(base) for link in found["links"] if link.startswith(base)]
         seen[f"/{name}"] = Seen(links, set(found["anchors"]), complaints + errors)

@@ -18,7 +18,7 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """Wrap a method with one form, which ends with :class:`How`, so that it accepts all of torch's forms.
+    """Wrap a method so that it accepts all of torch's argument forms. Its own form ends with a :class:`How`.
 
     The wrapped method raises the errors that torch's users expect, and appears as a range in torch's profiler.
 

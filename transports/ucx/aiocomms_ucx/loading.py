@@ -37,7 +37,7 @@ _CHOSEN: Final = (_SYSTEM, "UCX_MODULE_DIR")
 
 
 def load_ucx() -> None:
-    """Load UCX, which then handles only the signals that the user's own settings name.
+    """Load UCX. It handles no signals, except those that the user has set in UCX's variables.
 
     UCX does not change libc's functions if there is no device to register memory with.
     """
