@@ -126,7 +126,7 @@ html_theme_options = {
         "alt_text": "aiocomms",
     },
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 7,
     "show_toc_level": 2,
     "show_nav_level": 1,
     "navigation_depth": 2,
