@@ -104,9 +104,9 @@ def kill(
 ) -> Fault:
     """Kill the process of a rank in a call by SIGKILL. The parameters are those of :func:`delay`.
 
-    Ranks that share a process, as in ``local_world``, only simulate the death. The other ranks get the
-    :class:`~aiocomms.errors.PeerDiedError` of a real death. On the rank itself, every op of this communicator fails
-    with a :class:`~aiocomms.errors.CommAbortedError`.
+    In a simulation, the rank dies as by ``here().world.kill``. Ranks that share a process, as in ``local_world``, only
+    simulate the death: every op of this communicator fails on the rank itself with a
+    :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """

@@ -14,7 +14,7 @@ import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextvars import copy_context
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import anyio
@@ -27,10 +27,14 @@ from aiocomms.communicator.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, UnsupportedOperation
 from aiocomms.lowering.runs import RunPart
 from aiocomms.lowering.windows import TwoSided
+from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.transport import Completion, LaneTransport, Transport, conclude
+
+if TYPE_CHECKING:
+    from aiocomms.testing.simulation.world import SimulatedWorld
 
 Kind = Literal["delay", "drop", "kill", "mismatch", "slow_link"]
 Differs = Literal["dtype", "size", "root"]
@@ -212,10 +216,15 @@ class Link:
             await anyio.sleep(seconds)
 
     def _kill(self) -> None:
-        """Kill this process, or simulate the death of this rank if other ranks share the process."""
+        """Kill this process or simulated process, or simulate the death of a rank that shares its process."""
         core = self._core
         if not _in_memory(core._rendezvous.root):
-            os.kill(os.getpid(), signal.SIGKILL)
+            world = cast("SimulatedWorld | None", clock.simulation)
+            if world is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                world.kill(world.process.rank)
+                return
         death = PeerDiedError(f"rank {core.rank} was killed by a fault of the test", peer=core.rank)
         for transport in core.transports:
             guarded(None, transport.abort, death)

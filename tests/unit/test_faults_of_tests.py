@@ -10,16 +10,19 @@ import torch
 from concurrency import ranks
 from processes import KILLED, death
 
+from aiocomms import new_comm
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
     CommAbortedError,
+    CommError,
     CommTimeoutError,
     MessageTruncatedError,
     MismatchError,
+    PeerDiedError,
     UnsupportedOperation,
 )
-from aiocomms.testing import local_world, run_ranks
+from aiocomms.testing import here, local_world, run_ranks, simulate
 from aiocomms.testing.faults import delay, drop, inject, kill, mismatch, slow_link
 
 pytestmark = pytest.mark.deterministic
@@ -338,6 +341,34 @@ async def one_of_them_is_killed(place):
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 def test_kill_ends_the_process_of_its_rank(ranks, transport):
     assert ranks(3, one_of_them_is_killed) == [1, KILLED, 1]
+
+
+async def simulated_with(*faults):
+    """Sum tensors under faults of rank 1; return the outcome, and the seconds that it took."""
+    began = here().world.time
+    async with new_comm(timeout=5) as comm:
+        with inject(comm, *faults):
+            try:
+                await comm.all_reduce(torch.ones(1))
+            except CommError as error:
+                return type(error)
+            return here().world.time - began
+
+
+def test_killed_rank_of_a_simulation_dies_alone():
+    history = simulate(lambda: simulated_with(kill(ranks=[1], op="all_reduce")), 3)
+    assert history.results == [PeerDiedError, None, PeerDiedError]
+    assert any(line.endswith("rank 1: dies") for line in history.trace)
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(drop, CommTimeoutError), (mismatch, MismatchError)])
+def test_fault_in_a_simulation_fails_the_call_on_all_ranks(fault, outcome):
+    assert simulate(lambda: simulated_with(fault(ranks=[1]))).results == [outcome, outcome]
+
+
+@pytest.mark.parametrize("fault", [delay(3, ranks=[1]), slow_link(1, ranks=[1])], ids=["delay", "slow_link"])
+def test_fault_in_a_simulation_delays_by_virtual_time(fault):
+    assert min(simulate(lambda: simulated_with(fault)).results) > 3
 
 
 def test_fault_spares_child_communicators_and_ops_outside_its_block(run):
