@@ -27,7 +27,8 @@ from aiocomms.progress.inflight import StartedWork
 PERIOD: Final = 0.25
 """Seconds between two looks. The watch ends a wait that two looks in a row find stranded."""
 
-_QUIET: Final = {deadlines.__name__, live.__name__, "execnet.gateway_base", "pytest_timeout"}
+_SIMULATED: Final = "aiocomms.testing.simulation.threads"
+_QUIET: Final = {deadlines.__name__, live.__name__, _SIMULATED, "execnet.gateway_base", "pytest_timeout"}
 """The modules whose threads call no loop: this package's, those of pytest-xdist, and the timers of pytest-timeout."""
 _looks: WeakSet[Any] = WeakSet()
 """The timers of all watches. They do not count as work of a loop."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from aiocomms.errors import CommTimeoutError
-from aiocomms.testing import local_world, run_ranks, stranded
+from aiocomms.testing import local_world, run_ranks, simulate, stranded
 from aiocomms.testing.faults import drop, inject
 
 pytestmark = pytest.mark.deterministic
@@ -208,6 +208,17 @@ def test_a_wait_that_something_may_end_goes_on(monkeypatch, reason):
 
     jumping(main)
     assert looks == [None] * 6
+
+
+def test_idle_threads_of_earlier_simulations_do_not_hide_the_wait():
+    async def simulated():
+        await asyncio.to_thread(list)
+
+    simulate(simulated)
+    idle = [thread.ident for thread in threading.enumerate() if thread.name == "aiocomms simulated thread"]
+    frames = sys._current_frames()
+    assert idle
+    assert all(stranded._is_quiet(frames[ident], None) for ident in idle)
 
 
 def test_a_timer_after_the_deadline_does_not_hide_the_wait():
