@@ -208,9 +208,9 @@ def _in_simulation(item: pytest.Function, test: Callable[..., Any], asked: _Simu
         trial = _trial(item, functools.partial(_program, test, args, kwargs), asked)
         with _checking():
             if seed is None:
-                _, failure = search(trial, _refusing(item, read_seeds, asked.seeds))
+                _, failure = _refusing(item, search, trial, _refusing(item, read_seeds, asked.seeds))
             else:
-                failure = attempt(trial, *_refusing(item, read_seed, seed))
+                failure = _refusing(item, attempt, trial, *_refusing(item, read_seed, seed))
         if failure is not None:
             name = shlex.quote(str(item.config.cwd_relative_nodeid(cast("Any", item.nodeid))))
             failure.error.add_note(f"repeat it: pytest {name} --simulated-seed='{failure.seed}'")

@@ -15,7 +15,6 @@ from typing import Any
 
 from aiocomms.testing.simulation import Faults
 from aiocomms.testing.simulation.faults import kept
-from aiocomms.testing.simulation.history import LATENCY, LONGEST
 from aiocomms.testing.simulation.searching import FailedHistory, attempt, read_seed, read_seeds, search
 from aiocomms.testing.simulation.trial import Program, SimulatedTrial
 
@@ -29,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     :raises ValueError: the function does not exist, or an option is wrong.
     """
     faults = Faults(restarts=options.restarts, **{kind: getattr(options, kind) for kind in KINDS})
-    trial = SimulatedTrial(_program(options.program), options.ranks, faults, LATENCY, LONGEST)
+    trial = SimulatedTrial(_program(options.program), options.ranks, faults)
     if options.seed is None:
         count, failure = search(trial, read_seeds(options.seeds))
     else:

@@ -127,6 +127,7 @@ MISTAKES = {
     "of_a_user.py:synchronous": "FUNCTION is 'synchronous', wanted an async function of of_a_user.py: right",
     "of_a_user.py:right --seeds 0": "seeds is 0, wanted how many as an int of at least 1",
     "of_a_user.py:right --seed x": "seed is 'x', wanted an int, or a text such as '7/0,2'",
+    "of_a_user.py:right --seed 7/2 --cuts 1": "seed names fault 2, wanted numbers below 1, as many faults there are",
     "of_a_user.py:right --ranks 0": "ranks is 0, wanted at least 1 rank as an int",
     "of_a_user.py:right --deaths -1": "deaths is -1, wanted a number of faults",
 }
@@ -135,4 +136,6 @@ MISTAKES = {
 @pytest.mark.parametrize("given", MISTAKES)
 def test_wrong_argument_is_refused_in_one_sentence(program, given, capsys):
     assert main(["simulate", *given.split()]) == 1
-    assert capsys.readouterr().err.startswith(f"aiocomms simulate: {MISTAKES[given]}")
+    told = capsys.readouterr()
+    assert told.err.startswith(f"aiocomms simulate: {MISTAKES[given]}")
+    assert told.out == ""

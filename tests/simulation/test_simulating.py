@@ -334,6 +334,16 @@ def test_seed_of_a_shrunk_history_repeats_it():
     assert notes(again) == notes(caught)
 
 
+def test_note_of_a_failed_history_names_the_arguments_that_repeat_it():
+    with pytest.raises(PeerDiedError) as caught:
+        explore(breaks_by_deaths, 3, seeds=20, faults=Faults(deaths=1, slow=1), latency=(1e-4, 1e-3))
+    seed, given = re.search(r"the seed of this history is '(\S+)', with (.*)", notes(caught)).groups()
+    assert given == "ranks=3, faults=Faults(deaths=1, slow=1), latency=(0.0001, 0.001)"
+    with pytest.raises(PeerDiedError) as again:
+        simulate(breaks_by_deaths, seed=seed, ranks=3, faults=Faults(deaths=1, slow=1), latency=(0.0001, 0.001))
+    assert notes(again) == notes(caught)
+
+
 def test_seeds_that_find_nothing_are_counted():
     assert explore(sums, seeds=3) == 3
     assert explore(sums, seeds=[7, 9]) == 2
@@ -468,7 +478,8 @@ WRONG = {
     "ranks is '2', wanted at least 1 rank as an int": {"ranks": "2"},
     "seed is 'x', wanted an int, or a text such as '7/0,2'": {"seed": "x"},
     "seed is 1.5, wanted an int, or a text such as '7/0,2'": {"seed": 1.5},
-    "seed names fault 0, wanted numbers below 0, as many faults there are": {"seed": "7/0"},
+    "seed names fault 0, wanted numbers below 0, as many faults there are: pass the same faults= as the history that "
+    "has failed": {"seed": "7/0"},
     "latency is (2, 1), wanted the least and the most seconds, above 0": {"latency": (2, 1)},
     "latency is (0, 1), wanted the least and the most seconds, above 0": {"latency": (0, 1)},
     "latency is 1, wanted the least and the most seconds, above 0": {"latency": 1},

@@ -167,9 +167,14 @@ def test_wrong_arguments_of_the_marker_are_refused_in_one_sentence(suite):
     assert "Traceback" not in result.stdout.str()
 
 
-def test_wrong_seed_of_the_command_line_is_refused_in_one_sentence(suite):
-    result = suite("@pytest.mark.simulated\nasync def test_it(): ...", "--simulated-seed=x")
-    result.stdout.fnmatch_lines("*the marker 'simulated' of aiocomms: seed is 'x', wanted an int, or a text such as *")
+@pytest.mark.parametrize(
+    ("seed", "why"),
+    [("x", "is 'x', wanted an int, or a text such as *"), ("7/0", "names fault 0, *: pass the same faults= as *")],
+)
+def test_wrong_seed_of_the_command_line_is_refused_in_one_sentence(suite, seed, why):
+    result = suite("@pytest.mark.simulated\nasync def test_it(): ...", f"--simulated-seed={seed}")
+    result.stdout.fnmatch_lines(f"*the marker 'simulated' of aiocomms: seed {why}")
+    assert "repeat it:" not in result.stdout.str()
 
 
 def test_synchronous_test_and_world_are_refused(suite):

@@ -16,6 +16,15 @@ _SHORT, _LONG = 1e-3, 20.0
 """The least and the most seconds of a pause or a partition. A rank counts as dead after 5 s."""
 
 
+def changed(record: Any, first: int = 0) -> str:
+    """Return the fields of a dataclass that differ from their defaults, as a call passes them.
+
+    :param first: the index of the first of these fields.
+    """
+    given = [(field.name, getattr(record, field.name), field.default) for field in fields(record)[first:]]
+    return ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)
+
+
 @dataclass(frozen=True)
 class Faults:
     """The numbers of faults in a history.
@@ -55,6 +64,9 @@ class Faults:
             raise ArgumentError(f"restarts is {self.restarts!r}, wanted True or False")
         if self.within is not None and not (type(self.within) in (int, float) and self.within > 0):
             raise ArgumentError(f"within is {self.within!r}, wanted seconds above 0, or None")
+
+    def __repr__(self) -> str:
+        return f"Faults({changed(self)})"
 
     @property
     def any(self) -> bool:
@@ -167,5 +179,8 @@ def kept(plan: list[SimulatedFault], chosen: Mapping[int, int] | None) -> list[S
     if chosen is None:
         return plan
     if absent := [number for number in chosen if not 0 <= number < len(plan)]:
-        raise ArgumentError(f"seed names fault {absent[0]}, wanted numbers below {len(plan)}, as many faults there are")
+        raise ArgumentError(
+            f"seed names fault {absent[0]}, wanted numbers below {len(plan)}, as many faults there are: pass the same "
+            "faults= as the history that has failed"
+        )
     return [plan[number].halved(times) for number, times in sorted(chosen.items())]

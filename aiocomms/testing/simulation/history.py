@@ -6,12 +6,7 @@ from collections.abc import Iterable
 
 from aiocomms.testing.simulation.faults import Faults, kept
 from aiocomms.testing.simulation.searching import read_seed, read_seeds, search
-from aiocomms.testing.simulation.trial import History, Program, SimulatedTrial
-
-LATENCY = (2e-5, 2e-3)
-"""The least and the greatest latency of a message, in seconds."""
-LONGEST = 86_400.0
-"""The virtual seconds that a history may take."""
+from aiocomms.testing.simulation.trial import LATENCY, LONGEST, History, Program, SimulatedTrial
 
 
 def simulate(

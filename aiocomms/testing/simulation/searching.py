@@ -73,8 +73,12 @@ def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHist
 
 
 def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
-    """Run the history of one seed; if it fails, and its faults are not chosen already, shrink it."""
+    """Run the history of one seed; if it fails, and its faults are not chosen already, shrink it.
+
+    :raises ArgumentError: there is no fault of a chosen number.
+    """
     plan: list[SimulatedFault] = []
+    kept(trial.faults.plan(seed, trial.ranks, 1.0), chosen)  # A fault that does not exist is the caller's mistake.
     began, text = clock.now(), write_seed(seed, {})
     try:
         plan = trial.plan(seed)

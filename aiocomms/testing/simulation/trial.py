@@ -17,13 +17,18 @@ from aiocomms.arguments import as_int
 from aiocomms.bootstrap import directory
 from aiocomms.errors import ArgumentError, ArgumentTypeError, SimulationError
 from aiocomms.lowlevel import clock
-from aiocomms.testing.simulation.faults import Faults, SimulatedFault
+from aiocomms.testing.simulation.faults import Faults, SimulatedFault, changed
 from aiocomms.testing.simulation.refusing import calls_audited, watch
 from aiocomms.testing.simulation.surroundings import simulated_surroundings
 from aiocomms.testing.simulation.threads import on_one_processor
 from aiocomms.testing.simulation.tracing import write_trace
 from aiocomms.testing.simulation.world import SimulatedWorld
 
+FAULTLESS = Faults()
+LATENCY = (2e-5, 2e-3)
+"""The least and the greatest latency of a message, in seconds."""
+LONGEST = 86_400.0
+"""The virtual seconds that a history may take."""
 Program = Callable[[], Awaitable[Any]]
 """An async function that each rank runs, as a process of its own would."""
 
@@ -52,9 +57,13 @@ class SimulatedTrial:
 
     program: Program
     ranks: int
-    faults: Faults
-    latency: tuple[float, float]
-    longest: float
+    faults: Faults = FAULTLESS
+    latency: tuple[float, float] = LATENCY
+    longest: float = LONGEST
+
+    def __str__(self) -> str:
+        """Return the arguments beside the program, without defaults, as a call of :func:`simulate` passes them."""
+        return changed(self, 1)
 
     def __post_init__(self) -> None:
         """Check the arguments, and that a simulation may start now.
@@ -112,7 +121,7 @@ class SimulatedTrial:
                 return _history(world, plan, text)
             except BaseException as error:
                 watch(False)
-                for note in _notes(world, plan, text, error):
+                for note in _notes(self, world, plan, text, error):
                     error.add_note(note)
                 if trace is not None:
                     write_trace(world, trace, text, error)
@@ -160,12 +169,14 @@ def _history(world: SimulatedWorld, plan: list[SimulatedFault], seed: str) -> Hi
     return History(seed, world.time, results, [str(fault) for fault in plan], world.lines())
 
 
-def _notes(world: SimulatedWorld, plan: list[SimulatedFault], seed: str, error: BaseException) -> Iterator[str]:
+def _notes(
+    trial: SimulatedTrial, world: SimulatedWorld, plan: list[SimulatedFault], seed: str, error: BaseException
+) -> Iterator[str]:
     failed = world.failed
     if failed is not None:
         if uncaught := failed.note(error):
             yield uncaught
         yield f"it was raised on {failed} of {world.ranks} ranks, after {world.time:.6f} s of the simulation"
-    yield f"the seed of this history is {seed!r}"
+    yield f"the seed of this history is {seed!r}, with {trial}"
     for fault in plan:
         yield f"fault: {fault}"
