@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,15 +156,17 @@ def judged(ranks: Ranks) -> Iterator[str]:
     pending = {rank: list(filter(_waits, record.items)) for rank, record in ranks.items()}
     numbered: dict[tuple[str, int], Item] = {}
     waits: dict[int, list[int]] = {rank: [] for rank in ranks}
-    waiting_lines = []
+    moving = _moving(ranks)
+    waiting_lines: dict[tuple[int, int], str] = {}
     for rank, items in sorted(pending.items()):
         for item in items:
             if item.collective is not None:
                 numbered.setdefault((item.lane, item.collective), item)
             for peer in _peers(item):
-                if peer not in waits[rank]:  # Only the oldest op with that peer is shown.
+                if _message(rank, item) not in moving:
                     waits[rank].append(peer)
-                    waiting_lines.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
+                line = f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}"
+                waiting_lines.setdefault((rank, peer), line)  # Only the oldest op with that peer is shown.
     for lane in sorted({lane for lane, _ in numbered}):
         first = numbered[min(key for key in numbered if key[0] == lane)]  # Later collectives wait for this one.
         yield f"{msgspec.structs.replace(first, args={})}: {judge(first, briefs)}"
@@ -171,12 +174,31 @@ def judged(ranks: Ranks) -> Iterator[str]:
         for rank, brief in briefs.items():
             if instead_of(first, brief) is None:
                 waits[rank] += behind
-    yield from waiting_lines
-    circle = _circle(waits)
+    yield from waiting_lines.values()
+    circle = _circle({rank: [] if _died(ranks[rank]) else peers for rank, peers in waits.items()})
     if circle:
         yield f"they wait in a circle: {_arrows(circle)}"
     else:
         yield from _waited(ranks)
+
+
+def _died(record: TraceRecord) -> bool:
+    """Return whether a simulated rank has died, and so waits no more."""
+    return record.header.reason == happenings.DIED
+
+
+def _message(rank: int, item: Item) -> tuple[int | None, ...]:
+    """Return the sender, the receiver, the tag and the channel of a rank's message."""
+    return item.args.get("src", rank), item.args.get("dst", rank), item.args.get("tag"), item.args.get("channel")
+
+
+def _moving(ranks: Ranks) -> set[tuple[int | None, ...]]:
+    """Return the messages that are pending at both ends, and so are on their way."""
+    ends = [
+        {_message(rank, item) for item in record.items if item.state == "pending" and "tag" in item.args}
+        for rank, record in ranks.items()
+    ]
+    return {message for message, count in Counter(chain.from_iterable(ends)).items() if count > 1}
 
 
 class _TraceWait(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 FORMAT = "aiocomms simulation 1"
+DIED = "the rank has died"
+"""The reason in the flight recorder of a simulated rank that has died."""
 
 
 class WorldHeader(msgspec.Struct):

@@ -42,7 +42,7 @@ def _snapshots(world: SimulatedWorld, process: Process, reason: str) -> Iterator
     """Yield a snapshot of each communicator of a process: at its loss, or else at the end of the process."""
     records = {record.recorder: record for record in process.state.get(dumps.RECORDS, ())}
     if process.over:
-        reason = "the rank has died" if process.dead else "the rank has ended"
+        reason = happenings.DIED if process.dead else "the rank has ended"
     time = min(process.ended, world.time)
     for recorder in process.state.get(dumps.RECORDERS, ()):
         record = records.get(recorder)

@@ -763,6 +763,29 @@ def test_trace_names_a_circle_of_a_withdrawn_recv_and_a_collective(run, records,
     assert "they waited in a circle, until a deadline passed: rank 0 -> rank 1 -> rank 0" in said
 
 
+MESSAGE = '{{"name":"{}","seq":{},"state":"pending","args":{{"{}":{},"tag":{}}},"posted":4.0}}'
+
+
+@pytest.mark.parametrize(
+    ("reason", "second", "circle"),
+    [
+        ("its deadline passed", ("recv", 4, "src", 0, 7), True),
+        ("the rank has died", ("recv", 4, "src", 0, 7), False),
+        ("its deadline passed", ("send", 4, "dst", 0, 7), False),
+    ],
+    ids=["stuck", "dead", "in flight"],
+)
+def test_trace_names_no_circle_through_a_dead_rank_or_a_message_in_flight(reason, second, circle, tmp_path, capsys):
+    for rank, given in enumerate([[("recv", 4, "src", 1, 7)], [("recv", 3, "src", 0, 5), second]]):
+        head = header(rank=rank, brief={"rank": rank, "calls": 0, "ended": 0}, reason=reason if rank else "why")
+        lines = [head, *(MESSAGE.format(*op).encode() for op in given), b""]
+        (tmp_path / f"{rank}.aiocomms.jsonl").write_bytes(b"\n".join(lines))
+    assert command(["trace", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "rank 1 waits for rank 0: recv(src=0, tag=5), for 6.0 s" in said
+    assert ("they wait in a circle: rank 0 -> rank 1 -> rank 0" in said) is ("circle" in said) is circle
+
+
 @pytest.mark.parametrize("second", ["later", "answered"])
 def test_trace_names_no_circle_of_recvs_that_matched_or_waited_apart(run, second, records, capsys):
     """Receives that did not wait at the same time, or that were matched."""
