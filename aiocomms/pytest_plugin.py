@@ -290,6 +290,7 @@ def _checking() -> Iterator[None]:
 
 @asynccontextmanager
 async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
+    from aiocomms.diagnosis.debug import report_forgotten
     from aiocomms.testing import local_world
     from aiocomms.testing.leftovers import Leftovers
 
@@ -302,7 +303,9 @@ async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communic
             if failed:
                 for comm in comms:
                     comm.abort("the test failed")
-    if report := left.report():
+    report = left.report()
+    report_forgotten(quietly=failed or bool(report))
+    if report:
         pytest.fail(report, pytrace=False)
 
 

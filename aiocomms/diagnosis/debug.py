@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from aiocomms.diagnosis.places import SourceLine, caller
 from aiocomms.errors import (
@@ -34,19 +35,38 @@ class Forgotten:
     It is an object of its own, because a work may be in a reference cycle.
     """
 
-    __slots__ = ("armed", "place", "what")
+    __slots__ = ("__weakref__", "armed", "place", "what")
 
     def __init__(self, what: str, place: SourceLine) -> None:
         self.what: str = what
         self.place: SourceLine = place
         self.armed: bool = False
+        _watched.add(self)
 
-    def __del__(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
+    def report(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
+        """Warn if the work has succeeded."""
         if self.armed:
+            self.armed = False
             warn(
                 f"{self.what} was never awaited: await it, or call its forget() if no code needs to know when it is "
                 "done", RuntimeWarning, *self.place, registry=_said,
             )  # fmt: skip
+
+    __del__ = report
+
+
+_watched: Final[WeakSet[Forgotten]] = WeakSet()
+
+
+def report_forgotten(*, quietly: bool) -> None:
+    """Report all forgotten works of this process that are done, although an exception may still refer to them.
+
+    :param quietly: drop the reports.
+    """
+    for forgotten in sorted(_watched, key=lambda it: (it.place, it.what)):
+        if quietly:
+            forgotten.armed = False
+        forgotten.report()
 
 
 if TYPE_CHECKING:

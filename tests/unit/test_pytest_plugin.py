@@ -476,6 +476,33 @@ def test_forgotten_await_is_a_warning_at_its_line_unless_debugging_is_off(suite,
     assert os.environ.get("AIOCOMMS_DEBUG") == debug
 
 
+KEEPS = """
+kept = []
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fails", [False, True])
+async def test_keeps(world, fails):
+    async def forgets():
+        work = world[0].send(torch.ones(1), 1)
+        await world[1].recv(torch.ones(1), 0)
+        raise ValueError("wrong")
+
+    kept.extend(await asyncio.gather(forgets(), return_exceptions=True))
+    assert not fails
+    assert len(kept) == 1
+
+def test_drops():
+    kept.clear()
+    gc.collect()
+"""
+
+
+def test_forgotten_await_is_a_warning_of_its_own_test_although_an_exception_refers_to_it(suite):
+    result = suite(KEEPS, "-Wdefault")
+    result.assert_outcomes(passed=2, failed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*::test_keeps[[]False[]]", "*RuntimeWarning: send on 'world' (rank 0) was never *"])
+
+
 # -------------------------------------------------------------------------------------------------------- tracebacks
 
 
