@@ -30,6 +30,7 @@ from aiocomms.bootstrap.newcomers import Claims, Invitation
 from aiocomms.bootstrap.records import pauses
 from aiocomms.bootstrap.registry import Selection, open_transports
 from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
+from aiocomms.diagnosis.hang_report import numbered
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -122,6 +123,9 @@ class Recovery:
         self._meeting = Meeting(before, self._ranks, size, seconds)
         self._free: list[int] = []
         """The ranks without a claim, when this rank last looked."""
+        line = self._meeting.line if before.reason is None else None
+        self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
+        """The ranks that had closed the communicator before. A death would have lost it."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
@@ -217,11 +221,19 @@ class Recovery:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
             who = [f"ranks {absent} had not joined"] if absent else []
-            who += [f"no process joined as the free ranks {self._free}"] if self._free else []
+            who += [f"no process joined as the free ranks {self._free}{self._why_free()}"] if self._free else []
             late = f"the ranks could not agree within {self._seconds:g} s{': ' if who else ''}{', and '.join(who)}"
             raise CommTimeoutError(late, late=absent or self._free) from None
         finally:
             stop.set()
+
+    def _why_free(self) -> str:
+        """Return in words why ranks are free; empty if this rank does not know."""
+        reason = self._before.reason
+        if reason is not None:
+            return f" ({reason.message})" if reason.peer in self._free else ""
+        closed = sorted(self._closed.intersection(self._free))
+        return f" ({numbered(closed)} had closed the communicator)" if closed else ""
 
     def _vote(self, board: Board, root: Store, came: set[int], stop: clock.ThreadEvent) -> Decision | None:
         """Report that this rank is present, and wait for the decision or make it. Runs in a thread."""

@@ -193,3 +193,28 @@ def test_error_names_the_ranks_whose_place_nobody_takes() -> None:
 
     results = simulate(program, 3).results
     assert all("within 5 s: no process joined as the free ranks [1]" in results[rank] for rank in (0, 2)), results
+
+
+@pytest.mark.parametrize(
+    ("uses", "why"),
+    [(False, "rank 1 had closed the communicator"), (True, "closed by rank 1, which this op needs")],
+    ids=["not lost", "lost"],
+)
+def test_reconfigure_without_a_newcomer_names_the_rank_that_closed(uses: bool, why: str) -> None:
+    async def program() -> str:
+        comm = await aiocomms.new_comm(timeout=5)
+        await comm.barrier()
+        if comm.rank == 1:
+            await comm.aclose()
+            return why
+        await asyncio.sleep(1)
+        if uses:
+            with pytest.raises(CommError):
+                await comm.barrier()
+        with pytest.raises(CommTimeoutError) as caught:
+            await comm.reconfigure(size=3, timeout=5)
+        await comm.aclose()
+        return str(caught.value)
+
+    results = simulate(program, 3).results
+    assert all(f"no process joined as the free ranks [1] ({why})" in results[rank] for rank in (0, 2)), results
