@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from aiocomms.lowlevel import unaffected
 from aiocomms.ops.buffers import arange, zeros
 
 WORDS = 24
@@ -42,15 +43,15 @@ def find() -> TensorWords | None:
         return None
 
 
+@unaffected
 def _found() -> TensorWords | None:
-    with torch.inference_mode(False):
-        plain = [zeros(size, dtype=kind, device="cpu") for size, kind in ((2, torch.float32), (3, torch.complex64))]
-        plain.append(arange(4, "cpu"))
-        special = [torch._neg_view(plain[0]), plain[1].conj(), plain[0].to_sparse()]
-        tracked, other = (zeros(1, dtype=torch.float32, device="cpu") for _ in range(2))
-        before = _words(tracked)
-        tracked.requires_grad_()
-        views = [plain[0][:1], other.requires_grad_()]
+    plain = [zeros(size, dtype=kind, device="cpu") for size, kind in ((2, torch.float32), (3, torch.complex64))]
+    plain.append(arange(4, "cpu"))
+    special = [torch._neg_view(plain[0]), plain[1].conj(), plain[0].to_sparse()]
+    tracked, other = (zeros(1, dtype=torch.float32, device="cpu") for _ in range(2))
+    before = _words(tracked)
+    tracked.requires_grad_()
+    views = [plain[0][:1], other.requires_grad_()]
     impls = _common([_places(_read(id(it), type(it).__basicsize__ // 8), it._cdata) for it in plain])
     keys = _common([_places(_words(it), _keys(it)) for it in plain + special])
     changed = [place for place, pair in enumerate(zip(before, _words(tracked), strict=True)) if pair[0] != pair[1]]
