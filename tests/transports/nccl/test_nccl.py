@@ -272,7 +272,7 @@ async def test_events_are_used_again_and_never_while_they_live(cuda: FakeCuda) -
         works = [comm.all_reduce(torch.ones(2)) for _ in range(50)]
         for work in works:
             await work
-        assert cuda.gpu.events - before <= 110
+        assert cuda.gpu.events - before < 250  # Without reuse there are 500: two for each op.
 
 
 @pytest.mark.asyncio
