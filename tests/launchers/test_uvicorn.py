@@ -10,8 +10,7 @@ import pytest
 import uvicorn
 from concurrency import until
 
-from aiocomms.errors import ArgumentError
-from aiocomms.integrations.uvicorn import Server, run
+from aiocomms.integrations.uvicorn import Server
 
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
@@ -51,8 +50,3 @@ def socket_is_open(path: str) -> bool:
 def test_connection_that_was_accepted_is_answered_by_a_server_that_ends(tmp_path):
     answers = asyncio.run(answers_of_a_server_that_is_told_to_end(str(tmp_path / "s")))
     assert all(answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"ok") for answer in answers)
-
-
-def test_descriptor_that_is_no_socket_is_refused_with_what_to_do(tmp_path):
-    with (tmp_path / "file").open("w") as file, pytest.raises(ArgumentError, match=r"fd is \d+, wanted .* --listen"):
-        run(app, fd=file.fileno())

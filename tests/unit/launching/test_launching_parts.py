@@ -13,6 +13,7 @@ import pytest
 from aiocomms.bootstrap import supervised
 from aiocomms.cli import main
 from aiocomms.errors import ArgumentError
+from aiocomms.integrations import uvicorn
 from aiocomms.launching import Job, forkserver
 from aiocomms.launching.health import answer
 from aiocomms.launching.host import RankProcess
@@ -233,3 +234,8 @@ def test_rank_has_a_session_of_its_own_where_no_rank_has_to_share_its_core(monke
     monkeypatch.setattr(os, "setpgid", lambda *_: taken.append("setpgid"))
     forkserver._part(ranks)
     assert taken == [way]
+
+
+def test_uvicorn_refuses_a_descriptor_that_is_no_socket_with_what_to_do(tmp_path):
+    with (tmp_path / "file").open("w") as file, pytest.raises(ArgumentError, match=r"fd is \d+, wanted .* --listen"):
+        uvicorn.run(None, fd=file.fileno())
