@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from processes import HANGS
 
+import aiocomms
+
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parents[2]
-VERSIONED = ["aiocomms/__init__.py", "pyproject.toml", "transports/ucx/pyproject.toml"]
+UCX = "transports/ucx"
+VERSIONED = ["aiocomms/__init__.py", "pyproject.toml", f"{UCX}/pyproject.toml", f"{UCX}/aiocomms_ucx/__init__.py"]
 AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
@@ -43,6 +46,11 @@ class Clone:
         old = [f"--assume-old={environment}/{stamp}.stamp" for stamp in ("release", "setup")]
         return self.run("make", *old, f"VENV={environment}", *command, fails=fails)
 
+    def add_fragment(self, text: str) -> None:
+        (self.folder / "changes" / "90.test.feature.md").write_text(f"{text}\n")
+        self.run("git", "add", "changes")
+        self.run("git", "commit", "--message", "A change")
+
     def shown(self, commit: str, path: str) -> str:
         return self.run("git", "show", f"{commit}:{path}")
 
@@ -53,38 +61,40 @@ def clone(tmp_path: Path) -> Clone:
 
 
 def test_a_release_is_three_commits_and_a_tag(clone: Clone) -> None:
+    clone.add_fragment("One change.")
     before = clone.run("git", "rev-parse", "HEAD").strip()
-    clone.make("release", "VERSION=0.1.0")
-    assert clone.run("git", "tag").split() == ["v0.1.0"]
+    clone.make("release", "VERSION=90.7.0")
+    assert clone.run("git", "tag").split() == ["v90.7.0"]
     assert clone.run("git", "log", "--format=%s", f"{before}..HEAD").splitlines() == [
-        "Version 0.2.0.dev0",
-        "Version 0.1.0",
-        "Changes of 0.1.0",
+        "Version 90.8.0.dev0",
+        "Version 90.7.0",
+        "Changes of 90.7.0",
     ]
-    assert clone.run("git", "rev-parse", "v0.1.0^{commit}") == clone.run("git", "rev-parse", "HEAD~1")
+    assert clone.run("git", "rev-parse", "v90.7.0^{commit}") == clone.run("git", "rev-parse", "HEAD~1")
     for path in VERSIONED:
-        assert '"0.1.0"' in clone.shown("v0.1.0", path)
-        assert '"0.1.0.dev0"' not in clone.shown("v0.1.0", path)
-        assert '"0.2.0.dev0"' in clone.shown("HEAD", path)
+        assert "90.7.0" in clone.shown("v90.7.0", path)
+        assert "90.8.0.dev0" in clone.shown("HEAD", path)
+    clone.run("git", "grep", "--fixed-strings", aiocomms.__version__, "v90.7.0", fails=True)  # it is nowhere
+    clone.run("git", "grep", "--word-regexp", "--fixed-strings", "90.7.0", "HEAD", "--", *VERSIONED, fails=True)
     assert clone.run("git", "status", "--porcelain") == ""
-    assert "\n## 0.1.0 (" in clone.shown("v0.1.0", "CHANGELOG.md")
-    left = clone.run("git", "ls-tree", "--name-only", "v0.1.0", "changes/").split()
+    log = clone.shown("v90.7.0", "CHANGELOG.md")
+    assert log.index("\n## 90.7.0 (") < log.index("One change.")
+    left = clone.run("git", "ls-tree", "--name-only", "v90.7.0", "changes/").split()
     assert left == ["changes/README.md", "changes/template.md.jinja"]
 
 
 def test_the_next_release_takes_what_came_after(clone: Clone) -> None:
-    clone.make("release", "VERSION=0.1.0")
-    (clone.folder / "changes" / "90.after.feature.md").write_text("What came after.\n")
-    clone.run("git", "add", "changes")
-    clone.run("git", "commit", "--message", "A change")
-    clone.make("release", "VERSION=0.1.1", "NEXT=0.2.0.dev0")
-    log = clone.shown("v0.1.1", "CHANGELOG.md")
-    assert log.index("## 0.1.1 (") < log.index("What came after.") < log.index("## 0.1.0 (")
+    clone.add_fragment("One change.")
+    clone.make("release", "VERSION=90.7.0")
+    clone.add_fragment("What came after.")
+    clone.make("release", "VERSION=90.7.1", "NEXT=90.8.0.dev0")
+    log = clone.shown("v90.7.1", "CHANGELOG.md")
+    assert log.index("## 90.7.1 (") < log.index("What came after.") < log.index("## 90.7.0 (")
 
 
 def test_a_release_refuses_what_is_not_committed(clone: Clone) -> None:
     (clone.folder / "new.txt").touch()
-    assert "commit or remove" in clone.make("release", "VERSION=0.1.0", fails=True)
+    assert "commit or remove" in clone.make("release", "VERSION=90.7.0", fails=True)
     assert clone.run("git", "tag") == ""
 
 
