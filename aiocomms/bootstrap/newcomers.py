@@ -48,7 +48,16 @@ class Claims:
         :raises StoreLostError: the store is gone.
         """
         claim = self.last(rank)
-        return "" if not claim or self._store.check([f"join/{rank}/{claim}"]) else claim
+        return claim if claim and not self._answered(rank, claim) else ""
+
+    @store_errors()
+    def answered(self, rank: int) -> str:
+        """Return the last claim to a rank if it has an answer, else an empty text.
+
+        :raises StoreLostError: the store is gone.
+        """
+        claim = self.last(rank)
+        return claim if claim and self._answered(rank, claim) else ""
 
     @store_errors()
     def last(self, rank: int) -> str:
@@ -89,6 +98,9 @@ class Claims:
             if self._claim(rank) != mine:
                 raise CommAbortedError(f"another process has joined later as rank {rank}: was a rank started twice?")
         return None
+
+    def _answered(self, rank: int, claim: str) -> bool:
+        return bool(self._store.check([f"join/{rank}/{claim}"]))
 
     def _claim(self, rank: int) -> str | None:
         claim = read(self._store, self._seal, "claim", rank, f"join/{rank}")

@@ -129,7 +129,7 @@ class Recovery:
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
-        """The last claim to each rank, when this rank first looked."""
+        """The claim by which each rank joined; empty if it joined without one, or a newcomer claims its rank."""
 
     async def run(self) -> Formed:
         """Agree on the new communicator and form it. Retry while there is time if a rank or the store is lost."""
@@ -240,7 +240,7 @@ class Recovery:
         rank, began, complete, pause = self._old.rank, clock.now(), None, pauses(self._old.size)
         present = Presence(board, self._old.size, self._dead)
         if self._claims is not None and not self._claimed:
-            self._claimed = {it: self._claims.last(it) for it in range(self._old.size)}
+            self._claimed = {it: self._claims.answered(it) for it in range(self._old.size)}
         while self._meeting.left() > 0 and not stop.wait(next(pause)):
             record = board.decided("decision")
             if record is None:

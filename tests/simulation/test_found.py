@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+from aiocomms_net import NetTransport
 
 import aiocomms
 from aiocomms.core.core import CLOSE_GRACE
@@ -218,3 +219,25 @@ def test_reconfigure_without_a_newcomer_names_the_rank_that_closed(uses: bool, w
 
     results = simulate(program, 3).results
     assert all(f"no process joined as the free ranks [1] ({why})" in results[rank] for rank in (0, 2)), results
+
+
+def test_newcomers_that_come_before_the_survivors_meet_are_admitted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without connections, only its claim tells that the second rank has died."""
+    monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
+
+    async def program() -> float:
+        comm = await aiocomms.new_comm(timeout=20, join=here().restarts > 0)
+        began = clock.now()
+        if here().restarts == 0:
+            if comm.rank > 0:
+                here().world.kill(comm.rank, 0.1)
+            with pytest.raises(CommError):
+                await comm.barrier()
+            await asyncio.sleep(1)
+            began = clock.now()
+            comm = await comm.reconfigure(size=3, timeout=20)
+        await comm.barrier()
+        await comm.aclose()
+        return clock.now() - began
+
+    assert max(simulate(program, 3).results) < 1
