@@ -25,7 +25,7 @@ Timeout = float | timedelta | None
 
 
 class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, which type checkers can tell apart."""
+    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, which type checkers can narrow to."""
 
     COMM_TIMEOUT = "the communicator's timeout"
 
@@ -80,8 +80,9 @@ def describe(tensor: torch.Tensor) -> str:
 def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
-    Return a bool, a tensor, an array, or a value without ``__index__`` unchanged. Only rarely called functions use
-    this. For ops, :func:`aiocomms.ops.arrays.checked` makes a record again with ints after a check has failed.
+    A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only functions that are rarely
+    called use this function. An op is checked as it is. If the check fails, :func:`aiocomms.ops.arrays.checked`
+    converts the op's numbers, and checks the op again.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
@@ -108,7 +109,7 @@ def label(value: str) -> str:
 
 
 def deadline(name: str, value: Timeout) -> float:
-    """Check a deadline, and return it in seconds; infinity for None.
+    """Check a deadline, and return it in seconds; return infinity if the deadline is None.
 
     :raises ArgumentError: see :func:`seconds`.
     """
@@ -123,7 +124,7 @@ def deadline(name: str, value: Timeout) -> float:
 def op_deadline(timeout: OpTimeout, default: float) -> float:
     """Check the deadline of one op, and return it in seconds.
 
-    :param default: the deadline of an op without one of its own, in seconds.
+    :param default: the seconds to return if the op has no deadline of its own.
     """
     return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
 
@@ -147,7 +148,7 @@ def seconds(name: str, value: float | timedelta) -> float:
 def silence(options: Mapping[str, Any]) -> float:
     """Return the seconds after which a silent rank counts as dead; 0: never.
 
-    The value is that of the hint ``"heartbeat"``, else that of ``AIOCOMMS_HEARTBEAT``, else the default.
+    The value comes from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``, or else is the default.
 
     :raises ArgumentError: the value is neither a number of seconds nor 0.
     """

@@ -29,7 +29,7 @@ class Communicator(Portal):
     def close(self) -> None:
         """Close the communicator: let pending ops end, withdraw unmatched receives, and release all resources.
 
-        Idempotent: a second thread waits for the first. Pending ops have up to 5 seconds to end.
+        Idempotent: a second caller waits until the first call has ended. Pending ops have up to 5 seconds to end.
 
         :raises RuntimeError: the caller is on the loop's own thread, in a hook for example.
         :raises CommError: a transport failed while it closed; everything else is released.

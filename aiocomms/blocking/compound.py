@@ -12,7 +12,7 @@ from aiocomms.lowlevel.handles import Handle
 
 
 class Ending(Protocol):
-    """An operation, or a step that follows one."""
+    """An operation, or a step that follows an operation."""
 
     def done(self) -> bool:
         """Return whether the operation or step has ended."""

@@ -72,7 +72,7 @@ class Endpoint(Handle):
 
     @property
     def peers(self) -> Sequence[BlockingPeer]:
-        """The connected endpoints; none once this endpoint is closed."""
+        """The connected endpoints; empty once this endpoint is closed."""
 
         async def views() -> Sequence[BlockingPeer]:
             return [self._view(peer) for peer in self._endpoint.peers]
@@ -109,7 +109,7 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> BlockingRegion:
-        """Open memory to other endpoints; see :meth:`aiocomms.Endpoint.register`."""
+        """Let other endpoints access memory of this process; see :meth:`aiocomms.Endpoint.register`."""
 
         async def region() -> BlockingRegion:
             opened = self._endpoint.register(tensor, read=read, write=write, lifetime=lifetime)
@@ -120,7 +120,7 @@ class Endpoint(Handle):
     def close(self) -> None:
         """Close the endpoint: every connection, and its listener. See :meth:`aiocomms.Endpoint.aclose`.
 
-        Idempotent: a second thread waits for the first.
+        Idempotent: a second caller waits until the first call has ended.
 
         :raises RuntimeError: the caller is on the loop's own thread.
         """

@@ -46,7 +46,7 @@ class LoopThread:
             raise CommError(f"no thread can be started: {error}") from error
 
     def open(self, opening: Awaitable[_Opened]) -> _Opened:
-        """Await an opening on the loop, and return the opened object."""
+        """Await ``opening`` on the loop, and return the object that it opens."""
 
         async def main() -> _Opened:
             return await opening
@@ -66,7 +66,7 @@ class LoopThread:
             self._users += 1
 
     def leave(self) -> None:
-        """Note that one communicator or endpoint less uses the thread, and end the thread after the last one."""
+        """Note that one communicator or endpoint no longer uses the thread, and end the thread after the last user."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -79,7 +79,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the loop with everything that is still open, and wait for the end. Idempotent."""
+        """End the loop, which closes everything that is still open, and wait until the thread has ended. Idempotent."""
         if self.alive and threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError):  # The loop has ended just now.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -91,7 +91,7 @@ class LoopThread:
 
 
 class Use:
-    """The use that one communicator or endpoint makes of a thread, until it is closed."""
+    """A loop thread's user: one communicator or endpoint, until that communicator or endpoint is closed."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
@@ -101,9 +101,9 @@ class Use:
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Leave the thread after the body, which closes its user. A second caller waits for the first.
+        """Stop using the thread after the body, which closes the user. A second caller waits for the first.
 
-        :param door: the door of the communicator or endpoint that is closed.
+        :param door: the :class:`Door` of the communicator or endpoint that the body closes.
         :raises RuntimeError: the caller is on the loop's own thread.
         """
         # A forked child may lack the thread that would give the lock back.
@@ -128,11 +128,11 @@ class Use:
 def blocking(
     open_: Callable[_P, Awaitable[_Opened]], wrap: Callable[[_Opened, LoopThread], _Blocking], described: str
 ) -> Callable[_P, _Blocking]:
-    """Return a function that starts a thread for a loop, and opens something on that loop.
+    """Return a function that starts a thread with an event loop, and opens an object on that loop.
 
-    :param open_: the function that opens it, on a loop.
-    :param wrap: the function that makes the result of the opened object.
-    :param described: the beginning of the function's docstring.
+    :param open_: the function that opens the object; its result is awaited on the loop.
+    :param wrap: the function that makes the blocking object from the opened object.
+    :param described: the beginning of the returned function's docstring.
     """
 
     @functools.wraps(open_)

@@ -27,11 +27,11 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class BlockingPeer(Handle):
-    """An :class:`aiocomms.Peer` for threads without its event loop: the connection to another endpoint.
+    """An :class:`aiocomms.Peer` for every thread except that of its event loop: the connection to another endpoint.
 
-    Each method has the arguments, the result and the errors of the peer's method of the same name. A method that
-    returns a :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here. A coroutine method there
-    blocks here.
+    Each method has the arguments, the result and the errors of the peer's method of the same name. If the peer's method
+    returns a :class:`~aiocomms.Work`, this method returns a :class:`~aiocomms.BlockingWork`. If the peer's method is a
+    coroutine function, this method blocks.
     """
 
     name: str
@@ -147,7 +147,7 @@ class BlockingPeer(Handle):
 
 
 class BlockingRegion(Handle):
-    """An :class:`aiocomms.Region` for threads without its event loop. ``with`` revokes it."""
+    """An :class:`aiocomms.Region` for every thread except that of its event loop. ``with`` revokes it."""
 
     tensor: Tensor
     descriptor: bytes
@@ -165,7 +165,7 @@ class BlockingRegion(Handle):
         return self._region.revoked
 
     def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Revoke the region; see :meth:`aiocomms.Region.revoke`. Nothing is left to do once its endpoint is closed."""
+        """Revoke the region; see :meth:`aiocomms.Region.revoke`. The call does nothing if the endpoint is closed."""
         if not self._door.core.closed:
             close(self._door, "revoke", lambda: self._region.revoke(timeout=timeout))
 
@@ -206,7 +206,7 @@ class BlockingRemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> BlockingWork[Given]:  # fmt: skip
-        """Write equal runs of elements into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""
+        """Write runs of elements, all of one length, into the region; see :meth:`aiocomms.RemoteRegion.put_v`."""
         self._check("put_v", "written", self.writable)
         with self._counting:
             work = self._window.put_v(tensor, self._owner, offsets, starts, count, timeout=timeout)

@@ -20,7 +20,7 @@ ANYBODY: Final = -1
 
 
 class Board:
-    """The board of one communicator, as one rank uses it."""
+    """One rank's access to the board of a communicator."""
 
     def __init__(self, store: Store | None, rank: int, seal: Seal) -> None:
         """Open the board.

@@ -48,7 +48,7 @@ _TORCHS: Final = "aiocomms.integrations.torch_backend"
 
 
 class Casualty(msgspec.Struct, array_like=True):
-    """The notice that a rank leaves about itself."""
+    """The notice that a rank leaves in the store about its own failure or replacement."""
 
     error: str
     """The error that ended the rank; empty if another process has replaced it."""
@@ -61,7 +61,7 @@ _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
 
 
 class Casualties:
-    """The reader of failure notices in a rank that waits for the others. Each call blocks."""
+    """The reader of the other ranks' failure notices, for a rank that waits for them. Each call blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Begin, before the first look.
@@ -95,7 +95,7 @@ class Casualties:
                 self._give_up(rank, told)
 
     def after(self, pause: float) -> None:
-        """Read the notices since the last look, once the pauses since then add up to :data:`PATIENCE` or more.
+        """Read the new notices if the rank has waited :data:`PATIENCE` seconds or longer since it last read them.
 
         :param pause: the seconds for which the rank has waited since the last call.
         :raises CommAbortedError: a rank has failed.
@@ -140,7 +140,7 @@ class Casualties:
 
 
 def tell(error: Exception) -> None:
-    """Tell the other ranks of a job which error ends this one, within a second, unless another rank is at fault."""
+    """Tell the job's other ranks, within a second, which error ends this rank, unless another rank is at fault."""
     launch = read_environment(os.environ)
     if launch is None or launch.size == 1 or failures.is_caused(error) or _helps(launch):
         return
@@ -150,7 +150,7 @@ def tell(error: Exception) -> None:
 
 
 def at_the_bottom(store: Store) -> Store:
-    """Return the store below all prefixes."""
+    """Return the store that remains if every ``PrefixStore`` around it is removed."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -27,7 +27,7 @@ _counted: dict[int, object] = {}
 
 
 def may_crowd(size: int) -> bool:
-    """Return whether to count this process: it is not counted yet, and its number of torch's threads is unlimited."""
+    """Return whether to count this process: it is not counted yet, and the number of its threads is not limited."""
     if size == 1 or clock.simulation is not None or "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() == 1:
         return False
     claim = object()
@@ -35,10 +35,12 @@ def may_crowd(size: int) -> bool:
 
 
 def count(store: Store) -> str:
-    """Add this process's threads to the number of its host. Blocks. Ranks with other processors have another number.
+    """Add this process's threads to its host's counter in the store. Blocks.
+
+    Ranks that may use different processors of the host have different counters.
 
     :param store: the part of the store that belongs to one communicator.
-    :returns: the key of the number on the one rank that warns, and an empty text on the others.
+    :returns: the key of the counter on the one rank that warns, and an empty text on the others.
     """
     processors = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     key = f"threads/{hashlib.sha256(f'{host_id()} {processors}'.encode()).hexdigest()[:16]}"
@@ -49,7 +51,7 @@ def count(store: Store) -> str:
 
 
 def warn(store: Store, key: str) -> None:
-    """Warn if the ranks of this host have too many threads together. Blocks."""
+    """Warn if the ranks of this host have too many threads in total. Blocks."""
     with contextlib.suppress(RuntimeError):
         ranks, threads = divmod(store.add(key, 0), _RANK)
         processors = len(os.sched_getaffinity(0))

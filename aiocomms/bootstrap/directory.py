@@ -35,7 +35,7 @@ def every_open() -> list[Communicator]:
 
 
 def enter(comm: Communicator) -> None:
-    """Make the current task and the tasks that it starts find ``comm`` among communicators of the same name."""
+    """Make :func:`find` return ``comm`` for its name in the current task, and in the tasks that this task starts."""
     opened = _opened()
     still = {name: ref for name, ref in _mine.get({}).items() if name in opened}
     _mine.set({**still, comm.name: weakref.ref(comm)})

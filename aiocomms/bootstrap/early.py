@@ -31,7 +31,10 @@ class _Start:
 
 
 def has_met() -> bool:
-    """Return whether this process has met the other ranks. From then on communicators tell them of failures."""
+    """Return whether this process has met the other ranks.
+
+    After the meeting, communicators tell the other ranks of failures.
+    """
     return _Start.has_met
 
 
@@ -41,7 +44,7 @@ def meets() -> None:
 
 
 def watch() -> None:
-    """Tell the other ranks from now on of an exception that ends this process."""
+    """Install the hook that tells the other ranks of an exception that ends this process."""
     sys.excepthook = _telling(sys.excepthook, os.getpid())
 
 

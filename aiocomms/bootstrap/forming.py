@@ -103,7 +103,7 @@ async def _break_off(rendezvous: StoreRendezvous, opened: Transports, failure: B
 async def explained(rendezvous: StoreRendezvous, failure: PeerDiedError) -> CommError:
     """Return the reason why a rank closed its connections while it formed a communicator.
 
-    The rank may be alive, and have given up.
+    The rank may still be alive: a rank that gives up also closes its connections.
     """
     if rendezvous.store is None:
         return failure
@@ -144,7 +144,8 @@ def given_up(board: Board) -> bool:
 async def kept(rendezvous: StoreRendezvous, transports: Transports) -> bool:
     """Return whether all ranks have formed the communicator; close this rank's transports if not.
 
-    :raises StoreLostError: the store is gone before this rank knows, and another rank has closed its connections.
+    :raises StoreLostError: the store is gone before this rank knows the outcome, and another rank has closed its
+        connections.
     """
     done = False
     try:
@@ -191,7 +192,7 @@ def _wait_for_end(rendezvous: StoreRendezvous, transports: Transports, stop: clo
 
 
 def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
-    """Return the error of a failed split on this rank, which the others need, as they wait for this rank.
+    """Return the error that tells the other ranks, which wait for this rank, that the split failed here.
 
     :param members: the new communicator's ranks, as ranks of the communicator that is split.
     """

@@ -47,7 +47,7 @@ _SAID: Final = re.compile(
 
 
 class Arrival:
-    """One arrival of a rank under a communicator's name. One thread uses it, and is blocked meanwhile."""
+    """One arrival of a rank at a store, under a communicator's name. Only one thread uses it, and its calls block."""
 
     def __init__(self, store: Store, rank: int, size: int, seal: Seal) -> None:
         """Create an arrival. The other ranks do not see it before :meth:`meet`.
@@ -74,8 +74,9 @@ class Arrival:
             text if ``given_up`` was set.
         :raises ArgumentError: another process has arrived as this rank.
         :raises CommAbortedError: a rank has failed before it arrived.
-        :raises AuthError: a record of a rank that sees this rank is not signed, or the record with this rank's name.
-        :raises ProtocolError: a rank that sees this rank has another version.
+        :raises AuthError: the record of a rank that sees this rank is not signed, or the record under this rank's name
+            is not signed.
+        :raises ProtocolError: a rank that sees this rank has another protocol version.
         :raises StoreLostError: the store is gone.
         """
         steps = self.steps(seconds)
@@ -88,7 +89,7 @@ class Arrival:
                 return ""
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
-        """Do what :meth:`meet` does without its waits: yield the seconds to wait before each further step."""
+        """Do what :meth:`meet` does, but yield the seconds to wait before each further step, and do not wait here."""
         casualties = Casualties(self._store, self._rank, self._size)
         casualties.arrive()
         write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
@@ -216,7 +217,7 @@ class _Roll:
         self._heard_at = -math.inf
 
     def heard(self, called: bytes) -> None:
-        """Answer a call if it is new."""
+        """Answer a call of the roll if the call is new."""
         name = _name(called)
         if called == self._known or name == _NOBODY:
             return
@@ -227,7 +228,7 @@ class _Roll:
             self._heard, self._heard_at = name, clock.now()
 
     def look(self) -> None:
-        """Call the roll, or note the ranks that have answered, if it is time for that."""
+        """Call the roll, or note the ranks that have answered, at the times planned for these steps."""
         now = clock.now()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)

@@ -24,7 +24,10 @@ class Formed(NamedTuple):
 
 
 class Groups:
-    """The groups of one communicator's ranks. All members of a group count the calls that form it alike."""
+    """The groups of one communicator's ranks.
+
+    Each member counts how often it has formed the same group, and the members' counts agree.
+    """
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Selection, transports: Mapping[Family, Transport]) -> None:
         self._rendezvous, self._plan, self._transports = rendezvous, plan, transports
@@ -34,7 +37,7 @@ class Groups:
         """Form a group. Collective over its members.
 
         :param members: ranks of the communicator that include this rank.
-        :param seconds: the time for the forming, and then the timeout of the group's ops.
+        :param seconds: the deadline of the forming, and afterwards the default timeout of the group's ops.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()
         self._calls[own] += 1

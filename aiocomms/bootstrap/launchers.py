@@ -51,15 +51,15 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The rank of this process in a job and the job's store, as its launcher has set them.
+    """The rank of this process in its job, and the address of the job's store, both set by the launcher.
 
     :param launcher: ``"torchrun"``, ``"Open MPI"``, ``"MPICH"`` or ``"Slurm"``.
     :param rank: the rank of this process, ``0 <= rank < size``.
     :param size: the number of processes.
     :param host: the name or address of the store's host, where rank 0 runs; None only if ``size`` is 1.
     :param port: the TCP port of the store, 1 to 65535; None only if ``size`` is 1.
-    :param agent_store: whether the launcher itself serves the store there, so that rank 0 must not.
-    :param elsewhere: whether ``host`` is the launcher's name of a host, and ranks may be on other hosts.
+    :param agent_store: whether the launcher itself serves the store, so that rank 0 must not serve it.
+    :param elsewhere: whether the launcher named ``host``, so that ranks may be on other hosts.
     """
 
     launcher: str
@@ -118,7 +118,7 @@ def expand_hostlist(text: str) -> Iterator[str]:
 
     :param text: a list such as ``"node[01-03,07],gpu3"``; a name may hold several brackets.
     :returns: an iterator over the names in order: ``node01``, ``node02``, ``node03``, ``node07``, ``gpu3``.
-    :raises ValueError: the text is not such a list.
+    :raises ValueError: the text is no list in this notation.
     """
     for name in re.split(r",(?![^\[]*\])", text):
         if not name:
@@ -158,7 +158,7 @@ class _Reader:
         self.complaints: list[str] = []
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return the variable's value. If it is missing or out of bounds, note a complaint and return None."""
+        """Return the variable's value. If the value is missing or out of bounds, note a complaint and return None."""
         text = self.env.get(name)
         if text is None:
             self.complaints.append(f"{name} is missing")
@@ -190,7 +190,10 @@ class _Reader:
         return Launch(self.launcher, rank, size, host, port, agent_store, elsewhere)
 
     def error(self) -> ArgumentError:
-        """Return the error with all complaints, and with the variables that are set if one is missing."""
+        """Return the error with all complaints.
+
+        If a variable is missing, the error also lists the variables that are set.
+        """
         there = ""
         if any("is missing" in complaint for complaint in self.complaints):
             names = [name for name in (*_MARKS[self.launcher], *_SHARED) if name in self.env]
@@ -199,7 +202,7 @@ class _Reader:
         return ArgumentError(f"the environment of {self.launcher} is not complete: {complaints}{there}")
 
     def port(self, job: str | None, size: int | None) -> int | None:
-        """Return ``MASTER_PORT``, or else a port derived from the job's id, which is the same on every rank."""
+        """Return ``MASTER_PORT``, or else a port that every rank derives alike from the job's id."""
         if "MASTER_PORT" in self.env:
             return self.integer("MASTER_PORT", 1, 65535)
         if job is not None:

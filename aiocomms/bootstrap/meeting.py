@@ -47,7 +47,7 @@ class Predecessor(NamedTuple):
 
 
 class Meeting:
-    """The search of one rank for the store at which the survivors meet."""
+    """One rank's search for the store at which the survivors meet."""
 
     def __init__(self, before: Predecessor, ranks: Sequence[int] | None, wanted: int | None, seconds: float) -> None:
         """Begin.
@@ -78,7 +78,7 @@ class Meeting:
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> _Place:
-        """Return a store that all survivors reach, as the root of all communicators, and again if it is new."""
+        """Return a pair: the root store that all survivors reach, and the same store again if it is new, else None."""
         for pause in pauses(self._old.size):
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
             if place is not None:

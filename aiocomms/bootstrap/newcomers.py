@@ -84,7 +84,7 @@ class Claims:
 
         :returns: the invitation; None if ``given_up`` was set first.
         :raises StoreLostError: the store is gone.
-        :raises CommAbortedError: another process has claimed the same rank since.
+        :raises CommAbortedError: another process has claimed the same rank after this one.
         :raises AuthError: the process that answers does not belong to the job.
         """
         mine = secrets.token_hex(8)

@@ -35,7 +35,7 @@ class Waiting(msgspec.Struct, array_like=True):
 
 
 class Late(Waiting, array_like=True):
-    """The last receive of the sender whose deadline has passed."""
+    """The sender's last receive whose deadline has passed."""
 
     what: str
     ago: float
@@ -58,7 +58,7 @@ class MeetingPlace(msgspec.Struct, tag=2, array_like=True):
 
 
 class Passed(msgspec.Struct, tag=3, array_like=True):
-    """Bytes that the notes pass on unchanged."""
+    """Bytes that the notes carry unchanged, and do not interpret."""
 
     what: bytes
 
@@ -95,7 +95,7 @@ class Notes:
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:
-        """Send a rank a note by the first transport that carries notes. Return False if none does."""
+        """Send a note to a rank through the first transport that carries notes. Return False if none does."""
         data = NOTES.encode(note)
         return any(guarded(False, transport.say, rank, data) for transport in self.transports)
 

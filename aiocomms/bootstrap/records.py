@@ -28,7 +28,7 @@ _LOOKS: Final = 8000
 def write(store: Store, seal: Seal, what: str, rank: int, where: str, value: bytes) -> None:
     """Write a value of a rank under the key ``where``, in place of an earlier value.
 
-    :param what: the purpose of the value, which is signed. The reader must give the same.
+    :param what: the purpose of the value. The signature covers the purpose, so the reader must pass the same one.
     """
     store.set(where, seal.sign(what, rank, value))  # type: ignore[arg-type]  # torch takes bytes, too.
 
@@ -55,12 +55,12 @@ def append(store: Store, seal: Seal, what: str, rank: int, where: str, value: by
 
 
 def framed(rank: int, record: bytes) -> bytes:
-    """Return a record with its head, in the form that it has in a list."""
+    """Return a record together with the head that precedes it in a list."""
     return _FRAME.pack(rank, len(record)) + record
 
 
 def listed(data: bytes, size: int, where: str) -> dict[int, list[bytes]]:
-    """Return the unverified records of a list by rank, each rank's records in the order of the list.
+    """Return the unverified records of a list, grouped by rank. Each group keeps the order of the list.
 
     :param data: the value of the list.
     :param size: the number of ranks. Records of higher ranks are left out.
@@ -83,7 +83,7 @@ def believed(seal: Seal, what: str, rank: int, records: Sequence[bytes]) -> byte
     """Return the value of a rank's newest record in a list. Records of other writers do not count.
 
     :param records: one or more records.
-    :raises AuthError: the rank has signed none.
+    :raises AuthError: the rank has signed none of the records.
     :raises ProtocolError: the records have another version, or are no records.
     """
     for record in reversed(records[1:]):
@@ -107,7 +107,7 @@ def number(data: bytes, where: str) -> int:
 def pauses(size: int) -> Iterator[float]:
     """Yield the seconds between two looks of a waiting rank: short at first, then longer to spare the store.
 
-    :param size: the number of ranks that look at the store meanwhile.
+    :param size: the number of ranks that look at the store at the same time.
     """
     longest = max(_LONGEST_PAUSE, size / _LOOKS)
     pause = min(longest, _FIRST_PAUSE * max(1, size / _FEW))
@@ -118,5 +118,5 @@ def pauses(size: int) -> Iterator[float]:
 
 
 def last_look(size: int, timeout: float) -> float:
-    """Return the seconds before a rank's deadline in which the rank finds out which ranks its error must name."""
+    """Return how long before its deadline, in seconds, a rank begins to find out which ranks its error must name."""
     return min(timeout / 2, 0.5 + size / 1000)

@@ -132,7 +132,7 @@ class Recovery:
         """The claim by which each rank joined; empty if it joined without one, or a newcomer claims its rank."""
 
     async def run(self) -> Formed:
-        """Agree on the new communicator and form it. Retry while there is time if a rank or the store is lost."""
+        """Agree on the new communicator and form it. If a rank or the store is lost, retry while there is time."""
         while True:
             root, store = await self._meeting.place()
             try:
@@ -330,10 +330,10 @@ class Recovery:
 
 
 class Presence:
-    """The ranks that wait at a board, as far as one of them knows.
+    """The ranks that wait at a board, as far as this rank knows.
 
-    A rank that this rank takes for dead may have been silent, or may have died after its arrival. It has to report once
-    more that it is present.
+    A rank that this rank takes for dead may only have been silent, or may have died after its arrival. Such a rank
+    counts as present only after it has reported its presence again.
 
     :param dead: a function that returns whether this rank takes a rank for dead.
     """
@@ -353,7 +353,7 @@ class Presence:
         came |= {it for it in range(self._size) if it not in came and self._waits(it)}
 
     def all_wait(self, came: set[int]) -> bool:
-        """Remove ranks that do not wait any more from ``came``, and return whether there were none."""
+        """Remove from ``came`` the ranks that no longer wait, and return whether there was no such rank."""
         gone = {rank for rank in came if not self._waits(rank)}
         came -= gone
         return not gone

@@ -36,7 +36,7 @@ FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """The transports of a communicator: their names and classes by family of ops, and the user's hints."""
+    """The transports of a communicator: their names and classes for each family of ops, and the user's hints."""
 
     names: dict[ops.Family, str]
     classes: dict[ops.Family, type[Transport]]
@@ -111,9 +111,9 @@ def choose(
     :param device: the device of the communicator's tensors.
     :param size: the number of ranks.
     :param options: the user's hints.
-    :raises ArgumentTypeError: ``transport`` is none of these.
+    :raises ArgumentTypeError: ``transport`` is neither a name nor a mapping.
     :raises ArgumentError: a name or family is unknown; the message lists the known ones.
-    :raises UnsupportedOperation: a transport is not available; the message lists the reason for each.
+    :raises UnsupportedOperation: a transport is not available; the message gives the reason for each transport.
     """
     if clock.simulation is not None and isinstance(transport, str | Mapping):
         picks = _all_of(_simulated(device), device)  # A program runs unchanged, with any transports that it names.
@@ -173,12 +173,11 @@ def in_process() -> str:
 async def open_transports(
     plan: Selection, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
 ) -> dict[ops.Family, Transport]:
-    """Open each transport of a plan once, and close those already open if one fails.
+    """Open each transport of a plan once. If one fails, close the transports that are already open.
 
     :param open_one: a function that opens a transport, given its class and the first family that it carries.
     :returns: the transports by family.
-    :raises CommError: a transport cannot be opened, also because of an error of the system, such as a lack of
-        descriptors.
+    :raises CommError: a transport cannot be opened, for example because the system has no more file descriptors.
     """
     opened: dict[type[Transport], Transport] = {}
     try:
@@ -201,7 +200,7 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:
-    """Close all transports, even if the close of one raises or is cancelled, as no shield stops asyncio's cancel()."""
+    """Close all transports, even if one close raises or is cancelled: a shield does not stop asyncio's cancel()."""
     async with AsyncExitStack() as closing:
         for transport in transports:
             closing.push_async_callback(_close, transport)

@@ -30,8 +30,8 @@ PROBE: Final = 0.5
 class StoreRendezvous(Board):
     """The rendezvous of ranks in a shared ``torch.distributed.Store``, for transports and for recovery.
 
-    Transports use the methods of :class:`aiocomms.transport.Rendezvous`. Recovery also uses the other methods and
-    :class:`Board`.
+    Transports use the methods of :class:`aiocomms.transport.Rendezvous`. Recovery also uses the methods that only this
+    class and its base :class:`Board` have.
     """
 
     store: Store | None
@@ -66,7 +66,8 @@ class StoreRendezvous(Board):
     ) -> StoreRendezvous:
         """Return the rendezvous of a communicator of some of these ranks.
 
-        :param key: a text that tells the child from every other child. It is the same on all the child's ranks.
+        :param key: a text that distinguishes the child from every other child. All ranks of the child pass the same
+            text.
         :param store: the store to use in place of :attr:`store`.
         :param timeout: the seconds to use in place of :attr:`timeout`.
         """
@@ -82,7 +83,7 @@ class StoreRendezvous(Board):
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
         """Return the rendezvous of the next epoch.
 
-        :param key: a text that tells this rendezvous from all others. It is the same on all its ranks.
+        :param key: a text that distinguishes the new rendezvous from all others. All its ranks pass the same text.
         """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
@@ -92,7 +93,7 @@ class StoreRendezvous(Board):
         return new
 
     async def arrive(self, root: Store) -> None:
-        """Meet the ranks that arrive at a store now, apart from ranks of earlier runs."""
+        """Meet the ranks that arrive at a store now, and ignore the keys of earlier runs."""
         self.root = root
         here = PrefixStore(f"aiocomms/{self.base}", root)
         if self.size == 1:  # There is no other rank to wait for.
@@ -164,12 +165,12 @@ class StoreRendezvous(Board):
 
         A stranger that can write to the store can raise the counter, so only the list tells which ranks are present.
         Before the count is complete, only a rank whose time is nearly over reads the list. Reads by all ranks would
-        transfer bytes that grow with the square of their number.
+        transfer bytes that grow with the square of the number of ranks.
 
         :param got: the dictionary that gets the values by rank.
         :returns: the seconds to wait before each further step.
         :raises ProtocolError: a record makes no sense, or is not signed (AuthError).
-        :raises RuntimeError: as torch's stores raise it.
+        :raises RuntimeError: a call of torch's store has failed.
         """
         append(store, self._seal, key, self.rank, key, got[self.rank])
         counted, seen, last = store.add(f"{key}/count", 1), 0, last_look(self.size, self.timeout)

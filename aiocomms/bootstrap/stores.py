@@ -82,17 +82,18 @@ def connect_store(
     second call of rank 0 in the same process shares the server, which lives as long as one of the stores.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
-    :param port: the TCP port there, 1 to 65535.
+    :param port: the TCP port of the store, 1 to 65535.
     :param rank: this rank, ``0 <= rank < size``.
     :param size: the number of ranks.
     :param agent_store: whether the launcher serves the store, so that rank 0 connects as the others do.
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
     :param timeout: the deadline for the connection, in seconds, and then the store's default timeout.
     :returns: a store object that only the caller uses.
-    :raises ArgumentError: the host does not resolve, or is a wildcard, loopback or another machine. Or the port is in
-        use. Or other hosts could reach the store, and the job has no token.
-    :raises StoreLostError: no server answered there in time.
-    :raises AuthError: the server there has another token.
+    :raises ArgumentError: the host does not resolve, is a wildcard or loopback address, or is another machine. This
+        error is also raised if the port is in use. It is also raised if other hosts could reach the store and the job
+        has no token.
+    :raises StoreLostError: no server answered at the address in time.
+    :raises AuthError: the server at the address has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.
     """
     target = _Target(host, port, rank, size, timeout, clock.now() + timeout)

@@ -26,7 +26,9 @@ def is_newcomer() -> bool:
 
 
 def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
-    """Report a communicator of all ranks that this process has formed. Others do not concern the launcher.
+    """Report a communicator of all ranks that this process has formed.
+
+    The launcher does not need a report of smaller communicators.
 
     :param base: the communicator's name in its first epoch.
     """
@@ -39,9 +41,9 @@ def report_lost(rank: int, size: int, base: str, epoch: int, peer: int) -> None:
 
 
 def report_leaves(rank: int, size: int) -> None:
-    """Report that this process ends soon, by its own will, and that another one is to take its place.
+    """Report that this process ends soon on purpose, and that another process is to take its place.
 
-    :param rank: its rank in the communicator that it leaves, which is one of all ranks.
+    :param rank: the process's rank in the communicator that it leaves, which includes all ranks.
     """
     _report(rank, size, "leaves")
 

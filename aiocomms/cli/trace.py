@@ -151,7 +151,7 @@ def _notes(ranks: Ranks, size: int) -> Iterator[str]:
 
 
 def judged(ranks: Ranks) -> Iterator[str]:
-    """Yield lines about ranks that are late in a collective, ranks that wait for messages of others, and circles."""
+    """Yield lines about ranks that are late for a collective, ranks that wait for messages, and circular waits."""
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     pending = {rank: list(filter(_waits, record.items)) for rank, record in ranks.items()}
     numbered: dict[tuple[str, int], Item] = {}

@@ -19,8 +19,8 @@ class Collectives(Reducing):
     """The methods for collectives: every rank calls the same ones in the same order, with arguments that match.
 
     The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be pending at
-    once. Each call returns at once. Tensors are contiguous and on the communicator's device, and have any dtype of
-    :data:`aiocomms.ops.checks.DTYPES`. Empty tensors are legal. A tensor that an op writes must not share memory with
+    once. Each call returns at once. Tensors are contiguous and on the communicator's device. Empty tensors are allowed,
+    and so is every dtype in :data:`aiocomms.ops.checks.DTYPES`. A tensor that an op writes must not share memory with
     another tensor of the op, except where the description of a parameter allows it.
     """
 
@@ -38,7 +38,7 @@ class Collectives(Reducing):
             ranks.
         :param root: the rank whose tensor is copied.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -52,12 +52,12 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Given]]:
-        """Gather every rank's tensor on every rank; all tensors have one shape.
+        """Gather every rank's tensor on every rank; all tensors have the same shape.
 
-        :param outputs: one tensor per rank, written.
+        :param outputs: the tensors to write, one per rank.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -73,10 +73,10 @@ class Collectives(Reducing):
     ) -> Work[list[Given]]:
         """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
-        :param outputs: one tensor per rank, of that rank's shape, written.
+        :param outputs: the tensors to write: one per rank, of the shape of that rank's tensor.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -92,10 +92,10 @@ class Collectives(Reducing):
     ) -> Work[Given]:
         """Gather every rank's tensor, in rank order, into one tensor on every rank.
 
-        :param output: ``size`` times the elements of ``input``, written.
+        :param output: the tensor to write, with ``size`` times the elements of ``input``.
         :param input: this rank's tensor; may be chunk ``rank`` of ``output``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -111,10 +111,10 @@ class Collectives(Reducing):
     ) -> Work[list[Given]]:
         """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
 
-        :param outputs: one tensor per rank, written.
+        :param outputs: the tensors to write, one per rank.
         :param inputs: one tensor per rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -130,10 +130,10 @@ class Collectives(Reducing):
     ) -> Work[Given]:
         """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive that rank's chunk for this rank.
 
-        :param output: a tensor of the shape of ``input``, written.
+        :param output: the tensor to write, of the shape of ``input``.
         :param input: a tensor whose dimension 0 is divisible by ``size``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -149,14 +149,14 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Exchange rows as :meth:`all_to_all_single` does, with a number that may differ for each pair of ranks.
+        """Exchange rows as :meth:`all_to_all_single` does; the number of rows may differ for each pair of ranks.
 
-        :param output: the rows received, in rank order, written.
-        :param input: the rows to send, in rank order.
-        :param output_split_sizes: the number of rows from each rank.
-        :param input_split_sizes: the number of rows for each rank.
+        :param output: the tensor to write: the received rows, in rank order.
+        :param input: the tensor with the rows to send, in rank order.
+        :param output_split_sizes: the number of rows to receive from each rank.
+        :param input_split_sizes: the number of rows to send to each rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -174,11 +174,11 @@ class Collectives(Reducing):
     ) -> Work[Given]:
         """Give every rank ``r`` the root's ``inputs[r]``.
 
-        :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
+        :param output: the tensor to write on this rank; on the root it may be ``inputs[root]`` itself.
         :param inputs: one tensor per rank on the root; ignored elsewhere.
         :param root: the rank that has the inputs.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -195,13 +195,13 @@ class Collectives(Reducing):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Given] | None]:
-        """Gather every rank's tensor on the root; all tensors have one shape.
+        """Gather every rank's tensor on the root; all tensors have the same shape.
 
-        :param outputs: one tensor per rank on the root, written; ignored elsewhere.
+        :param outputs: the tensors to write on the root, one per rank; ignored elsewhere.
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -220,11 +220,12 @@ class Collectives(Reducing):
     ) -> Work[Given | None]:
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
-        :param output: ``size`` times the elements of ``input`` on the root, written; ignored elsewhere.
+        :param output: the tensor to write on the root, with ``size`` times the elements of ``input``; ignored
+            elsewhere.
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -234,7 +235,7 @@ class Collectives(Reducing):
         """Wait until every rank has called ``barrier``.
 
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         """
         return self._issue(ops.Barrier(), hints, timeout)

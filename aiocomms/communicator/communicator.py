@@ -53,8 +53,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
     Each operation starts when it is called, and returns a :class:`~aiocomms.Work` at once. A communicator belongs to
-    the event loop, thread and process that made it; Any thread may call :meth:`abort`, :meth:`dump` and
-    :meth:`statistics`.
+    the event loop, thread and process that made it. The methods :meth:`abort`, :meth:`dump` and :meth:`statistics` may
+    be called on any thread.
     """
 
     rank: int
@@ -164,13 +164,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
-        """Return a lane of this communicator, whose operations match operations of the same key on the other ranks.
+        """Return a lane: its operations match only operations in the lane of the same key on the other ranks.
 
         The call sends and stores nothing. All lane objects of one key are views of the same lane, even if others are
         deleted.
 
-        :param key: the lane's name on all ranks, such as the number of a request; a str, bytes and an int are different
-            keys.
+        :param key: the lane's name on all ranks, such as the number of a request; a str, bytes and an int are never the
+            same key.
         :raises ArgumentTypeError: the key is no str, bytes or int.
         """
         return Lane(self, key)
@@ -199,12 +199,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def lost(self) -> CommError:
         """Wait until the communicator is lost by an abort, a rank's death, a missed deadline, or ranks that disagree.
 
-        Any number of tasks may wait. They resume when the pending works have ended, or at once if the communicator is
-        already lost.
+        Any number of tasks may wait. These tasks resume when the pending works have ended, or at once if the
+        communicator is already lost.
 
         :returns: the reason: the same error on every call, which the abort hooks also get.
         :raises CommClosedError: this rank closed the communicator before it was lost.
-        :raises RuntimeError: the caller is on another thread than the communicator's.
+        :raises RuntimeError: the caller is not on the communicator's thread.
         """
         core = self._core
         if get_ident() != core.thread:
@@ -220,7 +220,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         Idempotent. Pending ops have up to 5 seconds to end. A cancelled close still releases all resources.
 
-        :raises RuntimeError: the caller is on another thread than the communicator's.
+        :raises RuntimeError: the caller is not on the communicator's thread.
         :raises CommError: a transport failed while it closed; everything else is released.
         """
         if get_ident() != self._core.thread:
@@ -275,9 +275,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return self._portal
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the default deadline of ops, from the next call on.
+        """Set the default deadline of the ops that are called from now on.
 
-        :param timeout: seconds; None: no deadline: ops wait until they are done or the communicator is lost.
+        :param timeout: seconds; None: ops have no deadline, and wait until they are done or the communicator is lost.
         :raises ArgumentError: the timeout is neither None nor a number of seconds above 0.
         """
         self._seconds = arguments.deadline("timeout", timeout)
@@ -296,12 +296,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             same list. A rank that joins no new communicator passes an empty list.
         :param name: the new communicator's name, the same on all members; None: this communicator's name with a number.
         :param timeout: the new communicator's timeout in seconds, also for its formation, as in
-            :func:`aiocomms.new_comm`; by default the timeout with which this communicator was formed.
+            :func:`aiocomms.new_comm`. The default is the timeout with which this communicator was formed.
         :param hints: advice to the transports; it takes precedence over the hints of this communicator.
         :returns: the new communicator, or None if ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks or lacks this rank, or another argument is wrong.
             Nothing was sent.
-        :raises MismatchError: two ranks name groups that overlap and differ.
+        :raises MismatchError: two ranks name different groups that have a rank in common.
         :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
         :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
@@ -358,7 +358,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Communicator(rendezvous, plan, opened)
 
     async def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Communicator:
-        """Form a communicator of some of the ranks. Collective over these ranks only, like ``MPI_Comm_create_group``.
+        """Form a communicator of some of the ranks; collective over these ranks only, like ``MPI_Comm_create_group``.
 
         :param ranks: the members, as in :meth:`split`.
         :param name: the name, the same on all members; it distinguishes groups that the members form at the same time.
@@ -375,12 +375,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
-        """Form a communicator that replaces this one, lost or not. Collective over the remaining ranks.
+        """Form a communicator that replaces this one, which may be lost. Collective over the remaining ranks.
 
-        This communicator is closed once the new one is formed. Until then its pending ops go on, unless it is lost.
+        This communicator is closed once the new one is formed. Its pending ops go on until that close, unless this
+        communicator is lost.
 
-        :param ranks: the remaining ranks, the same on all of them; None: the ranks that call this within a quarter of
-            ``timeout`` seconds.
+        :param ranks: the remaining ranks, the same on all of them; None: the ranks that call this within the first
+            quarter of ``timeout``.
         :param size: the new size. Remaining ranks keep their numbers, and newcomers (``new_comm(join=True)``) fill the
             gaps. None: the remaining ranks get new numbers in the old order.
         :raises CommAbortedError: this rank is excluded: the other ranks go on without it.

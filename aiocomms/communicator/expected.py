@@ -12,7 +12,7 @@ from aiocomms.progress.loops import Waiter
 
 
 class Expected:
-    """The receives that this library itself keeps pending, by tag, with the tasks that wait for each.
+    """The receives that this library itself keeps pending, by tag, and the tasks that wait for each receive.
 
     A hang report names only the receives for which a task waits.
 
@@ -33,7 +33,7 @@ class Expected:
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
         """Note the last receive of a tag.
 
-        :param what: further words about the owner, in reports.
+        :param what: more words about the owner, for reports.
         """
         self._works[tag] = work, what
 

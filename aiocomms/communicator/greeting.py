@@ -26,7 +26,7 @@ GREETING_BYTES = _GREETING.size
 
 
 class Greeting(NamedTuple):
-    """The content of the first message of one end to the other."""
+    """The content of the first message that each end of a stream sends to the other end."""
 
     tag: int
     """The tag of the messages to this end."""

@@ -18,7 +18,7 @@ from aiocomms.transport.native import Shortcuts
 
 
 class Inside(checks.CheckedComm, Protocol):
-    """The part of a communicator's core that the method families use."""
+    """The part of a communicator's core that the classes of its methods use, such as ``PointToPoint``."""
 
     worded: Callable[[CommError], CommError]
     """See :class:`aiocomms.progress.work.Owner`."""
@@ -28,11 +28,11 @@ class Inside(checks.CheckedComm, Protocol):
         """See :meth:`Transport.caller_stream`."""
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator on all ranks: this rank cannot do its part of a collective that they have begun."""
+        """End the communicator as lost on all ranks: this rank cannot do its part of a collective that has begun."""
 
 
 class Issuer(Handle, ABC):
-    """The part of a communicator that the method families use."""
+    """The part of a communicator that the classes of its methods use, such as ``PointToPoint``."""
 
     name: str
     rank: int

@@ -59,7 +59,7 @@ class Kind(ABC, Generic[T]):
 
     @property
     def digest(self) -> bytes:
-        """The digest that both ends compare."""
+        """The digest of the type, which both ends of the stream compare."""
         return hashlib.blake2b(self.text.encode(), digest_size=8).digest()
 
     @abstractmethod
@@ -73,12 +73,12 @@ class Kind(ABC, Generic[T]):
     def arriving(self, header: bytes, device: torch.device) -> Arriving:
         """Receive the item that a header announces.
 
-        :raises ProtocolError: raised by a step: the messages are invalid.
+        :raises ProtocolError: a step raises this error if the messages are invalid.
         """
 
     @abstractmethod
     def make(self, arrived: Any) -> T:
-        """Make the program's item of the value that has arrived."""
+        """Make the program's item from the value that has arrived."""
 
 
 class Tensors(Kind[Tensor]):
@@ -200,7 +200,7 @@ class Dataclasses(Mappings[T]):
 
 
 def kind_of(items: Any) -> Kind[Any]:
-    """Return the kind for a type of items.
+    """Return the :class:`Kind` for a type of items.
 
     :raises ArgumentTypeError: no stream carries such items.
     """

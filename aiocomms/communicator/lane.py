@@ -51,17 +51,17 @@ def current(core: Core) -> Lane | None:
 
 
 class Lane(PointToPoint, Collectives, Objects):
-    """A view of a communicator, for one request for example; made by :meth:`Communicator.lane`.
+    """A view of a communicator, for example for one request; made by :meth:`Communicator.lane`.
 
-    Operations of a lane match only operations of the same key on the other ranks. Within a lane all ranks call the same
-    collectives in the same order, and these run one after the other. Lanes of different keys never wait for each other,
-    in any order of the calls. A failure that loses the communicator, such as a missed deadline or ranks that disagree,
-    loses all its lanes.
+    Operations of a lane match only operations in the lane of the same key on the other ranks. Within a lane all ranks
+    call the same collectives in the same order, and these run one after the other. Lanes of different keys never wait
+    for each other, in any order of the calls. A failure that loses the communicator, such as a missed deadline or ranks
+    that disagree, loses all its lanes.
 
     ``with comm.lane(key):`` makes the lane current in this task, and in the tasks and threads that are started within
-    the block. There ``comm.all_reduce(x)`` runs in the lane, as do all collectives, messages and objects of the
-    communicator. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`. Without this, the
-    other ranks might wait for operations that this rank will never call.
+    the block. Within the block, ``comm.all_reduce(x)`` runs in the lane, and so do all collectives, messages and
+    objects of the communicator. An exception that leaves the block aborts the lane on all ranks, see :meth:`abort`.
+    Without the abort, the other ranks might wait for operations that this rank will never call.
     """
 
     name: str
@@ -92,7 +92,10 @@ class Lane(PointToPoint, Collectives, Objects):
 
     @property
     def timeout(self) -> float | None:
-        """The default deadline in seconds: the communicator's until :meth:`set_timeout`. None: no deadline."""
+        """The default deadline in seconds; None: no deadline.
+
+        This default is the communicator's timeout until :meth:`set_timeout` is called.
+        """
         seconds = self._seconds
         return None if seconds == inf else seconds
 
@@ -116,9 +119,9 @@ class Lane(PointToPoint, Collectives, Objects):
     def abort(self, reason: str | BaseException) -> None:
         """Abort the lane on every rank: its pending operations fail with :class:`LaneAbortedError`.
 
-        Every later operation of the key fails, too, on all views: use another key. The communicator and its other lanes
-        go on. A pending operation ends when the transport no longer uses its tensors. Any thread may call this. The
-        first reason stays. The call does nothing if the communicator is lost or closed.
+        Every later operation with the same key fails, too, on all views: use another key. The communicator and its
+        other lanes go on. A pending operation ends when the transport no longer uses its tensors. Any thread may call
+        this. The first reason stays. The call does nothing if the communicator is lost or closed.
 
         :param reason: the reason, which the other ranks get, too.
         """
@@ -135,9 +138,9 @@ class Lane(PointToPoint, Collectives, Objects):
     async def aclose(self) -> None:
         """Withdraw unmatched receives of the lane, and wait until its other operations have ended.
 
-        The call is optional, because a lane has no resources to release. The other ranks are not told. Idempotent.
+        The call is optional, because a lane has no resources to release. The other ranks get no notice. Idempotent.
 
-        :raises RuntimeError: the caller is on another thread than the communicator's.
+        :raises RuntimeError: the caller is not on the communicator's thread.
         """
         core, (number, _) = self._core, self._names()
         if get_ident() != core.thread:

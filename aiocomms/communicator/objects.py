@@ -83,7 +83,7 @@ class BroadcastObject(_ObjectCollective, frozen=True, eq=False):
 
 
 class AllGatherObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank gets every rank's object."""
+    """Every rank gets the objects of all ranks."""
 
     name = kind = "all_gather_object"
     rooted = False
@@ -233,10 +233,10 @@ class Objects(Issuer):
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
     device and Size. The encoding takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes, tensors included. As
-    with ``send``, tensors must not be changed until the work is done. The rest may be changed as soon as the call
-    returns. Large tensors and bytes are sent from their own memory, and received into the memory of the result. A
-    tensor on a GPU arrives on the device of the receiver's communicator if that is a GPU. Any other tensor arrives on
-    the CPU.
+    with ``send``, tensors must not be changed until the work is done. Everything else in the object may be changed as
+    soon as the call returns. Large tensors and bytes are sent from their own memory, and received into the memory of
+    the result. A tensor on a GPU arrives on the device of the receiver's communicator if that is a GPU. Any other
+    tensor arrives on the CPU.
 
     With ``pickle=True`` the object may be any object that pickles. Every rank concerned must pass ``pickle=True``,
     because unpickling runs code that the sender chose.
@@ -260,7 +260,7 @@ class Objects(Issuer):
             receives of tensors.
         :param pickle: send a pickle.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -281,11 +281,11 @@ class Objects(Issuer):
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
         :param pickle: expect a pickle, and load it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A receive
-            that is unmatched at its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
+            receive that is unmatched at its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
-        :raises ProtocolError: raised by the work: the bytes encode no object, or only one end uses pickle.
+        :raises ProtocolError: the work raises this error if the bytes encode no object, or only one end uses pickle.
         """
         return self._issue(RecvObject(src, tag, pickle), hints, timeout)
 
@@ -304,10 +304,10 @@ class Objects(Issuer):
         :param root: the rank whose object is sent.
         :param pickle: send and expect a pickle.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the object, and on the root a copy of it.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
+        :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """
         root = as_int(root)
         parcels = (self._parcel("broadcast_object", obj, pickle),) if self.rank == root else ()
@@ -321,15 +321,15 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Any]]:
-        """Give every rank every rank's object.
+        """Give every rank the objects of all ranks.
 
         :param obj: this rank's object.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
+        :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """
         parcel = self._parcel("all_gather_object", obj, pickle)
         return self._issue(AllGatherObject(0, pickle, (parcel,)), hints, timeout)
@@ -349,10 +349,10 @@ class Objects(Issuer):
         :param root: the rank that gets the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
+        :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """
         parcel = self._parcel("gather_object", obj, pickle)
         return self._issue(GatherObject(root, pickle, (parcel,)), hints, timeout)
@@ -372,10 +372,10 @@ class Objects(Issuer):
         :param root: the rank that has the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is this rank's object.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
+        :raises ProtocolError: the work raises this error in the same cases as the work of :meth:`recv_object`.
         """
         parcels: tuple[Parcel, ...] = ()
         root = as_int(root)

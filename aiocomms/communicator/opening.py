@@ -67,19 +67,19 @@ class new_comm(Opening["Communicator"]):  # noqa: N801 - The class is called lik
     ``async with new_comm(...) as comm:``. The block closes the communicator at its end, and aborts it on all ranks if
     the body raises.
 
-    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping to names from some of the
-        families ``"collectives"``, ``"p2p"`` and ``"rma"``.
+    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from families to
+        transports' names. The families are ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
     :param store: the store at which the ranks meet; pass ``rank`` and ``size`` with it. The communicator keeps the
-        store until it is closed, for splits and recovery. Without these three arguments the launcher's environment
-        decides (torchrun, Open MPI, MPICH, Slurm). Without a launcher the communicator has one rank.
+        store until it is closed, for splits and recovery. Without ``store``, ``rank`` and ``size``, the environment of
+        the launcher decides (torchrun, Open MPI, MPICH, Slurm). Without a launcher the communicator has one rank.
     :param rank: this rank.
     :param size: the number of ranks.
     :param name: the communicator's name, the same on all ranks; it distinguishes communicators that share a store.
     :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have
         no deadline, and the formation has 600 s.
-    :param hints: advice to the transports, by name; and ``"heartbeat"``: the seconds without a sign of life after which
-        a rank counts as dead, 0 for never. The default is ``AIOCOMMS_HEARTBEAT``, or else 5.
+    :param hints: advice to the transports, by name. The hint ``"heartbeat"`` is the number of seconds without a sign of
+        life after which a rank counts as dead; 0: never. Its default is ``AIOCOMMS_HEARTBEAT``, or else 5.
     :param join: whether to join an existing communicator, in the place of a lost rank or as an additional one. The
         other ranks call :meth:`~aiocomms.communicator.communicator.Communicator.reconfigure` with this ``size``. None:
         join if the launcher has restarted this rank while the others go on, as ``aiocomms run --restart on-failure``
@@ -142,10 +142,11 @@ async def from_process_group(
 ) -> Communicator:
     """Form a communicator over an existing ``torch.distributed`` process group; collective.
 
-    The group stays its owner's: the communicator neither closes nor aborts it, and other code may go on using it.
+    The group still belongs to its owner: the communicator neither closes nor aborts it, and other code may still use
+    it.
 
-    :param pg: the process group, over which the ranks meet. Until this call returns, nothing else may use the group,
-        another such call included.
+    :param pg: the process group, over which the ranks meet. Until this call returns, no other code may use the group,
+        not even a second call of this function.
     :param device: the device of all tensors.
     :param name: the communicator's name.
     :param timeout: the deadline of the formation in seconds, and afterwards the default deadline of ops. None: ops have

@@ -46,7 +46,7 @@ class PointToPoint(Issuer):
         :param dst: the receiving rank.
         :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -67,8 +67,8 @@ class PointToPoint(Issuer):
         :param src: the sending rank.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A receive
-            that is unmatched at its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
+            receive that is unmatched at its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -85,8 +85,8 @@ class PointToPoint(Issuer):
     ) -> Work[int]:
         """Receive a tensor from any rank, or from any of several.
 
-        The receive does not wait for a rank that has closed. The work fails when all other ranks of ``src`` have
-        closed.
+        The receive does not wait for a rank that has closed its communicator. The work fails when all other ranks of
+        ``src`` have closed their communicators.
 
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the possible senders, or one rank; None: any rank, this one included if the device is the CPU.
@@ -114,11 +114,11 @@ class PointToPoint(Issuer):
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param into: a function that returns the tensor to receive the message into. The loop calls it when the message
             has arrived; no other receive of this loop can take this message. None: a new flat tensor on the
-            communicator's device.
+            communicator's device. If the function raises or returns no fitting tensor, the work fails, and the message
+            stays for the next receive.
         :param hints: advice to the transport.
         :param timeout: see :meth:`recv`.
-        :returns: the work; its result is the sender's rank and the tensor. If ``into`` raises or returns no fitting
-            tensor, the work fails, and the message stays for the next receive.
+        :returns: the work; its result is the sender's rank and the tensor.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the transport cannot probe.
         """
@@ -178,8 +178,10 @@ class Batch(Handle):
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
         """Start all sends and receives of the batch, which is empty afterwards.
 
+        If a part fails, unmatched receives are withdrawn, and the work fails when all other parts have ended.
+
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
             fails, unmatched receives are withdrawn, and the work fails when all other parts have ended.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.

@@ -30,7 +30,7 @@ _tags = itertools.count()
 
 
 class Parcel:
-    """An encoded object: its header, its encoding unless the header holds it, and the values that travel apart."""
+    """An encoded object: its header, its encoding if the header does not hold it, and the values sent separately."""
 
     __slots__ = ("_copied", "_device", "_items", "body", "header", "nbytes", "tag", "tensors")
 
@@ -59,7 +59,7 @@ class Parcel:
 
     @property
     def messages(self) -> list[Tensor]:
-        """The values that travel apart, as flat tensors of bytes on the communicator's device."""
+        """The values that are sent separately, as flat tensors of bytes on the communicator's device."""
         return [apart.message(item, self._device) for item in self._items]
 
     def prepare(self) -> None:
@@ -86,7 +86,7 @@ class Parcel:
 
 
 class ArrivingObject:
-    """An object that arrives: its parsed header, memory for its encoding, then memory for the values that travel apart.
+    """An object that arrives: its parsed header, memory for its encoding, then memory for the values sent separately.
 
     :raises ProtocolError: the header is invalid.
     """
@@ -112,7 +112,7 @@ class ArrivingObject:
         self._value: Any = None
 
     def unpack(self) -> list[Tensor]:
-        """Decode the object, and return memory for the values that travel apart. Receive :attr:`body` before.
+        """Decode the object, and return memory for the values that are sent separately. Receive :attr:`body` before.
 
         The call does not decode a pickle.
 
@@ -135,7 +135,7 @@ class ArrivingObject:
             yield [Offload(self.settle)]
 
     def open(self, *, pickle: bool) -> Any:
-        """Return the object. Call :meth:`unpack` before, and receive the values that travel apart.
+        """Return the object. First call :meth:`unpack`, and receive the values that are sent separately.
 
         :raises ProtocolError: one end uses pickle and the other does not, or the object cannot be unpickled.
         """

@@ -30,10 +30,10 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's tensor in place, and give all ranks the result.
 
-        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -53,11 +53,11 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
-        :param tensor: the tensor to reduce, of one shape and dtype on all ranks; written on the root only.
+        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks; written on the root only.
         :param root: the rank that gets the result.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -78,10 +78,10 @@ class Reducing(Issuer):
 
         A rank need not wait for higher ranks, but does so on some transports.
 
-        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -101,13 +101,14 @@ class Reducing(Issuer):
         """Reduce in place the tensors of all lower ranks, as MPI's ``Exscan`` does.
 
         Rank 0 gets the operator's neutral element, where MPI leaves the result undefined: zeros for SUM, PREMUL_SUM,
-        BOR and BXOR; ones for PRODUCT; every bit for BAND. For MIN and MAX it gets the largest and the smallest value
-        of the dtype, which are the infinities for floating point. AVG has no neutral element, and rank 0 gets NaN.
+        BOR and BXOR; ones for PRODUCT; every bit for BAND. For MIN and MAX, rank 0 gets the largest and the smallest
+        value of the dtype, which are the infinities for floating point. AVG has no neutral element, and rank 0 gets
+        NaN.
 
-        :param tensor: the tensor to reduce, of one shape and dtype on all ranks.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param tensor: the tensor to reduce, of the same shape and dtype on all ranks.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -125,13 +126,13 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
+        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result. All tensors are of equal shape.
 
-        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -149,13 +150,13 @@ class Reducing(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Reduce and scatter as :meth:`reduce_scatter` does, with a shape that may differ from rank to rank.
+        """Reduce and scatter as :meth:`reduce_scatter` does; the shape may differ from rank to rank.
 
-        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param output: the tensor to write: this rank's result. It may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of the shape of that rank's output.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -175,11 +176,11 @@ class Reducing(Issuer):
     ) -> Work[Given]:
         """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
 
-        :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
+        :param output: the tensor to write: this rank's chunk. It may be chunk ``rank`` of ``input``.
         :param input: ``size`` times the elements of ``output``.
-        :param op: the reduction operator, or its name as :meth:`ReduceOp.parse` takes it.
+        :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.

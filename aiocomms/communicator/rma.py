@@ -28,8 +28,9 @@ class OneSided(Issuer):
     async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
         """Open a tensor to one-sided access by the other ranks. Collective.
 
-        :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :param tensor: this rank's part of the window: any size, and the same dtype on all ranks. The window keeps it
+            alive.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
@@ -97,8 +98,8 @@ class Window(Handle):
     later ``signal``.
 
     ``async with`` closes the window. If the body raises, the exit starts the close without awaiting it, and raises the
-    error at once. The peers' bodies may wait for ops that this rank will never call, and the peers close the window
-    only afterwards. The window is closed once every rank has closed it.
+    error at once. The bodies of the other ranks may wait for ops that this rank will never call. Those ranks close the
+    window only after their bodies. The window is closed once every rank has closed it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -144,9 +145,9 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offset: the first element of that part to write.
+        :param offset: the first element to write in the part of ``dst``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         """
@@ -167,9 +168,9 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written, and that gets the signal; may be this rank.
-        :param offset: the first element of that part to write.
+        :param offset: the first element to write in the part of ``dst``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         """
@@ -186,18 +187,18 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Write equal runs of a tensor's elements into a rank's part of the window, in one operation.
+        """Write runs of a tensor's elements, all of one length, into a rank's part of the window, in one operation.
 
         The call corresponds to ``MPI_Put`` with datatypes of ``MPI_Type_create_indexed_block``.
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offsets: the first element of each run in that part: a list, or an int64 tensor on the CPU, which is
-            faster.
+        :param offsets: the first element of each run in the part of ``dst``: a list, or an int64 tensor on the CPU,
+            which is faster.
         :param starts: the first element of each run in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
         """
@@ -215,15 +216,15 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:
-        """Read equal runs of a rank's part of the window into a tensor, in one operation; see :meth:`put_v`.
+        """Read runs of elements, all of one length, from a rank's part of the window into a tensor; see :meth:`put_v`.
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
-        :param offsets: the first element of each run in that part, as in :meth:`put_v`.
+        :param offsets: the first element of each run in the part of ``src``, as in :meth:`put_v`.
         :param starts: the first element of each run in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or a run would not fit; nothing was sent.
         """
@@ -243,11 +244,11 @@ class Window(Handle):
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
-        :param offset: the first element of that part to read.
+        :param offset: the first element to read in the part of ``src``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong, or that part has fewer elements; nothing was sent.
+        :raises ArgumentError: an argument is wrong, or the part of ``src`` has too few elements; nothing was sent.
         """
         return self._comm._issue(ops.Get(self._info, tensor, src, offset), hints, timeout)
 
@@ -263,10 +264,10 @@ class Window(Handle):
         """Add to an element of a rank's part of the window, atomically.
 
         :param dst: the rank whose part is changed; may be this rank.
-        :param offset: the element; the window's dtype is int32 or int64.
+        :param offset: the index of the element; the window's dtype must be int32 or int64.
         :param value: the number to add; the sum wraps around.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the element's value before the addition.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
@@ -286,11 +287,11 @@ class Window(Handle):
         """Replace an element of a rank's part of the window if it has the expected value, atomically.
 
         :param dst: the rank whose part is changed; may be this rank.
-        :param offset: the element; the window's dtype is int32 or int64.
+        :param offset: the index of the element; the window's dtype must be int32 or int64.
         :param expected: the value that the element must have.
-        :param value: the value that the element gets then.
+        :param value: the value that replaces the expected one.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the element's old value, which equals ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
@@ -300,11 +301,11 @@ class Window(Handle):
     def signal(
         self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Tell a rank that all earlier puts of this rank to it have arrived; the peer awaits it by :meth:`wait_signal`.
+        """Signal to a rank that all earlier puts of this rank to it have arrived; that rank calls :meth:`wait_signal`.
 
         :param dst: the rank that gets the signal; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -317,8 +318,8 @@ class Window(Handle):
 
         :param src: the rank that signals; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's. A wait
-            without a signal by its deadline fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
+            wait that gets no signal before its deadline fails alone, and the communicator stays usable.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -327,11 +328,11 @@ class Window(Handle):
     def flush(
         self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
-        """Wait until all earlier puts of this rank are visible.
+        """Wait until all earlier puts of this rank are visible in the parts that they wrote.
 
         :param dst: the rank whose part was written; None: every rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -344,7 +345,7 @@ class Window(Handle):
 
         :param rank: the rank whose part is mapped; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
@@ -353,9 +354,9 @@ class Window(Handle):
     def mapped(self, rank: int) -> bool:
         """Return whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` returns it.
 
-        The answer is known since the window was opened. On the CPU this process reads and writes a mapped part
-        directly, as in a window of ``MPI_Win_allocate_shared``; on a GPU it has the GPU copy the data. Access to other
-        parts takes messages, or the network's RMA.
+        The answer is fixed when the window is opened. On the CPU, this process reads and writes a mapped part directly,
+        as in a window of ``MPI_Win_allocate_shared``. On a GPU, the GPU copies the data. Access to other parts takes
+        messages, or the network's RMA.
 
         :param rank: the rank whose part is asked about; may be this rank.
         :raises ArgumentError: ``rank`` is no rank of this communicator.
@@ -369,9 +370,9 @@ class Window(Handle):
         return rank in getattr(self._info.handle, "mapped", ())
 
     async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Close the window after all ranks' operations on it. Collective. Idempotent.
+        """Close the window once all ranks' operations on it have ended. Collective. Idempotent.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:

@@ -82,7 +82,8 @@ class ItemStream(Handle, ObjectStream[T]):
         """Send an item: wait for room at the other end, and return when the send is done and the item may be changed.
 
         :param item: an item of the stream's type. A tensor is contiguous, on the communicator's device, and has any
-            dtype and at most 14 dimensions. Mappings and dataclasses hold what objects may hold, at most 64 MiB in all.
+            dtype and at most 14 dimensions. Mappings and dataclasses may hold the same values as objects do, at most 64
+            MiB in all.
         :raises ArgumentError: the item cannot be sent; nothing was sent.
         :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
         :raises anyio.BrokenResourceError: the other end was closed.
@@ -156,7 +157,7 @@ class ItemStream(Handle, ObjectStream[T]):
             self._notify()
 
     def statistics(self) -> StreamStatistics:
-        """Return counts of this end's items, and how long tasks were suspended in it. Any thread may call this."""
+        """Return counts of this end's items, and how long its calls suspended tasks. Any thread may call this."""
         return self._counts.statistics()
 
     async def __anext__(self) -> T:

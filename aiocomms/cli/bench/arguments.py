@@ -37,7 +37,7 @@ class BenchPlan(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, named as those of nccl-tests."""
+    """Declare the options, with the names that nccl-tests uses."""
     add = parser.add_argument
     add("op", nargs="*", help=f"which, all_reduce by default: {', '.join(OPERATIONS)}")
     add("-b", "--minbytes", type=_size, default=8, metavar="SIZE", help="the smallest size: 8 (default), 4K, 1M, 1G")

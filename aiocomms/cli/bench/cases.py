@@ -11,10 +11,10 @@ ROOT = 0
 
 
 class BenchCase:
-    """A rank's float32 tensors: the op reads ``input`` and writes ``output``. For an op in place both are one tensor.
+    """A rank's float32 tensors: the op reads ``input`` and writes ``output``.
 
-    The size is the size of the larger tensor, as in nccl-tests. If an op has one part for each rank, all parts are
-    equal and have at least one element.
+    For an in-place op, both are the same tensor. The size is the size of the larger tensor, as in nccl-tests. If an op
+    has one part for each rank, all parts are equal and have at least one element.
     """
 
     op: str
@@ -65,7 +65,7 @@ class BenchCase:
         self.output.zero_()
 
     def wrong(self) -> int:
-        """Return the number of wrong elements in the output of an op on the numbers of :meth:`fill`."""
+        """Return the number of wrong elements in the output of an op whose input :meth:`fill` has set."""
         expected = self._expected()
         return 0 if expected is None else int((self.output != expected).sum())
 

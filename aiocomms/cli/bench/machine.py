@@ -37,7 +37,7 @@ def processors() -> int:
 def bind(rank: int, size: int) -> None:
     """Bind all threads of this process to the rank's processor, if there are as many processors as ranks.
 
-    With more ranks than processors, bound ranks of MPICH would wait for the end of each other's time slices.
+    If more ranks than processors were bound, each rank of MPICH would wait until the others' time slices end.
     """
     if size <= len(_processors):
         for task in Path("/proc/self/task").iterdir():
@@ -46,7 +46,7 @@ def bind(rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[list[int]]:
-    """Run processes beside the ranks that always want a processor, each in a separate session, within the context.
+    """Run, within the context, processes that compete with the ranks for processors, each in a separate session.
 
     :returns: the pids of the processes.
     """
@@ -69,12 +69,12 @@ class HostState(NamedTuple):
     """The time of a cache line's round trip, with Python's overhead; 0 if the two ranks share no memory."""
 
     def worst(self, other: HostState) -> HostState:
-        """Return the slower value of both for each field."""
+        """Return the slower of the two values for each field."""
         return HostState(max(self.loop, other.loop), max(self.trip, other.trip))
 
 
 class HostProbe:
-    """A probe of the host's state between turns. All ranks make it together, without operations under way."""
+    """A probe of the host's state between turns. All ranks run it together, while no operations are pending."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

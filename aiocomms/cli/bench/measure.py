@@ -20,8 +20,9 @@ _YIELD = 0
 async def turn(call: Call | None, blocking: bool, count: int) -> tuple[list[int], float]:
     """Make a call ``count`` times, one after the other.
 
-    :returns: the nanoseconds of each call, and the processor seconds of this process for all of them. A rank without a
-        part returns an empty list and 0.
+    A rank that takes no part returns an empty list and 0.
+
+    :returns: the nanoseconds of each call, and the processor seconds of this process for all of them.
     """
     took: list[int] = []
     if call is None:
@@ -60,7 +61,7 @@ async def lateness(call: Call | None, blocking: bool, count: int) -> float:
 
 
 async def idle_lateness() -> float:
-    """Return the same for an idle loop, which is late because of the system's timers."""
+    """Return what :func:`lateness` returns, for an idle loop, which only the system's timers make late."""
     async with _heartbeat() as late:
         await asyncio.sleep(BEATING)
     return percentile(late, 99)

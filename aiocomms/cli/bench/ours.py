@@ -17,19 +17,22 @@ Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
 
 
 class Contender(Protocol):
-    """An object that can be measured: a communicator, or a library to compare with."""
+    """An object that can be measured: a communicator, or another library for comparison."""
 
     blocking: bool
     """True if the contender's calls block, so that there is nothing to await."""
 
     async def enter(self) -> None:
-        """Begin a turn once all ranks have called this, without blocking the loop, by the contender's own barrier."""
+        """Begin a turn after all ranks have called this.
+
+        The wait uses the contender's own barrier, and does not block the loop.
+        """
 
     async def leave(self) -> None:
-        """End a turn once all ranks have called this, and use no processor until the next turn."""
+        """End a turn after all ranks have called this, and use no processor until the next turn."""
 
     def bound(self, case: BenchCase) -> AbstractAsyncContextManager[Call | None]:
-        """Prepare a case. The context's value is its iteration, or None if this rank has no part in it.
+        """Prepare a case. The context's value is the call to measure, or None if this rank takes no part in the case.
 
         :raises NotImplementedError: the contender has no such operation.
         """

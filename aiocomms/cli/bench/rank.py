@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 def run(plan: BenchPlan, ranks: int, launch: Launch | None) -> int:
-    """Measure as one rank of a launcher, or without a launcher as all ranks in one process.
+    """Measure as one of a launcher's ranks; without a launcher, measure as all ranks in one process.
 
     :returns: the exit status: 1 if a result was wrong, or a transport could not be measured. Ranks other than 0 always
         return 0.

@@ -25,10 +25,11 @@ SCHEMA = 1
 class Row(msgspec.Struct, frozen=True):
     """The result of one contender, operation and size.
 
-    ``transport`` is the transport whose turn it was. ``by`` is the measured contender: that transport, or a peer beside
-    it. ``carrier`` is the transport that carried the operation, such as the choice of ``"auto"``; None for a peer.
-    ``wrong`` is None if nothing was checked. ``ratio`` is the median time relative to the transport's, and None for a
-    peer if the transport lacks the operation. ``states`` are the host's states, one for each round.
+    ``transport`` is the transport whose turn it was. ``by`` is the measured contender: the transport, or a peer that is
+    compared with it. ``carrier`` is the transport that carried the operation, such as the choice of ``"auto"``; None
+    for a peer. ``wrong`` is None if nothing was checked. ``ratio`` is the median time relative to that of the
+    transport. It is None for a peer if the transport lacks the operation. ``states`` are the host's states, one for
+    each round.
     """
 
     op: str
@@ -51,7 +52,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """A missing measurement. ``op`` is None if nothing of a contender could be measured."""
+    """A missing measurement. ``op`` is None if no operation of a contender could be measured."""
 
     by: str
     op: str | None
@@ -78,7 +79,7 @@ class Report(msgspec.Struct):
         return sum(row.wrong or 0 for row in self.rows)
 
     def good(self, transports: Sequence[str]) -> bool:
-        """Return whether no element was wrong, and no measurement of these transports is missing."""
+        """Return whether all elements were right, and all measurements of ``transports`` are present."""
         return not self.wrong and not any(missing.by in transports for missing in self.missing)
 
 
@@ -99,7 +100,7 @@ class Reporter:
         self._said = ("", "")
 
     def idle(self, transport: str, late: float) -> None:
-        """Report the lateness of the loop beside an idle communicator, which the system's timers cause."""
+        """Report how late the loop is beside an idle communicator; the system's timers cause this lateness."""
         self.report.idle_late_p99_us[transport] = round(late * 1e6, 3)
         self._say(f"# {transport}: beside no operation the loop is {late * 1e6:.0f} µs late at p99")
 

@@ -48,7 +48,8 @@ class Entry:
     async def turn(self, count: int) -> tuple[list[int], float]:
         """Run the operation ``count`` times, between two barriers of all ranks.
 
-        The barriers are the contender's own. If its calls block, no rank then needs the loop of another rank.
+        The barriers are the contender's own. So if the contender's calls block the loops, no rank needs the loop of
+        another rank.
         """
         await self.contender.enter()
         measured = await turn(self._call, self.contender.blocking, count)

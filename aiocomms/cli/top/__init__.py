@@ -15,9 +15,10 @@ def run(target: int | None, *, once: bool, interval: float, name: str = "*") -> 
 
     :param target: the pid of a process; None for all processes of this user.
     :param once: whether to show only one frame on a terminal.
-    :param interval: the seconds between two looks. A single frame takes two looks, whose difference gives the rates.
+    :param interval: the seconds between two queries. A single frame takes two queries, and their difference gives the
+        rates.
     :param name: a shell pattern for the names of operations, lanes, streams, windows and plans to show.
-    :raises ValueError: there is no process to look at, or rich is not installed.
+    :raises ValueError: there is no process to query, or rich is not installed.
     """
     if find_spec("rich") is None:
         raise ValueError("it needs rich: pip install 'aiocomms[top]'")

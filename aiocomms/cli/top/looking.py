@@ -45,7 +45,7 @@ class TopGroup(NamedTuple):
     ranks: dict[int, Sight]
 
     def plans(self) -> Iterator[tuple[int, float, str]]:
-        """Yield the plans of the service: number, seconds since the call, and the operations of each rank with it."""
+        """Yield each plan of the service: its number, its age in seconds, and the operations of each rank in it."""
         held = {number for sight in self.ranks.values() for number in sight.statistics.plans}
         for number in sorted(held):
             ages, places = list[float](), dict[str, list[int]]()

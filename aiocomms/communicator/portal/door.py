@@ -26,7 +26,7 @@ class DoorOwner(Protocol):
 
     @property
     def marks(self) -> CallerMarks | None:
-        """The record of the positions in threads' CUDA streams at their calls; None: there are no streams."""
+        """The positions in threads' CUDA streams at which they made their calls; None: there are no streams."""
 
     @property
     def rank(self) -> int | None:
@@ -34,7 +34,7 @@ class DoorOwner(Protocol):
 
     @property
     def refusing(self) -> bool:
-        """True once the owner is lost or closed; a waiting thread then checks at once."""
+        """True once the owner is lost or closed; a waiting thread then checks its own call at once."""
 
     @property
     def closed(self) -> bool:
@@ -143,7 +143,7 @@ class Door:
         return self._waker.fileno()
 
     def progress(self) -> bool | None:
-        """Make the calls that are queued now. Later calls wait for the next turn, because the loop serves others."""
+        """Make the calls that are queued now. Later calls wait for the next turn, so that other tasks can run."""
         if not self.closed:
             self._waker.clear()
         calls, before = self._calls, self._serving

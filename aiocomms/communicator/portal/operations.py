@@ -25,7 +25,7 @@ from aiocomms.ops.arrays import checked
 
 
 class Operations(Issuer):
-    """The operations that communicators and lanes have in common, each with a work for which a thread waits."""
+    """The operations that communicators and lanes share; each returns a work for which a thread can wait."""
 
     _core: Core
     _door: Door
@@ -95,8 +95,8 @@ class Operations(Issuer):
 class BlockingLane(Operations):
     """A :class:`~aiocomms.Lane` for every thread except that of the event loop; see :meth:`Portal.lane`.
 
-    ``with comm.lane(key):`` makes it the current lane of this thread: there, calls on the communicator or its portal
-    run in the lane.
+    ``with comm.lane(key):`` makes the lane the current one of this thread: within the block, calls on the communicator
+    or its portal run in the lane.
     """
 
     rank: int

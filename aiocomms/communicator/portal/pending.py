@@ -19,12 +19,12 @@ _still: list[bool] = []
 
 
 def stand_still() -> None:
-    """Keep waiting threads blocked while the interpreter ends: they are daemon threads."""
+    """Keep waiting threads blocked while the interpreter ends, because they are daemon threads."""
     _still.append(True)
 
 
 class EndBell(Protocol):
-    """A bell that tells a thread or a callback of an end."""
+    """A bell that tells a thread or a callback that a :class:`Pending` object has ended."""
 
     def release(self) -> object:
         """Ring the bell; called once."""

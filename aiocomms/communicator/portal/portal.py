@@ -28,14 +28,15 @@ _T = TypeVar("_T")
 
 
 class Portal(Operations, Hooked):
-    """A communicator's operations in blocking form, for threads without its event loop.
+    """A communicator's operations in blocking form, for every thread except that of its event loop.
 
     See :meth:`Communicator.portal`.
 
-    Each method has the arguments and the result of the communicator's method of the same name. A method that returns a
-    :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here. A coroutine method there blocks here until it is
-    done. Calls of one thread start in their order. Calls of several threads start one after the other. Each call sees
-    the context variables of its thread.
+    Each method has the arguments and the result of the communicator's method of the same name. If the communicator's
+    method returns a :class:`~aiocomms.Work`, the portal's method returns a :class:`BlockingWork`. If the communicator's
+    method is a coroutine function, the portal's method blocks until it is done. Calls of one thread start in the order
+    in which the thread makes them. Calls of several threads start one after the other. Each call sees the context
+    variables of its thread.
 
     Ctrl-C cancels a blocking call, and waits for its end. A second Ctrl-C does not wait.
     """
@@ -83,7 +84,7 @@ class Portal(Operations, Hooked):
     # --------------------------------------------------------------------------------------------- operations
 
     def lane(self, key: Key) -> BlockingLane:
-        """Return a lane of the communicator, whose operations match operations of the same key on the other ranks.
+        """Return a lane: its operations match only operations in the lane of the same key on the other ranks.
 
         See :meth:`Communicator.lane`.
 
@@ -161,7 +162,7 @@ class Portal(Operations, Hooked):
         return found
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set the default deadline of ops, also of the communicator itself. Any thread may call this."""
+        """Set the default deadline of ops, for this portal and the communicator itself. Any thread may call this."""
         self._comm.set_timeout(timeout)
 
     def split(
@@ -172,7 +173,7 @@ class Portal(Operations, Hooked):
         timeout: OpTimeout = COMM_TIMEOUT,
         hints: Mapping[str, Any] | None = None,
     ) -> Self | None:
-        """Form communicators of some of the ranks, with a portal each; see :meth:`Communicator.split`."""
+        """Form communicators of some of the ranks, each with a portal; see :meth:`Communicator.split`."""
         child = self._run("split", lambda: self._comm.split(ranks, name, timeout=timeout, hints=hints))
         return None if child is None else self._of(child)
 

@@ -77,7 +77,7 @@ class BlockingWindow(Handle):
         return self._window.mapped(rank)
 
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Close the window after all ranks' operations on it. Collective. Idempotent."""
+        """Close the window once all ranks' operations on it have ended. Collective. Idempotent."""
         run(self._door, "close", lambda: self._window.aclose(timeout=timeout))
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class BlockingWindow(Handle):
 
 
 class BlockingStream(Handle, Generic[_T]):
-    """An :class:`~aiocomms.ItemStream` whose methods block. Iteration receives items until the other end's last one."""
+    """An :class:`~aiocomms.ItemStream` whose methods block. Iteration ends after the other end's last item."""
 
     peer: int
     name: str

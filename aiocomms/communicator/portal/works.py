@@ -107,9 +107,9 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run a coroutine function on the loop that closes something. If the loop refuses it, nothing is left to close.
+    """Run on the loop a coroutine function that closes an object. If the loop refuses it, the object is already closed.
 
-    :param what: the method that was called, for the error on the loop's own thread.
+    :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     """
     door.elsewhere(what)
     closing = PortalCall(door, call)
@@ -123,7 +123,7 @@ def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
 def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
     """Run a coroutine function on the loop, and return its result.
 
-    :param what: the method that was called, for the error on the loop's own thread.
+    :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     :raises TimeoutError: the function took longer than ``timeout``, and was cancelled.
     """
     door.elsewhere(what)
@@ -132,7 +132,7 @@ def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeo
 
 
 class BlockingWork(Pending, Generic[T_co]):
-    """One operation that a thread has called; every thread but the loop's may wait for it.
+    """One operation that a thread has called. Every thread except that of the event loop may wait for it.
 
     The operation completes even if no thread waits. If it fails alone and no thread waits for it, the event loop
     reports the error.
@@ -175,7 +175,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return f"<BlockingWork {self.op.name} on '{self._where}' (rank {self._comm.rank}) {state}>"
 
     def done(self) -> bool:
-        """Return whether the op has completed or failed on this rank; any thread."""
+        """Return whether the op has completed or failed on this rank. Any thread may call this."""
         return self._over
 
     def wait(self, timeout: Timeout = None) -> T_co:
@@ -183,8 +183,8 @@ class BlockingWork(Pending, Generic[T_co]):
 
         Any number of threads may wait, except the thread of the event loop.
 
-        The exception of a signal handler, such as ``KeyboardInterrupt``, may end the wait. An unmatched receive is then
-        withdrawn, as after the cancellation of a work's last awaiter.
+        An exception that a signal handler raises, such as ``KeyboardInterrupt``, can end the wait. An unmatched receive
+        is then withdrawn, as if the last task that awaits a work were cancelled.
 
         :param timeout: the seconds to wait; 0: do not wait; None: no limit.
         :returns: the result that awaiting the communicator's own work returns.
@@ -212,9 +212,9 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._work.result() if self._given is None else self._given.result()  # type: ignore[no-any-return]
 
     def wait_stream(self, stream: Any = None) -> None:
-        """Make a CUDA stream wait for the op. This thread waits until the op is launched, not for the GPU.
+        """Make a CUDA stream wait for the op. This thread waits for the launch of the op, not for the GPU.
 
-        :param stream: a ``torch.cuda.Stream``; None: the current one of this thread.
+        :param stream: a ``torch.cuda.Stream``; None: this thread's current stream.
         :raises ArgumentError: ``stream`` is no stream, or is of another device than the communicator.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         :raises CommError: the op has failed already, or could not be started.

@@ -22,7 +22,7 @@ _BASE = "torch_backend"
 
 
 class BenchPeer(Contender, Protocol):
-    """One of these libraries on this rank."""
+    """One of the compared libraries, on this rank."""
 
     def missing(self) -> str | None:
         """Return the reason why the library cannot be used here; None if it can."""
@@ -41,7 +41,7 @@ def known() -> list[str]:
 
 
 def launcher(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the command that must start the ranks for one of the peers; empty if any launcher may."""
+    """Return the command that must start the ranks for one of the peers; empty if any launcher can start them."""
     wanted = (import_module(f"{__name__}.{name}") for name in names if name in _modules())
     return next((module.launcher(ranks) for module in wanted if hasattr(module, "launcher")), [])
 
@@ -51,7 +51,7 @@ def _modules() -> list[str]:
 
 
 def make(name: str) -> BenchPeer:
-    """Return the peer with a name, which may be missing on this host."""
+    """Return the peer of this name, even if its library is missing on this host."""
     if name in _modules():
         return cast("BenchPeer", import_module(f"{__name__}.{name}").PEER())
     return TorchPeer(name)

@@ -46,7 +46,7 @@ class TorchPeer:
         return None
 
     async def open(self, comm: Communicator, host: str) -> None:
-        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. All ways to await one backend share its group."""
+        """See :class:`aiocomms.cli.bench.peers.BenchPeer`. All peers with one backend share a process group."""
         if self._name not in _users:
             await self._form(comm, host)
         _users[self._name] = _users.get(self._name, 0) + 1
