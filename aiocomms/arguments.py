@@ -81,8 +81,8 @@ def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
     A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only functions that are rarely
-    called use this function. An op is checked as it is. If the check fails, :func:`aiocomms.ops.arrays.checked`
-    converts the op's numbers, and checks the op again.
+    called use this function. An op is first checked with the values that it has. If this check fails, the op's numbers
+    are converted and checked again, by :func:`aiocomms.ops.arrays.checked`.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):

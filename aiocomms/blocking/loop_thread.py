@@ -91,7 +91,7 @@ class LoopThread:
 
 
 class Use:
-    """A loop thread's user: one communicator or endpoint, until that communicator or endpoint is closed."""
+    """The use of a loop thread by one communicator or endpoint."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
@@ -101,7 +101,9 @@ class Use:
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Stop using the thread after the body, which closes the user. A second caller waits for the first.
+        """Stop using the thread after the body, which closes the communicator or endpoint.
+
+        A second caller waits for the first.
 
         :param door: the :class:`Door` of the communicator or endpoint that the body closes.
         :raises RuntimeError: the caller is on the loop's own thread.

@@ -89,8 +89,8 @@ def connect_store(
     :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
     :param timeout: the deadline for the connection, in seconds, and then the store's default timeout.
     :returns: a store object that only the caller uses.
-    :raises ArgumentError: the host does not resolve, is a wildcard or loopback address, or is another machine. This
-        error is also raised if the port is in use. It is also raised if other hosts could reach the store and the job
+    :raises ArgumentError: the host does not resolve, is a wildcard or loopback address, or is another machine. The same
+        error is raised if the port is in use. The same error is raised if other hosts could reach the store and the job
         has no token.
     :raises StoreLostError: no server answered at the address in time.
     :raises AuthError: the server at the address has another token.

@@ -154,7 +154,7 @@ class Core(Posting):
         return self.life.refusal()
 
     def demand(self, what: str) -> None:
-        """Refuse a call that is no op, on another thread than the communicator's or after its end."""
+        """Refuse a call that is no op if it comes on the wrong thread, or after the end of the communicator."""
         if get_ident() != self.thread:
             raise wrong_thread(f"{what} on '{self.name}'")
         if (error := self.refusal()) is not None:
@@ -180,7 +180,7 @@ class Core(Posting):
         self._lose(Failure(error, clock.now()), here=False)
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator through a failure. Any thread may call this."""
+        """Mark the communicator as lost because of a failure. Any thread may call this."""
         failure = failure_of(error, clock.now(), self.rank)
         self._lose(failure, here=get_ident() == self.thread)
 
@@ -232,12 +232,12 @@ class Core(Posting):
         self.in_flight.unwatch()
 
     def expire(self, work: StartedWork[Any], why: str = "") -> None:
-        """End a pending op whose deadline has passed; on the watchdog's thread, while the loop may be busy.
+        """End a pending op whose deadline has passed. The watchdog's thread calls this, perhaps while the loop is busy.
 
-        The watchdog repeats the call while the op has not ended: a signal handler that raised may have cut its end
-        short.
+        The watchdog repeats the call until the op has ended, because a signal handler that raises can interrupt the
+        op's end.
 
-        :param why: the reason, in words, why the op ends before its deadline; empty: the deadline has passed.
+        :param why: the reason, in words, if the op must end before its deadline; empty: the deadline has passed.
         """
         failure = self.life.failure
         if failure is not None:

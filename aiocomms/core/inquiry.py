@@ -62,7 +62,7 @@ class Inquiry:
     # ------------------------------------------------------------------------------------------------------- asking
 
     def begin(self, late: Wait, end: Callable[[str], object]) -> None:
-        """Follow a late receive from rank to rank; on the watchdog's thread.
+        """Ask one rank after the other why a receive is late. The watchdog's thread calls this.
 
         :param end: called once, on any thread, with the text to add to the error.
         """

@@ -32,7 +32,7 @@ class Closable(Protocol):
 
 
 class LeakGuard(Generic[_Comm]):
-    """The guard of one communicator, which is made with it on its loop's thread and lasts until :meth:`dismiss`."""
+    """The guard of one communicator. Create a guard on the loop's thread; it lasts until :meth:`dismiss` is called."""
 
     def __init__(self, comm: _Comm) -> None:
         self.comm = comm

@@ -36,11 +36,11 @@ class Failure(msgspec.Struct, frozen=True):
 
     @property
     def timed_out(self) -> bool:
-        """True if a deadline has passed on any rank: every rank that waited then gets a ``TimeoutError``."""
+        """True if a deadline has passed on any rank. Every rank that waited gets a ``TimeoutError`` in this case."""
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
-        """Return the error of a pending work: for the op at fault the error itself, for others one that quotes it."""
+        """Return a pending work's error: the op at fault gets the error itself, other ops get one that quotes it."""
         error = self.error
         if work.seq == error.seq:
             return error
@@ -81,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The findings about a missed deadline; the late rank sends them to the other ranks."""
+    """The findings about a missed deadline, which the late rank sends to the other ranks."""
 
     report: str
     """The text that says where the ranks were; empty: nothing was found."""
@@ -101,7 +101,7 @@ def failure_of(error: CommError, since: float, rank: int) -> Failure:
 
 
 class State(enum.Enum):
-    """The state of a communicator in its life."""
+    """The state of a communicator in its life cycle."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -146,8 +146,9 @@ Step = tuple[Life, tuple[Action, ...]]
 def lose(life: Life, failure: Failure, *, here: bool) -> Step:
     """Note a failure. Later failures change nothing.
 
-    :param here: whether this is the loop's thread. Works then end first, because their tasks resume only after all
-        actions. On another thread works end last, because resumed tasks may close what the other actions need.
+    :param here: whether this is the loop's thread. On the loop's thread, works end first, because their tasks resume
+        only after all actions. On another thread works end last, because resumed tasks may close what the other actions
+        need.
     """
     if life.state in (State.LOST, State.CLOSED):
         return life, ()

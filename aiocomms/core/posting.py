@@ -47,7 +47,7 @@ class Posting:
     """True once the works that were pending when the communicator was lost have ended."""
 
     def lose(self, error: CommError) -> None:
-        """Lose the communicator through a failure. Any thread may call this."""
+        """Mark the communicator as lost because of a failure. Any thread may call this."""
         raise NotImplementedError
 
     def _end_works(self) -> None:
@@ -95,7 +95,7 @@ class Posting:
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int
     ) -> StartedWork[Any]:
-        """Handle an op that a shortcut has posted, as :meth:`start` does after its post.
+        """Handle an op that native code has posted, as :meth:`start` handles an op after its own post.
 
         :param look_after: the rest of the transport's ``post``, which is called with ``index``.
         """
@@ -111,7 +111,7 @@ class Posting:
         return work
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Hand one message of a lowered op to the transport that carries it.
+        """Post one of the messages that make up an op, on the transport that carries the message.
 
         :raises CommError: the message could not be posted. If the transport raised another exception, the error names
             the transport.
@@ -168,7 +168,7 @@ class Posting:
         return self.not_posted(work.op, error, work._comm_name())
 
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:
-        """Return the error of a refused op that is not counted.
+        """Return the error of an op that was refused, and so was not counted.
 
         :param where: the communicator or lane on which the op was called, in words.
         """
@@ -198,7 +198,7 @@ class Posting:
     # ------------------------------------------------------------------------------------------ ops of other threads
 
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
-        """Note that an op is pending, on the thread that has posted it, before its end is reported."""
+        """Note that an op is pending, before its end is reported. The thread that has posted the op calls this."""
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
         if self._ended or work._state:

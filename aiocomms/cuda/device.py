@@ -27,7 +27,7 @@ class Event(Protocol):
         """Return whether the event has fired. Holds the GIL."""
 
     def synchronize(self) -> None:
-        """Sleep until the event has fired. Releases the GIL, and costs no CPU."""
+        """Sleep until the event has fired. The sleep releases the GIL, and uses no CPU."""
 
 
 class Stream(Protocol):
@@ -42,7 +42,7 @@ class Stream(Protocol):
 
 
 class Cuda(Protocol):
-    """The interface to a CUDA device, which tests replace if there is no GPU."""
+    """The interface to a CUDA device. Tests replace it if there is no GPU."""
 
     @property
     def index(self) -> int:
@@ -55,7 +55,7 @@ class Cuda(Protocol):
         """Make the device the current one of this thread."""
 
     def stream(self, priority: int) -> Stream:
-        """Return a stream that has no other owner. A lower ``priority`` is served first; 0 is the default."""
+        """Return a stream that has no other owner. A stream of lower ``priority`` is served first; 0 is the default."""
 
     def current_stream(self) -> Stream:
         """Return this thread's current stream."""
@@ -64,10 +64,10 @@ class Cuda(Protocol):
         """Return the ``cudaStream_t`` of this thread's current stream, faster than :meth:`current_stream`."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
-        """Enqueue a copy of ``nbytes`` bytes between two addresses of the device on a stream."""
+        """Enqueue on a stream a copy of ``nbytes`` bytes between two addresses of the device."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Make a stream this thread's current one, within the context."""
+        """Make a stream the current stream of this thread, within the context."""
 
     def event(self) -> Event:
         """Return a new event without timing, on which a thread sleeps rather than spins."""
@@ -79,7 +79,7 @@ class Cuda(Protocol):
         """Run ``call``, which enqueues torch operations, with a stream as the current one."""
 
     def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a tensor of the shape and dtype of ``tensor`` in a stream's memory pool.
+        """Allocate in a stream's memory pool a tensor with the shape and dtype of ``tensor``.
 
         :raises torch.OutOfMemoryError: no memory is left.
         """
@@ -88,7 +88,7 @@ class Cuda(Protocol):
         """Return the record with which one other process of the host maps memory; None if CUDA cannot share it."""
 
     def map(self, shared: Shared) -> Mapped | None:
-        """Map another process's memory. This blocks; call it off the event loop.
+        """Map another process's memory. The call blocks, so do not make it on the event loop.
 
         :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
         """

@@ -31,7 +31,7 @@ class Mapped(Protocol):
     storage: UntypedStorage
 
     def release(self) -> None:
-        """Unmap the memory. No other reference to the storage may exist. This blocks; call it off the event loop."""
+        """Unmap the memory. No other reference to the storage may exist. It blocks: do not call it on the loop."""
 
 
 class TorchMapped:
@@ -69,7 +69,7 @@ def share(storage: UntypedStorage) -> Shared | None:
 
 
 def map_shared(index: int, shared: Shared) -> TorchMapped | None:
-    """Map another process's memory. This blocks; call it off the event loop.
+    """Map another process's memory. The call blocks, so do not make it on the event loop.
 
     :param index: the device that copies from and to the memory.
     :returns: the memory; None if this process does not see the memory's GPU, or CUDA refuses.
@@ -108,7 +108,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current: torch's IPC calls record an event, wait for one, and wait for the stream."""
+    """Make an idle stream current: torch's IPC calls record events, wait for events, and wait for the stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

@@ -17,7 +17,7 @@ from aiocomms.transport import Transport
 
 
 class CallerMark:
-    """The place in a thread's stream from which one op was called."""
+    """The position in a thread's CUDA stream at which an op was called."""
 
     __slots__ = ("_cuda", "_event", "_stream")
 
@@ -30,18 +30,18 @@ class CallerMark:
         self._cuda, self._stream, self._event = cuda, stream, event
 
     def begin(self) -> AbstractContextManager[object]:
-        """Make the stream current on the thread that begins the op. Call this once."""
+        """Make the mark's stream the current one on the thread that begins the op. Call this once."""
         if self._event is not None:
             self._stream.wait_event(self._event)
         return self._cuda.on(self._stream)
 
     def hold_up(self) -> None:
-        """Make this thread's current stream wait for the place."""
+        """Make this thread's current stream wait for the marked position."""
         if self._event is not None:
             self._cuda.current_stream().wait_event(self._event)
 
     def join(self) -> None:
-        """Make this thread's current stream wait for the work of an ended op on the shadow."""
+        """Make this thread's current stream wait for the work of an ended op on the shadow stream."""
         if self._event is None or self._cuda.capturing():
             return
         end = self._cuda.event()
@@ -64,7 +64,7 @@ class CallerMarks:
         return None if cuda is None else cls(cuda)
 
     def mark(self) -> CallerMark:
-        """Record the current place in this thread's stream. A stream that is being captured is its own shadow."""
+        """Mark the current position in this thread's stream. A stream under capture serves as its own shadow."""
         stream = self.cuda.current_stream()
         if self.cuda.capturing(stream):
             return CallerMark(self.cuda, stream)
@@ -73,7 +73,7 @@ class CallerMarks:
         return CallerMark(self.cuda, self._shadow(stream.cuda_stream), event)
 
     def stream(self) -> CallerMark:
-        """Return this thread's current stream without an event; the event loop allocates results in its memory pool.
+        """Return a mark without an event. The event loop allocates results in the memory pool of this thread's stream.
 
         The op may also wait for work that the thread enqueues later.
         """

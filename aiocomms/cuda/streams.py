@@ -63,7 +63,7 @@ class Completions:
         return sum(map(len, self._queues.values()))
 
     def mark(self, stream: Stream) -> Event:
-        """Record an event on a stream. Pass it to :meth:`release` once it has fired, or drop it."""
+        """Record an event on a stream. Pass the event to :meth:`release` once it has fired, or drop the event."""
         event = self._pool.pop() if self._pool else self._cuda.event()
         event.record(stream)
         return event
@@ -94,8 +94,8 @@ class Completions:
     def poll(self) -> bool:
         """Call the functions whose events have fired.
 
-        This calls no function while the current stream is being captured. ``progress`` should then return True, so that
-        the event loop calls it again.
+        No function is called while the current stream is being captured. During a capture, ``progress`` should return
+        True, so that the event loop calls it again.
 
         :returns: whether a function was called.
         """
@@ -168,7 +168,7 @@ class _Sleeper:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Tell the thread to end. If it sleeps on an event, it ends when the event has fired."""
+        """Tell the thread to end. A thread that sleeps on an event ends when the event has fired."""
         with self._changed:
             self._closed = True
             self._changed.notify()

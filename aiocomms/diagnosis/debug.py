@@ -59,7 +59,7 @@ _watched: Final[WeakSet[Forgotten]] = WeakSet()
 
 
 def report_forgotten(*, quietly: bool) -> None:
-    """Report all forgotten works of this process that are done, although an exception may still refer to them.
+    """Report all forgotten works of this process that are done, even if an exception still refers to them.
 
     :param quietly: drop the reports.
     """
@@ -79,7 +79,7 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 class DebugWork(_Started):
-    """The part of a work that only debug mode has: its origin, and whether any code has requested its result."""
+    """The part that works have only in debug mode: the work's origin, and whether any code has requested its result."""
 
     __slots__ = FIELDS_BELOW
     if TYPE_CHECKING:
@@ -179,8 +179,9 @@ class Debugger:
     def start(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None) -> WatchedWork[Any]:
         """Create the work of an op before its post.
 
-        :raises BufferBusyError: an unfinished op writes a buffer of this op, or this op would write one of its buffers.
-        :raises ConcurrentCollectivesError: the op is a collective, and one of another task is pending.
+        :raises BufferBusyError: an unfinished op writes a buffer of this op, or this op would write a buffer of an
+            unfinished op.
+        :raises ConcurrentCollectivesError: the op is a collective, and a collective of another task is pending.
         """
         work: WatchedWork[Any] = WatchedWork(op, seq, owner, hints)
         self._watch(work, None)
@@ -189,7 +190,7 @@ class Debugger:
     def start_within(
         self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
     ) -> WatchedLaneWork[Any]:
-        """Create the work of a lane's op. Collectives of a lane conflict only with others of the same lane.
+        """Create the work of a lane's op. A lane's collectives conflict only with each other.
 
         :param number: the number of the lane.
         :param lane: the key of the lane, in words.
@@ -224,7 +225,8 @@ class Debugger:
     def check_buffers(self, op: Op) -> None:
         """Refuse an op whose buffers conflict with an unfinished op.
 
-        :raises BufferBusyError: an unfinished op writes a buffer of ``op``, or ``op`` would write one of its buffers.
+        :raises BufferBusyError: an unfinished op writes a buffer of ``op``, or ``op`` would write a buffer of an
+            unfinished op.
         """
         for work in self._in_flight:
             try:

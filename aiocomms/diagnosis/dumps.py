@@ -43,7 +43,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register(recorder: Recorder) -> None:
-    """Add a recorder to those that a signal writes. Install the handler if the import could not do so."""
+    """Add a recorder to the ones that are written on a signal. Install the handler if the import could not do so."""
     if clock.simulation is not None:
         clock.state().setdefault(RECORDERS, []).append(recorder)
         return
@@ -53,7 +53,7 @@ def register(recorder: Recorder) -> None:
 
 
 def dump_all(reason: str) -> list[Path]:
-    """Write the recorders of all open communicators of this process. Safe on any thread or signal handler."""
+    """Write the recorders of all open communicators of this process. Any thread or signal handler may call this."""
     # This starts no thread: the start takes a lock that the code interrupted by the signal may hold.
     paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
     return [path for path in paths if path is not None]
@@ -82,14 +82,14 @@ def in_background(call: Callable[[], object]) -> bool:
 
 
 def complain(message: str) -> None:
-    """Log a warning, each text once."""
+    """Log a warning, but only once for each text."""
     if message not in _complained and len(_complained) < 100:
         _complained.append(message)
         _log.warning("%s", message)
 
 
 def wanted() -> bool:
-    """Return whether the program wants files."""
+    """Return whether the program wants files of flight recorders."""
     return clock.simulation is None and os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
 
 
@@ -149,7 +149,7 @@ class Record:
             self._look = recorder.look(flying)
 
     def snapshot(self) -> Snapshot | None:
-        """Describe the ops, once. Return None at a later call, or after a failure of the recorder (logged once).
+        """Describe the ops, once. Return None at every later call, or after a failure of the recorder (logged once).
 
         Afterwards this record keeps no work and no tensor alive, however long the file takes.
         """

@@ -26,7 +26,7 @@ class Durations:
         self.seconds += seconds
 
     def copy(self) -> Durations:
-        """Return a copy of the current counts, which does not change. Safe on any thread."""
+        """Return a copy of the current counts. Later counts do not change the copy. Safe on any thread."""
         copied = Durations()
         copied.counts, copied.seconds = self.counts[:], self.seconds
         return copied

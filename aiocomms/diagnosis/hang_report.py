@@ -38,9 +38,10 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that a collective waits for, by the ranks' reported activities.
+    """Return the ranks that a collective waits for, judged by the activities that the ranks report.
 
-    A step of the collective may wait for a rank that is also in the collective, and itself waits for another rank.
+    A step of the collective may wait for a rank that is also in the collective, and that in turn waits for another
+    rank.
 
     :param silent: the ranks that did not answer a request in time.
     :param absent: the ranks that a step of the collective waits for.

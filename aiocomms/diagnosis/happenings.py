@@ -10,7 +10,7 @@ DIED = "the rank has died"
 
 
 class WorldHeader(msgspec.Struct):
-    """The first line of the file; the others are the events."""
+    """The first line of a simulated world's file; the other lines are the events."""
 
     format: str
     seed: str

@@ -55,7 +55,7 @@ class Sight(msgspec.Struct):
 def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight:
     """Return a communicator's state for clients.
 
-    :param secret: a secret that only this communicator's ranks share. The result contains a part of it.
+    :param secret: a secret that only this communicator's ranks share. The result contains a part of the secret.
     """
     oldest = sorted(snapshot.pending, key=lambda item: (item.idle, item.posted or 0.0))[:TOLD]
     return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
@@ -68,7 +68,7 @@ class Leaving(NamedTuple):
     stopped: _thread.LockType
 
     def finish(self) -> None:
-        """Wait for the thread, and close the socket. Blocks for at most :data:`PATIENCE` seconds, if a client reads."""
+        """Wait for the thread, and close the socket. If a client reads, this takes up to :data:`PATIENCE` seconds."""
         try:
             self.stopped.acquire(timeout=PATIENCE)
         finally:
@@ -111,7 +111,7 @@ class LiveView:
                     _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
 
     def unregister(self, comm: Communicator) -> Leaving | None:
-        """Stop showing a communicator. The last one ends the socket and the thread. Idempotent.
+        """Stop showing a communicator. The socket and the thread end with the last communicator. Idempotent.
 
         :returns: the ending thread, for which the caller calls ``finish``; None: the thread goes on.
         """

@@ -19,7 +19,8 @@ def listen(call: Callable[[str], object]) -> None:
 def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
     """Write every communicator's flight recorder on each arrival of a signal, and then call the previous handler.
 
-    The handler runs on the main thread, also while its event loop is blocked in Python code or waits in a system call.
+    The handler runs on the main thread, even while the event loop there is blocked in Python code or waits in a system
+    call.
 
     :param signum: the signal.
     :raises ValueError: this is not the main thread.

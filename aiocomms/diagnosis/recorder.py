@@ -134,7 +134,7 @@ class Format(msgspec.Struct):
 
 
 class Header(msgspec.Struct):
-    """The first line of a file; the others are the ops."""
+    """The first line of a flight recorder's file; the other lines are the ops."""
 
     format: str
     comm: str
@@ -174,7 +174,7 @@ class PlanUnderWay(Protocol):
 
 
 class Look(NamedTuple):
-    """A copy of all changing data of a recorder at one time. The copy takes few calls, and is described later."""
+    """A copy of all changing data of a recorder at one time. It is made in few calls, and described later."""
 
     flying: list[Flying]
     tasks: list[tuple[str, str]]
@@ -275,7 +275,7 @@ class Recorder:
         return work.seq, cls, clock.now(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
-        """Return a description of all ops now. Safe on any thread, also while the loop is blocked."""
+        """Return a description of all ops now. Any thread may call this, even while the loop is blocked."""
         return self.describe(self.look(self._in_flight.look()), reason)
 
     def number(self, seq: int) -> int | None:
@@ -284,9 +284,9 @@ class Recorder:
         return _numbers(look, _rows(look)[0]).get(seq)
 
     def look(self, flying: list[Flying]) -> Look:
-        """Copy all changing data. Safe on any thread. This takes no lock, because a signal handler calls it.
+        """Copy all changing data. Safe on any thread. The copy takes no lock, because a signal handler calls this.
 
-        :param flying: the pending works. If they ended in this turn of the loop, their tasks are still suspended.
+        :param flying: the pending works. If a work ended in this turn of the loop, its task is still suspended.
         """
         comm = self._comm
         while True:  # Other threads may call ops meanwhile.
@@ -305,7 +305,7 @@ class Recorder:
         )
 
     def describe(self, look: Look, reason: str) -> Snapshot:
-        """Describe the copied data. Safe on any thread, at any time."""
+        """Describe the copied data. Any thread may call this at any time."""
         called, finished = _rows(look)
         numbers = _numbers(look, called)
         ended = _ended(look, numbers, {row[0] for row in finished})

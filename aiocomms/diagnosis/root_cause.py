@@ -27,7 +27,7 @@ _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def tell_torchrun() -> None:
-    """Report exceptions that end the process to torchrun from now on, if torchrun has started the process."""
+    """Begin to report to torchrun the exceptions that end the process, if torchrun has started the process."""
     if _FILE in os.environ and sys.excepthook is not _told:
         global _before
         _before, sys.excepthook = sys.excepthook, _told

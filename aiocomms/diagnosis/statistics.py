@@ -95,7 +95,7 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 def statistics_of(core: Core, transports: Mapping[str, str]) -> Statistics:
-    """Return a communicator's statistics, without a lock or an op. Safe on any thread, also while the loop is busy."""
+    """Return a communicator's statistics, without a lock or an op. Any thread may call this at any time."""
     # This reads the failures before it counts the ops, so that no op is missing below.
     failures, refused = dict(core.failures), core.refusals
     flying, now = core.in_flight.look(), clock.now()

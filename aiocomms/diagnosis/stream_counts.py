@@ -21,7 +21,7 @@ _PARTS = 4
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
-    """One end of a stream at one time. The counts and seconds cover this end alone, since the opening of both ends."""
+    """One end of a stream at one time. The counts and seconds are those of this end since both ends were opened."""
 
     name: str
     """The name given at the opening; empty: none."""
@@ -52,7 +52,7 @@ class StreamStatistics(msgspec.Struct, frozen=True):
         return words(self.name, self.number)
 
     def bubble(self, after: StreamStatistics) -> float:
-        """Return the share of time in which a pipeline stage waited for an item of this stream, or to send its result.
+        """Return the share of time for which a pipeline stage waited to receive from this stream, or to send a result.
 
         :param after: the stream on which the stage sends its results for the items of this stream.
         :returns: a number from 0 (the stage always worked) to 1; 0 for streams that are not open yet.
@@ -67,7 +67,7 @@ def words(name: str, number: int) -> str:
 
 
 class Blocked:
-    """The seconds with at least one suspended task. One thread changes the object, and any thread reads it."""
+    """The seconds for which at least one task was suspended. One thread changes the object, and any thread reads it."""
 
     __slots__ = ("_sum", "_tasks")
 
@@ -183,5 +183,5 @@ class StreamLedger:
         return [counts.statistics() for counts in copied(self._open.values())]
 
     def names(self) -> list[dict[Key, str]]:
-        """Return the names of streams, by the keys of their messages. Safe on any thread or signal handler."""
+        """Return the names of streams, by the keys of their messages. Any thread or signal handler may call this."""
         return [*copied(self._closed), *(counts.names for counts in copied(self._open.values()))]

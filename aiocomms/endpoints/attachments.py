@@ -107,7 +107,7 @@ class Attachments:
 
         The opening goes on if the call is cancelled; the next call finds the region.
 
-        :param says: the same descriptor, decoded.
+        :param says: the content of ``descriptor``, decoded.
         :raises RegionError: the other endpoint refuses the request.
         :raises CommError: the connection is lost or closed.
         """
@@ -172,7 +172,7 @@ class Attachments:
                 self._stop(attachment, why)
 
     async def settle(self) -> None:
-        """Wait for all openings under way: the other end takes part in each, and would wait for this end."""
+        """Wait for all openings under way: the other end takes part in each opening, and would wait for this end."""
         for question in list(self._questions.values()):
             await question.answered
         for attachment in list(self._known.values()):
@@ -239,7 +239,7 @@ class Attachments:
     # ---------------------------------------------------------------------------------------- notes of the other end
 
     def say(self, word: Word) -> bool:
-        """Send the other end a note; return False if the transport carries no notes, or no more notes."""
+        """Send the other end a note; return False if the transport carries no notes, or has stopped carrying them."""
         return self._core.notes.say(self._other, Passed(WORDS.encode(word)))
 
     def _hear(self, what: bytes) -> None:

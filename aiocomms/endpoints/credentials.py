@@ -54,7 +54,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def where(self) -> str:
-        """The endpoint in an error's words: its name, host and port."""
+        """The words for the endpoint in errors: its name, host and port."""
         return f"the endpoint {self.name} at {self.host}:{self.port}"
 
     def pack(self) -> bytes:
@@ -104,7 +104,7 @@ def expiry(name: str, lifetime: arguments.Timeout) -> float:
     """Return the time, in seconds since 1970, when a lifetime that begins now ends.
 
     :param lifetime: seconds; None for no end.
-    :raises ArgumentError: the lifetime is neither.
+    :raises ArgumentError: the lifetime is neither None nor a valid number of seconds.
     """
     seconds = arguments.deadline(name, lifetime)
     return math.inf if seconds == math.inf else clock.wall() + seconds
@@ -118,7 +118,7 @@ def expired(expires: float) -> bool:
 def read_address(data: object, *, late: bool = False) -> Address:
     """Decode and check an address.
 
-    :param late: accept an expired address. Only an endpoint that connects to the address refuses it.
+    :param late: accept an expired address. Only an endpoint that connects to an expired address refuses the address.
     :raises ArgumentTypeError: the data is not bytes.
     :raises ArgumentError: the data is no address, or the address has expired.
     :raises AuthError: the address was not made with this job's token.

@@ -66,8 +66,8 @@ class _Alone:
 class Endpoint(Handle):
     """A point to which other processes connect by its address; made by :func:`aiocomms.open_endpoint`.
 
-    The endpoint belongs to the event loop, thread and process that made it. It wakes the event loop only when another
-    endpoint connects.
+    The endpoint belongs to the event loop, thread and process that made it. The endpoint wakes the event loop only when
+    another endpoint connects.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Endpoint(Handle):
         """Connect to another endpoint, or return the existing connection to it.
 
         :param address: the address of the other endpoint.
-        :param timeout: the deadline in seconds, None for 600; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: 600 s. The default is the endpoint's timeout.
         :raises ArgumentError: ``address`` is no address, is this endpoint's own, or has expired; nothing was sent.
         :raises AuthError: the address was not made with this job's token, or the process at the address lacks it.
         :raises MismatchError: the other endpoint has another transport or device.
@@ -136,7 +136,9 @@ class Endpoint(Handle):
             raise error.about(comm=self.name, op="connect") from error.__cause__
 
     async def accept(self) -> Peer:
-        """Wait for the next endpoint that connects to this one. Return each once, even if :meth:`connect` found it.
+        """Wait for the next endpoint that connects to this one.
+
+        Each connection is returned only once, even if :meth:`connect` has found it.
 
         :raises CommClosedError: this endpoint is closed.
         """
@@ -149,11 +151,11 @@ class Endpoint(Handle):
     def register(
         self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> Region:
-        """Open memory of this process to connected endpoints that have the region's descriptor.
+        """Let connected endpoints access memory of this process if they have the region's descriptor.
 
         :param tensor: the memory: a contiguous tensor of any shape and dtype. The first opening of the region may move
             the tensor's storage to shared memory, in place: the tensor and its views stay valid. No other thread may
-            use the tensor meanwhile. Memory that is shared already (``share_memory_()``) is not moved.
+            use the tensor during the move. Memory that is shared already (``share_memory_()``) is not moved.
         :param read: whether others may read the region.
         :param write: whether others may write the region.
         :param lifetime: the seconds for which others may use the region; None: until it is revoked.
@@ -178,10 +180,10 @@ class Endpoint(Handle):
         return region
 
     def new_pool(self, tensor: TensorLike) -> Pool:
-        """Make a pool of equal blocks of memory. Tasks of this endpoint lease blocks and hand them over to others.
+        """Make a pool of equal blocks of memory. Tasks lease blocks, and hand them over to other endpoints.
 
         :param tensor: the memory, ``[blocks, ...]``, of two dimensions or more; otherwise as for :meth:`register`.
-        :raises ArgumentError: the tensor does not meet this, or has no elements.
+        :raises ArgumentError: the tensor is not as described above, or has no elements.
         :raises UnsupportedOperation: the endpoint's tensors are on a GPU.
         """
         try:
@@ -202,16 +204,16 @@ class Endpoint(Handle):
     def handed(self) -> HandedLeases:
         """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
 
-        ``async for handed in here.handed():`` gives each lease to one task, and ends when this endpoint is closed. It
-        skips a lease that was taken back meanwhile, or whose connection is over. An owner has at most 1,024 hand-overs
-        under way. It takes a lease back at its deadline if no task takes it.
+        ``async for handed in here.handed():`` gives each lease to one task, and ends when this endpoint is closed. The
+        iterator skips a lease that was taken back in the meantime, or whose connection is over. An owner has at most
+        1,024 hand-overs under way. The owner takes a lease back at its deadline if no task takes the lease.
         """
         return HandedLeases(self._counter)
 
     async def aclose(self) -> None:
         """Close the endpoint: stop listening, and close all connections. Idempotent.
 
-        :raises RuntimeError: this is not the endpoint's thread.
+        :raises RuntimeError: the caller is not on the endpoint's thread.
         """
         if get_ident() != self._thread:
             raise wrong_thread(f"aclose on '{self.name}'")

@@ -74,7 +74,7 @@ class HostState(NamedTuple):
 
 
 class HostProbe:
-    """A probe of the host's state between turns. All ranks run it together, while no operations are pending."""
+    """A probe of the host's state between turns. All ranks run a probe together, while no operations are pending."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

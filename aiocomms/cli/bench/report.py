@@ -28,8 +28,8 @@ class Row(msgspec.Struct, frozen=True):
     ``transport`` is the transport whose turn it was. ``by`` is the measured contender: the transport, or a peer that is
     compared with it. ``carrier`` is the transport that carried the operation, such as the choice of ``"auto"``; None
     for a peer. ``wrong`` is None if nothing was checked. ``ratio`` is the median time relative to that of the
-    transport. It is None for a peer if the transport lacks the operation. ``states`` are the host's states, one for
-    each round.
+    transport. ``ratio`` is None for a peer if the transport lacks the operation. ``states`` are the host's states, one
+    for each round.
     """
 
     op: str

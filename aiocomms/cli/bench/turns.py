@@ -48,7 +48,7 @@ class Entry:
     async def turn(self, count: int) -> tuple[list[int], float]:
         """Run the operation ``count`` times, between two barriers of all ranks.
 
-        The barriers are the contender's own. So if the contender's calls block the loops, no rank needs the loop of
+        The barriers are the contender's own. If the contender's calls block the loops, no rank then needs the loop of
         another rank.
         """
         await self.contender.enter()
