@@ -149,20 +149,20 @@ class ConcurrentCollectivesError(CommError):
 class LaneAbortedError(CommError):
     """Raised when a rank has aborted the operation's lane. The communicator and its other lanes stay usable.
 
-    The key stays unusable while the communicator lives. Other ranks may have called any number of the lane's operations
-    before they learned of the abort.
+    The lane's key stays unusable as long as the communicator lives. Other ranks may have called any number of the
+    lane's operations before they learned of the abort.
     """
 
 
 class CapturedWorkError(CommError):
-    """Raised when a work that lives in a CUDA graph is awaited. The communicator stays usable."""
+    """Raised when a program awaits a work that a CUDA graph has captured. The communicator stays usable."""
 
 
 class WorkCancelledError(CommError):
     """Raised when a program asks for the result of a withdrawn operation. The communicator stays usable.
 
     The operation did not happen. The class does not derive from :class:`asyncio.CancelledError`, because a task group
-    or a timeout would take that error for its own.
+    or a timeout would treat that error as its own cancellation.
     """
 
 
@@ -171,17 +171,20 @@ class CommClosedError(CommError):
 
 
 class CommAbortedError(CommError):
-    """Raised when the communicator was aborted on any rank; carries the first reason. The communicator is poisoned."""
+    """Raised when the communicator was aborted on any rank; the error carries the first reason.
+
+    The communicator is poisoned.
+    """
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """Raised when an operation's deadline passed; names the missing ranks, if the transport knows them.
+    """Raised when an operation's deadline passed; the error names the missing ranks, if the transport knows them.
 
     The communicator is poisoned on every rank, unless the operation was an unmatched receive or wait.
 
-    :param late: the missing ranks, the same on every rank; empty: they are unknown. A single missing rank is also the
-        ``peer``.
-    :param teller: the rank whose deadline has passed, if it is another rank.
+    :param late: the missing ranks, the same on every rank; empty if they are unknown. If one rank is missing, ``peer``
+        is that rank.
+    :param teller: the rank whose deadline has passed, if it is not this rank.
     """
 
     def __init__(
@@ -245,16 +248,16 @@ class WorkerError(CommError):
 
 
 class PlanLostError(CommError):
-    """Raised when a rank is lost during a plan, or has not been replaced yet; the cause says why.
+    """Raised when a rank is lost during a plan, or a lost rank has not been replaced yet; the cause says why.
 
     The communicator is poisoned. The program may run the plan again if a second run does no harm.
     """
 
 
 class PlanTimeoutError(CommTimeoutError):
-    """Raised on rank 0 when a plan misses its deadline; names the ``late`` ranks and their operations.
+    """Raised on rank 0 when a plan misses its deadline; the error names the ``late`` ranks and their operations.
 
-    All ranks have given the plan up. The communicator stays usable.
+    All ranks have given up the plan. The communicator stays usable.
     """
 
 
@@ -272,7 +275,8 @@ class ClientLeftError(CommError):
 class ProtocolError(CommError):
     """Raised when received bytes violate the protocol: a stranger or a broken peer has sent them.
 
-    A transport drops the connection. A receive of an object fails alone, and the communicator stays usable.
+    A transport drops the connection. If the bytes are of an object, only its receive fails, and the communicator stays
+    usable.
     """
 
 
@@ -281,7 +285,7 @@ class AuthError(ProtocolError):
 
 
 class RegionError(CommError):
-    """Raised when a region of another endpoint is forged, foreign, expired or revoked, or lacks the right.
+    """Raised when a region of another endpoint is forged, foreign, expired or revoked, or forbids the operation.
 
     Nothing was read or written. The connection with that endpoint stays usable.
     """
@@ -313,11 +317,11 @@ class MoveTimeoutError(CommTimeoutError):
 
 
 class SimulationError(RuntimeError):
-    """Raised when a simulated program uses something that cannot be simulated, or its history breaks a promise."""
+    """Raised when a simulated program uses something that cannot be simulated, or breaks a rule of the simulation."""
 
 
 def wrong_thread(what: str) -> RuntimeError:
-    """Return the error of a call on a thread other than the communicator's.
+    """Return the error for a call that was made outside the communicator's thread.
 
     :param what: the call, and the object on which it was made.
     """
@@ -326,7 +330,7 @@ def wrong_thread(what: str) -> RuntimeError:
 
 
 def closed_by(rank: int) -> CommAbortedError:
-    """Return the error of an op that needs a rank which has closed the communicator."""
+    """Return the error for an op that needs a rank which has closed the communicator."""
     return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
 
 

@@ -95,7 +95,7 @@ def exscan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = N
 
 
 def all_gather(tensor: Given, group: AnyGroup = None) -> Work[Given]:
-    """Give every rank all ranks' tensors.
+    """Give every rank the tensors of all ranks.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)``.
     """
@@ -105,7 +105,7 @@ def all_gather(tensor: Given, group: AnyGroup = None) -> Work[Given]:
 
 
 def gather(tensor: Given, dst: int, group: AnyGroup = None) -> Work[Given | None]:
-    """Give rank ``dst`` all ranks' tensors.
+    """Give rank ``dst`` the tensors of all ranks.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
     """

@@ -30,7 +30,8 @@ Places = Sequence[int] | Tensor
 class HandedLease(Handle):
     """Blocks that another endpoint has handed over; made by :meth:`Endpoint.handed`.
 
-    ``async with`` gives the blocks back. If its body raises, it drops the blocks and tells the owner why.
+    ``async with`` gives the blocks back. If the body raises an exception, the lease drops the blocks, and tells the
+    owner the reason.
     """
 
     def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
@@ -44,7 +45,9 @@ class HandedLease(Handle):
         return len(self._blocks)
 
     def select(self, places: Sequence[int]) -> HandedLease:
-        """Return a handle for some of the blocks, by their places in this lease. The hand-over stays a single one.
+        """Return a handle for the blocks at ``places``, which are indices into this lease.
+
+        This does not split the hand-over: :meth:`give_back` of either handle gives all its blocks back.
 
         :raises ArgumentError: a place is out of range.
         """
@@ -72,16 +75,19 @@ class HandedLease(Handle):
 
     @property
     def error(self) -> CommError | None:
-        """The reason why the blocks are unusable: taken back, dropped, or the connection is over; else None."""
+        """The reason why the blocks are unusable; None if they are usable or were given back.
+
+        Reasons are that the owner took the blocks back, this endpoint dropped them, or the connection is over.
+        """
         return self._incoming.error
 
     async def read(self, into: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
-        """Read the blocks. The hand-over is checked to have lasted during the whole read.
+        """Read the blocks, and check that the hand-over lasted during the whole read.
 
-        :param into: a tensor of :attr:`shape` and of the blocks' dtype; or a list with a tensor for each block; or as
-            many blocks of a lease of a pool of this endpoint.
-        :param part: an index into a block's first dimension, such as a layer. ``into`` then has one dimension less.
-            Without it, whole blocks are read.
+        :param into: a tensor of :attr:`shape` and of the blocks' dtype; a list with a tensor for each block; or the
+            same number of leased blocks of this endpoint.
+        :param part: an index into a block's first dimension, such as a layer. With a part, ``into`` has one dimension
+            less. Without a part, whole blocks are read.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: ``into``. If this raises, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
@@ -93,12 +99,13 @@ class HandedLease(Handle):
     async def write(self, source: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Write the blocks. The owner sees the data once the blocks are given back.
 
-        :param source: as ``into`` of :meth:`read`. You may change it when this returns.
+        :param source: a source of the same form as ``into`` of :meth:`read`. The program may change it when the call
+            returns.
         :param part: as in :meth:`read`. A program can write one layer while it computes the next one.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: ``source``.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was written.
-        :raises LeaseError: the blocks are not :attr:`writable`; or as :meth:`read`.
+        :raises LeaseError: the blocks are not :attr:`writable`, the owner has taken them back, or they were given back.
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("write", source, part, timeout)
@@ -125,10 +132,12 @@ class HandedLease(Handle):
             raise error.about(comm=self._peer._where, op="flush") from error.__cause__
 
     async def give_back(self, answer: Any = None) -> None:
-        """Give the blocks back once all operations under way have ended. The return goes on if the call is cancelled.
+        """Give the blocks back once all operations under way have ended.
 
-        :param answer: the object that :meth:`Peer.hand_over` returns to the owner. :meth:`Peer.send_object` must accept
-            it; 256 KiB at most.
+        If the call is cancelled, the blocks are still given back.
+
+        :param answer: the object that :meth:`Peer.hand_over` returns to the owner. It must be an object that
+            :meth:`Peer.send_object` accepts, of at most 256 KiB.
         :raises ArgumentError: the answer cannot be sent; the blocks are not given back.
         :raises LeaseError: the owner has taken the blocks back, or they were given back already.
         :raises CommError: the connection is lost or closed.

@@ -36,7 +36,7 @@ _PARTING: Final = 1.0
 
 
 class Counter:
-    """The state of hand-overs that all connections of an endpoint share."""
+    """The hand-over state that all connections of an endpoint share."""
 
     def __init__(self, driver: LoopDriver, place: str, process: int) -> None:
         """Start without hand-overs.
@@ -54,7 +54,7 @@ class Counter:
         self.closed = False
 
     def close(self) -> None:
-        """End the iterators that wait for hand-overs: the endpoint is closed."""
+        """End the iterators that wait for hand-overs, because the endpoint is closed."""
         self.closed = True
         self.came.clear()
         self.arrival.ring()
@@ -73,11 +73,14 @@ class Outgoing:
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over is over for the program."""
+        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
         return self.over.is_set
 
     async def take_back(self, why: str) -> None:
-        """Recall the blocks, and wait 5 s for the borrower; then lose the connection, and wait for its close."""
+        """Recall the blocks, and wait until the hand-over has ended.
+
+        If the borrower has not released the blocks after 5 s, treat its connection as lost.
+        """
         self.why = self.why or why
         self._of.step(self, lending.recall(self.lent), LeaseError(f"the lease was taken back: {self.why}"))
         with anyio.CancelScope(shield=True):
@@ -123,7 +126,7 @@ class Incoming:
             raise (self.error or LeaseError("the lease was given back")).about()
 
     def begin(self, *, write: bool = False) -> None:
-        """Count an operation that begins; :meth:`check` must have passed."""
+        """Count an operation that begins. Call :meth:`check` first."""
         self.borrowed = lending.begin(self.borrowed, write=write)
 
     def done(self) -> None:
@@ -243,7 +246,7 @@ class HandOvers:
     def step(self, out: Outgoing, step: LentStep, error: CommError | None = None) -> None:
         """Enter the next state of a hand-over, and carry out its actions.
 
-        :param error: the reason, which becomes the error of the hand-over if it was still lent.
+        :param error: the error that the hand-over gets if its blocks were still lent.
         """
         if error is not None and out.lent.state is Out.LENT:
             out.error = error
@@ -276,7 +279,7 @@ class HandOvers:
     # ------------------------------------------------------------------------------------------------------ borrowing
 
     def flush(self, incoming: Incoming) -> None:
-        """Start to wait until all writes are visible to the owner. If that fails, the connection is lost."""
+        """Start to wait until all writes are visible to the owner. If the wait fails, the connection is lost."""
 
         async def settle() -> None:
             try:
@@ -300,9 +303,9 @@ class HandOvers:
     # ---------------------------------------------------------------------------------------- notes of the other end
 
     def hear(self, word: OfLeases) -> None:
-        """Handle a note of the other end.
+        """Handle a note from the other end.
 
-        :raises ProtocolError: the note is not valid here.
+        :raises ProtocolError: the note is not valid in the connection's state.
         """
         if (self._partial is None) == isinstance(word, Piece):
             raise ProtocolError(f"the other endpoint says {type(word).__name__} in the middle of another message")
@@ -387,12 +390,12 @@ class HandOvers:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def begin(self) -> None:
-        """Note that the connection is formed, and recall blocks that are held of earlier ones."""
+        """Note that the connection is formed, and recall the blocks that the other endpoint holds from earlier ones."""
         self._counter.connected[self._borrower] = self
         self.recall_held()
 
     def recall_held(self) -> None:
-        """Recall the blocks that the other endpoint holds of earlier connections."""
+        """Recall the blocks that the other endpoint still holds from earlier connections."""
         for number in self._ledger.held_by(self._borrower):
             self._say(Recall(number, "the connection was lost"))
 
@@ -401,7 +404,7 @@ class HandOvers:
         await all_of([functools.partial(out.take_back, why) for out in self._out.values()])
 
     def cut(self, error: CommError, *, in_order: bool) -> None:
-        """Note that the connection is over; the first reason stays.
+        """Note that the connection is over. If the call is repeated, the first reason stays.
 
         :param in_order: True if the other end has closed the connection.
         """
@@ -416,7 +419,7 @@ class HandOvers:
             self.step(out, lending.cut(out.lent, in_order=in_order), error)
 
     async def part(self) -> None:
-        """Release the blocks of a lost connection, and wait up to 1 s until the other end has released its blocks."""
+        """Release the borrowed blocks, and wait up to 1 s until the other end has released the lent blocks."""
         for incoming in list(self._in.values()):
             incoming.hush()
         with anyio.move_on_after(_PARTING, shield=True):

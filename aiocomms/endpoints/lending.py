@@ -56,7 +56,7 @@ class Lent(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over is over for the program."""
+        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
         return self.state in (Out.HELD, Out.OVER)
 
 
@@ -68,12 +68,12 @@ def _to(lent: Lent, state: Out, *actions: Do) -> LentStep:
 
 
 def recall(lent: Lent) -> LentStep:
-    """Recall the blocks: the program was cancelled, a deadline has passed, or the lease ends."""
+    """Recall the blocks, because the program was cancelled, a deadline has passed, or the lease ends."""
     return _to(lent, Out.RECALLED, Do.RECALL) if lent.state is Out.LENT else (lent, ())
 
 
 def overdue(lent: Lent) -> LentStep:
-    """Lose the connection of a borrower that does not release the blocks."""
+    """Treat the connection as lost, because the borrower does not release the blocks."""
     return (lent, (Do.LOSE,)) if lent.state is Out.RECALLED else (lent, ())
 
 
@@ -90,7 +90,7 @@ def returned(lent: Lent) -> LentStep:
 def parted(lent: Lent) -> LentStep:
     """Note that the borrower has released the blocks because it knows that the connection is over.
 
-    If this end does not know of the loss yet, the hand-over ends when it does, with that reason.
+    If this end has not noticed the loss yet, the hand-over ends when this end notices it. The loss is then its reason.
     """
     if lent.state in (Out.LENT, Out.RECALLED):
         return Lent(False, lent.state), ()
@@ -100,7 +100,7 @@ def parted(lent: Lent) -> LentStep:
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
     """Note that the connection is over.
 
-    :param in_order: True if the borrower closed the connection, and so released the blocks before.
+    :param in_order: True if the borrower closed the connection. A borrower releases the blocks before it closes.
     """
     if lent.state not in (Out.LENT, Out.RECALLED):
         return lent, ()
@@ -108,7 +108,7 @@ def cut(lent: Lent, *, in_order: bool) -> LentStep:
 
 
 def quiet(lent: Lent) -> LentStep:
-    """Note that this end of the connection is closed: this process puts nothing more into the blocks."""
+    """Note that this end of the connection is closed, so this process writes nothing more into the blocks."""
     if lent.state is not Out.CUT:
         return lent, ()
     return _to(lent, Out.HELD, Do.END, Do.ASK) if lent.lasting else _to(lent, Out.OVER, Do.END)
@@ -167,7 +167,7 @@ def done(borrowed: Borrowed) -> BorrowedStep:
 
 
 def end(borrowed: Borrowed) -> BorrowedStep:
-    """Release the blocks: the program gives them back or drops them, or the owner takes them back."""
+    """Release the blocks when the program gives them back or drops them, or the owner takes them back."""
     if borrowed.state is not Borrowing.OPEN:
         return borrowed, ()
     return _settle(Borrowed(borrowed.busy, borrowed.wrote, Borrowing.ENDING))

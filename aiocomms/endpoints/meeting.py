@@ -42,7 +42,7 @@ ANSWERS: Final = ControlCodec[EndpointAnswer](EndpointAnswer, "what the other en
 
 
 class EndpointCall:
-    """A call of another endpoint: it connects, proves that it belongs to the job, and names this endpoint."""
+    """A call to another endpoint: it connects, proves its membership of the job, and names this endpoint."""
 
     def __init__(self, address: Address, mine: bytes, number: int, seconds: float) -> None:
         """Prepare the call.
@@ -59,7 +59,7 @@ class EndpointCall:
         self.hang_up: Callable[[], None] = self._call.hang_up
 
     def run(self) -> tuple[EndpointLine, EndpointAnswer]:
-        """Make the call. This blocks until the answer, or until ``hang_up`` ends it.
+        """Make the call. Block until the answer arrives, or until ``hang_up`` ends the call.
 
         :returns: the connection, and the answer of the other endpoint.
         :raises PeerDiedError: no endpoint listens at the address.
@@ -102,7 +102,7 @@ class Pair(StoreRendezvous):
 
 
 def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
-    """Return the seal that signs the messages of two endpoints while they form; both ends get the same one."""
+    """Return the seal for the messages of two endpoints that form a connection; both ends get the same seal."""
     return Seal(job_token(), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
         *(nonce.hex() for nonce in nonces)
     )

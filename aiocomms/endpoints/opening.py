@@ -20,17 +20,20 @@ _LOOPBACK: Final = "127.0.0.1"
 class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the class like a function
     """Open an endpoint; other processes connect to its address, without ranks, store or launcher.
 
-    Await it for an :class:`Endpoint`, or write ``async with open_endpoint(...) as here:``, which closes the endpoint.
+    Await it to get an :class:`Endpoint`, or write ``async with open_endpoint(...) as here:``, which closes the endpoint
+    at the end of the body.
 
     :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from some of the families
-        ``"collectives"``, ``"p2p"`` and ``"rma"`` to names. It must be the same on all endpoints that connect.
+        ``"collectives"``, ``"p2p"`` and ``"rma"`` to names. The transport must be the same on all endpoints that
+        connect to each other.
     :param device: the device of all tensors.
-    :param host: the address of this host at which others connect. The default admits only processes of this host. For
-        an address that other hosts reach, the job must have a token.
+    :param host: the address of this host at which others connect. The default admits only processes of this host. If
+        other hosts can reach the address, the job must have a token.
     :param lifetime: the seconds for which others may connect to the address; None: as long as the endpoint is open.
-    :param name: the endpoint's name in errors and reports, up to 200 characters. Other endpoints show the first 64.
-    :param timeout: the deadline in seconds for connecting, and the default deadline of ops. None: ops have no deadline,
-        and connecting has 600 s.
+    :param name: the endpoint's name in errors and reports, up to 200 characters. Other endpoints show its first 64
+        characters.
+    :param timeout: the deadline in seconds for connecting, and the default deadline of ops. If None, ops have no
+        deadline, and connecting has a deadline of 600 s.
     :param hints: advice to the transports, and ``"heartbeat"``, as for :func:`aiocomms.new_comm`.
     :raises ArgumentError: an argument is wrong.
     :raises UnsupportedOperation: the transport is not available; the message says why, and lists the available ones.

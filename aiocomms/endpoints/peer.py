@@ -110,7 +110,7 @@ class Peer(Handle):
     def name(self) -> str:
         """The name of the other endpoint and the beginning of its number, for example ``decode@1f60c2b7``.
 
-        For an endpoint without a name it is only the 8 hexadecimal digits.
+        If the other endpoint has no name, this is only the first 8 hexadecimal digits of its number.
         """
         return self._address.name
 
@@ -135,8 +135,8 @@ class Peer(Handle):
     def statistics(self) -> Statistics:
         """Return the statistics of the connection at this end; see :meth:`Communicator.statistics`.
 
-        The windows in them are the open regions: ``bytes`` of this endpoint's regions, ``peer_bytes`` of the other
-        one's.
+        The windows in the statistics are the open regions. ``bytes`` counts the bytes of this endpoint's regions,
+        ``peer_bytes`` those of the other endpoint's regions.
         """
         return self._comm.statistics()
 
@@ -236,10 +236,10 @@ class Peer(Handle):
     async def put(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Given:
-        """Write a tensor into a region: :meth:`attach` if needed, then :meth:`RemoteRegion.put`.
+        """Write a tensor into a region: call :meth:`attach` if needed, then :meth:`RemoteRegion.put`.
 
         :returns: ``tensor``, which you may change again.
-        :raises CommError: as the two methods do.
+        :raises CommError: one of the two methods has failed.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.put(tensor, offset, timeout=left)
@@ -247,16 +247,18 @@ class Peer(Handle):
     async def get(
         self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Given:
-        """Read from a region into a tensor: :meth:`attach` if needed, then :meth:`RemoteRegion.get`.
+        """Read from a region into a tensor: call :meth:`attach` if needed, then :meth:`RemoteRegion.get`.
 
         :returns: ``tensor``.
-        :raises CommError: as the two methods do.
+        :raises CommError: one of the two methods has failed.
         """
         remote, left = await self._attached(descriptor, timeout)
         return await remote.get(tensor, offset, timeout=left)
 
     async def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Signal the other endpoint, after all puts so far have arrived there; it waits with :meth:`wait_signal`.
+        """Wait until all puts so far have arrived, then send a signal.
+
+        The other endpoint receives it by :meth:`wait_signal`.
 
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommTimeoutError: the puts have not arrived in time.
@@ -280,21 +282,22 @@ class Peer(Handle):
     ) -> Any:
         """Lend the blocks of a lease to the other endpoint until it gives them back; see :meth:`Endpoint.handed`.
 
-        If this raises or is cancelled, it takes the blocks back, and waits up to 5 s until the other endpoint releases
-        them. If the other endpoint does not, the connection is lost. Blocks into which it may still write are then
-        :attr:`Pool.held` when the lease ends.
+        If the call fails or is cancelled, it takes the blocks back, and waits up to 5 s for the other endpoint to
+        release them. If the other endpoint does not release them, the connection is lost. Blocks into which the other
+        endpoint may still write count as :attr:`Pool.held` after the end of the lease.
 
-        :param lease: a lease of a pool of this endpoint. It may be handed over several times, also concurrently.
-        :param meta: an object for the other program. :meth:`send_object` must accept it; 256 KiB at most.
-        :param write: True if the other endpoint fills the blocks; do not use them meanwhile. False if it reads them;
-            only read them meanwhile.
+        :param lease: a lease of a pool of this endpoint. A lease may be handed over several times, also concurrently.
+        :param meta: an object for the other program. It must be an object that :meth:`send_object` accepts, of at most
+            256 KiB.
+        :param write: True if the other endpoint fills the blocks; this program must not use them meanwhile. False if
+            the other endpoint reads the blocks; this program may only read them meanwhile.
         :param timeout: the seconds until the other endpoint must have given the blocks back, None for no deadline; by
             default the endpoint's.
         :returns: the answer that the other program passed to :meth:`HandedLease.give_back`; its writes are visible.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises LeaseError: the other program has dropped the blocks, or the lease has ended.
-        :raises CommTimeoutError: the blocks were not given back in time. The connection is lost only if the other
-            endpoint did not release them either.
+        :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release them
+            within 5 s more, the connection is lost.
         :raises CommError: the connection is lost or closed.
         """
         self._attachments.check_thread("hand_over")
@@ -321,7 +324,7 @@ class Peer(Handle):
         return self._comm.register_abort_hook(fn if not callable(fn) else lambda error: fn(self._worded(error)))
 
     async def lost(self) -> CommError:
-        """Wait until the connection is lost, for example by a death, an abort or a deadline.
+        """Wait until the connection is lost, for example by the death of a process, an abort or a deadline.
 
         :returns: the reason, as :meth:`Communicator.lost` does.
         :raises CommClosedError: the connection was closed on either side.

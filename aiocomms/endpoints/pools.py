@@ -30,18 +30,18 @@ SLOTS: Final = 1024
 
 
 class LentBlocks(Protocol):
-    """A hand-over of a lease, as the lease sees it."""
+    """The part of a hand-over that its lease uses."""
 
     @property
     def ended(self) -> bool:
-        """True once the hand-over is over for the program."""
+        """True once the hand-over has ended, even if a lost borrower still holds the blocks."""
 
     async def take_back(self, why: str) -> None:
         """End the hand-over, and wait until the borrower has released the blocks or the connection is over."""
 
 
 class LeaseLedger:
-    """The hand-overs of one endpoint: their numbers, their words, and the blocks that borrowers hold."""
+    """The hand-overs of one endpoint: their numbers, their :attr:`words`, and the blocks that borrowers hold."""
 
     words: Tensor
     """A word for each hand-over: the number of the hand-over while it lasts, else 0.
@@ -63,7 +63,7 @@ class LeaseLedger:
         """The held hand-overs, by borrower and number."""
 
     def open(self, register: Callable[..., Region]) -> None:
-        """Make the words if there are none.
+        """Create :attr:`words`, unless they exist already.
 
         :param register: :meth:`Endpoint.register`.
         """
@@ -74,7 +74,7 @@ class LeaseLedger:
             self.region = register(self.words, write=False)
 
     async def take(self) -> tuple[int, int]:
-        """Return the number of a new hand-over, and the slot of its word; wait for a free slot."""
+        """Wait for a free slot in :attr:`words`, and return the number of a new hand-over and its slot."""
         while not self._slots:
             await self._free
         number, slot = next(self._numbers), heapq.heappop(self._slots)
@@ -82,7 +82,7 @@ class LeaseLedger:
         return number, slot
 
     def wipe(self, slot: int) -> None:
-        """Reset the word of a hand-over that ends, and free its slot."""
+        """Set the word of an ended hand-over to 0, and free its slot."""
         self._set(slot, 0)
         heapq.heappush(self._slots, slot)
         self._free.ring()
@@ -92,11 +92,11 @@ class LeaseLedger:
         self.words[slot] = number
 
     def hold(self, borrower: bytes, number: int, process: int, freed: Callable[[], object]) -> None:
-        """Hold a hand-over until the borrower has released the blocks, or its process has ended.
+        """Keep a hand-over's blocks out of use until the borrower has released them, or its process has ended.
 
         :param borrower: the number of the borrower's endpoint.
         :param process: the id of the borrower's process; 0 if it is unknown.
-        :param freed: called at the end of the hold.
+        :param freed: a function to call when the blocks may be used again.
         """
         try:
             fd = process_descriptor(process)
@@ -120,11 +120,11 @@ class LeaseLedger:
             os.close(held.fd)
 
     def held_by(self, borrower: bytes) -> list[int]:
-        """Return the numbers of the hand-overs that a borrower holds."""
+        """Return the numbers of the hand-overs whose blocks a borrower still holds."""
         return [number for by, number in self._held if by == borrower]
 
     def close(self) -> None:
-        """Stop watching processes: the endpoint is closed."""
+        """Stop watching processes, because the endpoint is closed."""
         for held in self._held.values():
             self._unwatch(held)
         self._held.clear()
@@ -179,10 +179,10 @@ class Pool(Handle):
 
     @property
     def held(self) -> int:
-        """The number of blocks of ended leases into which a borrower may still write.
+        """The number of blocks whose lease has ended, but into which a borrower may still write.
 
-        The connection with the borrower was lost, and its process may be alive. The blocks become free once the
-        borrower has released them or its process has ended.
+        The reason is that the connection was lost, and the borrower's process may be alive. The blocks become free once
+        the borrower has released them or its process has ended.
         """
         return self._held
 
@@ -288,7 +288,7 @@ class LeasedBlocks(Handle):
         return self._pool
 
     def select(self, places: Sequence[int]) -> LeasedBlocks:
-        """Return some of the blocks, by their places in this selection.
+        """Return the blocks at ``places``, which are indices into this selection.
 
         :raises ArgumentError: a place is out of range.
         """
@@ -296,9 +296,9 @@ class LeasedBlocks(Handle):
 
 
 def selected(blocks: tuple[int, ...], places: Sequence[int]) -> tuple[int, ...]:
-    """Return some of the blocks of a lease.
+    """Return the blocks of a lease at some places.
 
-    :param places: their places among those blocks.
+    :param places: indices into ``blocks``.
     :raises ArgumentError: a place is out of range.
     """
     wrong = [place for place in places if type(as_int(place)) is not int or not 0 <= place < len(blocks)]
@@ -321,7 +321,7 @@ class Lease(LeasedBlocks):
 
     @property
     def ended(self) -> bool:
-        """True once another lease may get the blocks."""
+        """True once the lease has ended, so that its blocks may belong to another lease."""
         return self._ended
 
     def _lend(self, out: LentBlocks) -> None:

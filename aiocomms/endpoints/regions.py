@@ -27,7 +27,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run all calls concurrently, each to its end, and then raise the first error."""
+    """Run all calls concurrently until each has ended, and then raise the first error."""
     errors: list[CommError] = []
 
     async def run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -49,7 +49,7 @@ Close = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Attachment:
-    """One region that is open between two endpoints; each of the two has its own instance."""
+    """A region that one endpoint has opened at another one; each of the two endpoints has its own instance."""
 
     owner: int
     number: int
@@ -92,9 +92,9 @@ class Region(Handle):
 
     @property
     def descriptor(self) -> bytes:
-        """The descriptor, for the programs that may use the region: at most 1,024 bytes.
+        """The descriptor, which gives a program access to the region; at most 1,024 bytes.
 
-        Only this endpoint can make it.
+        Only this endpoint can create the descriptor.
         """
         return self._descriptor
 
@@ -112,9 +112,9 @@ class Region(Handle):
         :param timeout: the seconds until all other endpoints have released the region, None for no deadline; by default
             the endpoint's.
         :raises ArgumentError: ``timeout`` is not valid; nothing was revoked.
-        :raises CommTimeoutError: an endpoint did not release the region in time. The connection with it is lost; while
-            its process lives, its operations under way may still complete.
-        :raises RuntimeError: this is not the endpoint's thread.
+        :raises CommTimeoutError: an endpoint did not release the region in time. The connection with that endpoint is
+            lost. While its process lives, its operations under way may still complete.
+        :raises RuntimeError: the call is not on the endpoint's thread.
         """
         if get_ident() != self._thread:
             raise wrong_thread("revoke")
@@ -227,7 +227,7 @@ class RemoteRegion(Described):
     ) -> Work[Given]:
         """Write a tensor into the region.
 
-        :param tensor: a tensor of any shape, with the region's dtype. Do not change it until the work is done.
+        :param tensor: a tensor of any shape, with the region's dtype. Do not change the tensor until the work is done.
         :param offset: the first element to write.
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
@@ -255,7 +255,7 @@ class RemoteRegion(Described):
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong, or the region has fewer elements; nothing was sent.
+        :raises ArgumentError: an argument is wrong, or the region has too few elements; nothing was sent.
         :raises RegionError: the region is not readable or no longer usable; nothing was sent.
         """
         self._check("get", "read", self._says.read)
@@ -265,7 +265,7 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Write equal runs of a tensor's elements into the region; see :meth:`Window.put_v`.
+        """Write runs of a tensor's elements, all of one length, into the region; see :meth:`Window.put_v`.
 
         :raises RegionError: as :meth:`put`.
         """
@@ -278,7 +278,7 @@ class RemoteRegion(Described):
         self, tensor: Given, offsets: Sequence[int] | Tensor, starts: Sequence[int] | Tensor, count: int,
         *, timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Given]:  # fmt: skip
-        """Read equal runs of the region's elements into a tensor; see :meth:`Window.get_v`.
+        """Read runs of the region's elements, all of one length, into a tensor; see :meth:`Window.get_v`.
 
         :raises RegionError: as :meth:`get`.
         """
@@ -305,7 +305,7 @@ class RemoteRegion(Described):
         return await self._window.map_remote_tensor(self._owner)
 
     async def aclose(self) -> None:
-        """Close the region here: wait for operations under way, and tell the owner. Idempotent."""
+        """Close the region on this endpoint: wait for operations under way, and tell the owner. Idempotent."""
         await self._close(self._attachment, "")
 
     async def __aenter__(self) -> Self:

@@ -30,7 +30,7 @@ class Refuse(msgspec.Struct, tag=1, array_like=True):
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """A consent to the leader's :class:`Ask`: the leader is to open the region."""
+    """A consent to the leader's :class:`Ask`, after which the leader opens the region."""
 
     question: int
     number: int
@@ -65,7 +65,7 @@ class Bye(msgspec.Struct, tag=6, array_like=True):
 
 
 class Here(msgspec.Struct, tag=7, array_like=True):
-    """The first note of an end: where its process runs."""
+    """The first note of an end of a connection, which says where its process runs."""
 
     place: str
     """The host and its process-id namespace: ends in the same place may map each other's memory."""
@@ -74,7 +74,7 @@ class Here(msgspec.Struct, tag=7, array_like=True):
 
 
 class Shelf(msgspec.Struct, tag=8, array_like=True):
-    """A pool of the sender, which is about to lend blocks of it."""
+    """A description of a pool, which the sender sends before it lends the pool's first blocks."""
 
     pool: int
     blocks: bytes
@@ -136,10 +136,10 @@ WORDS: Final = ControlCodec[Word](Word, "what the other endpoint says")
 
 
 def read(what: bytes, rank: int) -> Word:
-    """Decode a note of the other end.
+    """Decode a note from the other end.
 
     :param rank: the rank of this end.
-    :raises ProtocolError: the note is malformed, or the other end may not send it.
+    :raises ProtocolError: the note is malformed, or the other end has no right to send it.
     """
     word = WORDS.decode(what, 1 - rank)
     if isinstance(word, (RegionOpening, Closing) if rank == LEADER else (Grant, Leave)):

@@ -33,7 +33,7 @@ class WebService(Handle):
 
     :param start: an async function, called once on each rank. It opens a communicator, loads the model, and returns the
         :class:`~aiocomms.serving.Service` and the function that carries out plans.
-    :param max_running: see :meth:`Service.drive`, also for ``max_waiting``.
+    :param max_running: see :meth:`Service.drive`, which also has ``max_waiting``.
     """
 
     def __init__(self, start: Start, max_running: int | None = None, max_waiting: int | None = None) -> None:
@@ -55,8 +55,9 @@ class WebService(Handle):
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others.
 
-        If the service cannot go on, for example because no process replaces a lost rank in time, this raises SIGTERM.
-        The web server's handler then ends the server, and a launcher that restarts ranks starts this rank again.
+        If the service cannot go on, for example because no process replaces a lost rank in time, this sends SIGTERM to
+        the process. The web server's signal handler then ends the server. A launcher that restarts ranks starts this
+        rank again.
 
         :raises CommError: the service could not go on.
         """
@@ -68,14 +69,16 @@ class WebService(Handle):
             tasks.cancel_scope.cancel()
 
     async def work(self) -> None:
-        """Carry out plans until rank 0 ends. Every rank but 0 calls this."""
+        """Carry out plans until rank 0 ends. Every rank except 0 calls this."""
         service, execute = await self._start()
         _measure(service)
         async with service:
             await service.work(execute)
 
     def main(self, serve: Callable[[], object]) -> None:
-        """Run this rank as its launcher's environment says: serve on rank 0, and work on the other ranks.
+        """Read this process's rank from the launcher's environment.
+
+        Run the web server on rank 0, and :meth:`work` on other ranks.
 
         :param serve: a function that runs the web server, such as ``lambda: uvicorn.run(app)``.
         """
@@ -88,8 +91,9 @@ class WebService(Handle):
     async def probes(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer ``/healthz``, ``/readyz`` and ``/metrics``. This is an ASGI application that can be mounted anywhere.
 
-        ``/healthz`` is 200 while the service runs or recovers, ``/readyz`` while it takes plans; else 503 and why.
-        ``/metrics`` has the metrics of this service and of the rest of Prometheus' default registry.
+        ``/healthz`` answers 200 while the service runs or recovers, ``/readyz`` while it takes plans. Otherwise both
+        answer 503 and the reason. ``/metrics`` has the metrics of this service and of the rest of Prometheus' default
+        registry.
         """
         if scope["type"] != "http":
             return
@@ -142,16 +146,16 @@ async def _end_with(driver: Driver) -> None:
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
-    """Await an awaitable for a client, and cancel it when the client disconnects. No web framework does this by itself.
+    """Await an awaitable for a client, and cancel it when the client disconnects. Web frameworks do not cancel it.
 
-    Read the body of the request before, so that the next message of the client is its disconnection. A framework that
-    reads the body for the handler's arguments, such as FastAPI, has already done so.
+    Read the body of the request before this call, so that the next message of the client is its disconnection. A
+    framework that reads the body for the handler's arguments, such as FastAPI, has already read it.
 
     :param client: the ``receive`` of ASGI, or a request that has it, as in Starlette, FastAPI and Litestar.
     :param awaitable: the awaitable, such as ``driver.run(plan)``.
     :returns: the result of the awaitable.
     :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
-    :raises ArgumentError: the request's body was not read. An exception of the awaitable propagates, too.
+    :raises ArgumentError: the request's body was not read. This also raises an exception of the awaitable.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[Exception] = []

@@ -72,14 +72,14 @@ def instrumentable(comm: Any, also: str = "") -> None:
     """Check the argument of an exporter.
 
     :param also: the other types that the exporter accepts, for the error.
-    :raises ArgumentTypeError: ``comm`` is no communicator.
+    :raises ArgumentTypeError: ``comm`` is not a communicator.
     """
     if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
         raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator{also}")
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty: the program."""
+    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty for the program."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
@@ -110,7 +110,7 @@ class MetricRow(NamedTuple):
 class Tally:
     """The counts of one communicator's ops by kind, from a post-hook until :meth:`remove`.
 
-    The hook writes on the loop's thread. Any thread may read.
+    The hook writes the counts on the event loop's thread. Any thread may read.
     """
 
     def __init__(self, comm: Instrumentable) -> None:
@@ -142,7 +142,7 @@ class Tally:
 
 
 class Totals:
-    """The sums over the ops of one rank, on a communicator and on the lost ones that it replaces."""
+    """The sums over the ops of one rank, on a communicator and on the lost communicators that it replaces."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], MetricRow] = {}
@@ -170,7 +170,7 @@ class Totals:
 
 
 class Lateness:
-    """The delay until a loop makes a call from another thread. Only :meth:`look` makes such calls."""
+    """The time until an event loop runs a callback from another thread. Only :meth:`look` submits such callbacks."""
 
     def __init__(self) -> None:
         """Measure the loop that runs on this thread, if there is one; else the lateness stays unknown."""
@@ -183,7 +183,9 @@ class Lateness:
         self._last: float | None = None
 
     def look(self) -> float | None:
-        """Return the lateness of the last call, or so far if it is pending. If none is pending, start another call.
+        """Return the delay of the last callback; of a pending callback, the delay so far.
+
+        If none is pending, submit another.
 
         Safe on any thread.
 
@@ -226,7 +228,7 @@ class Measured:
             self.lost = comm.statistics()
 
     def open(self) -> Instrumentable | None:
-        """Return the communicator; None: it was closed or collected, or the measurement has ended."""
+        """Return the communicator; None if it was closed or garbage-collected, or the measurement has ended."""
         comm = self._comm()
         return None if comm is None or comm.closed or self._removed else comm
 
@@ -252,7 +254,7 @@ class MeasuredService:
         self._measured = self._add(comm)
 
     def look(self) -> ServiceStatistics | None:
-        """Return the statistics of the service; None: it has ended or was collected, or the measurement has ended."""
+        """Return the service's statistics; None if it has ended or was garbage-collected, or measuring has ended."""
         service = self._service()
         return None if service is None or service.closed or self._removed else service.statistics()
 
@@ -271,9 +273,9 @@ Place = tuple[str, int]
 class Shown:
     """The communicators that one exporter shows.
 
-    The counts of a lost communicator are kept, and added to those of the one that replaces it. Otherwise the metrics
-    would never show the failure that led to a recovery. The kept counts are dropped when a communicator is closed
-    without a loss.
+    The counts of a lost communicator are kept, and added to those of the communicator that replaces it. Otherwise the
+    metrics would never show the failure that led to a recovery. The kept counts are dropped when a communicator is
+    closed without a loss.
     """
 
     def __init__(self) -> None:
@@ -321,7 +323,10 @@ class Shown:
             self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
 
     def totals(self) -> dict[Place, Totals]:
-        """Return the sums of each communicator, including the lost ones that it replaces. Safe on any thread."""
+        """Return the sums of each communicator, including those of the lost communicators that it replaces.
+
+        Safe on any thread.
+        """
         found = self.open()
         totals: dict[Place, Totals] = {}
         with self._lock:

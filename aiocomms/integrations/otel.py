@@ -61,12 +61,12 @@ class Tracing(Handle):
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
-    """Make a child span of each later op that is called within a span. It lasts from the call to the op's end.
+    """Make a child span of each later op that is called within a span. The span lasts from the call to the op's end.
 
-    The span is created when the op has ended, with the earlier start time.
+    The span is created when the op has ended, and its start time is the time of the call.
 
-    The provider's sampler decides whether the span is recorded. By default the sampler of OpenTelemetry's SDK follows
-    the parent. An op that is called outside a sampled span gets no span.
+    The provider's sampler decides whether the span is recorded. The default sampler of OpenTelemetry's SDK makes the
+    same decision as for the parent span. An op that is called outside a sampled span gets no span.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :param tracer_provider: the provider of the tracer; None: the global one.
@@ -125,16 +125,18 @@ def _fill(carrier: dict[str, str]) -> None:
 
 
 def trace_plans(service: Service, tracer_provider: TracerProvider | None = None) -> PlanTracing:
-    """Make a span of each plan on this rank that is called within a span, and of its ops. Call this on every rank.
+    """Make a span, on this rank, of each plan that is called within a span, and of the plan's ops.
 
-    The caller's context travels with the plan, as the global propagator writes it. So the plan's span is a child of the
-    caller's span on every rank, and the spans of the plan's ops are its children. The span lasts from the call of
-    ``execute`` to its end. As with :func:`trace_ops`, a call outside a sampled span gets no span.
+    Call this on every rank.
+
+    The global propagator writes the caller's context, which is sent to all ranks with the plan. So the plan's span is a
+    child of the caller's span on every rank, and the spans of the plan's ops are its children. The plan's span lasts
+    from the call of ``execute`` to its end. As with :func:`trace_ops`, a call outside a sampled span gets no span.
 
     :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
     :param tracer_provider: the provider of the tracer; None: the global one.
     :returns: a handle with ``.remove()``.
-    :raises ArgumentTypeError: ``service`` is no service.
+    :raises ArgumentTypeError: ``service`` is not a service.
     """
     if not isinstance(service, Service):
         raise ArgumentTypeError(f"service is {service!r}, wanted a Service")

@@ -31,7 +31,7 @@ def tensors(given: Any) -> Iterator[Tensor]:
 
 
 class Range:
-    """One range, from its creation until :meth:`end`, which any thread may call."""
+    """A range of the profiler. It lasts from its creation until :meth:`end`, which any thread may call."""
 
     def __init__(self, name: str, given: Any) -> None:
         """Begin the range.
@@ -53,7 +53,7 @@ class Recording(Handle):
         self._hooks = [comm.register_post_hook(self._ended), comm.register_pre_hook(self._called)]
 
     def remove(self) -> None:
-        """Make no more ranges, and end the ranges of pending ops now. Idempotent."""
+        """Stop making ranges, and end the ranges of pending ops now. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         while self._ranges:
@@ -75,8 +75,8 @@ class Recording(Handle):
 def record_ops(comm: Traceable) -> Recording:
     """Show each later op as a range in torch's profiler, such as ``aiocomms:all_reduce``, while the profiler runs.
 
-    A range begins at the call and ends with the op, before the tasks that await it resume. So it has the duration of
-    the op, also if the event loop is busy.
+    A range begins at the call and ends with the op, before the tasks that await it resume. So the range has the
+    duration of the op, also if the event loop is busy.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :returns: a handle with ``.remove()``.

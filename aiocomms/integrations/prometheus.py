@@ -36,7 +36,7 @@ class Exporter(Handle, Collector):
         self.shown: Shown = Shown()
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that the registry does not scrape to learn the names."""
+        """Return an empty list, so that the registry does not call :meth:`collect` to learn the names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -216,9 +216,10 @@ def instrument(
 ) -> Measured | MeasuredService:
     """Measure a communicator from now on, until it is closed. Call this on the thread of its event loop.
 
-    A call on another thread, as for a portal or a blocking communicator, leaves out the lateness of the loop. For a
-    service the metrics have all plans since its start, and each of its communicators in turn, until the service ends.
-    A connection of endpoints appears as a communicator of two ranks, whose name contains the names of both endpoints.
+    If another thread makes the call, as for a portal or a blocking communicator, the lateness of the loop is not
+    measured. For a service, the metrics contain all plans since its start, and the current communicator, until the
+    service ends. A connection of endpoints appears as a communicator of two ranks, whose name contains the names of
+    both endpoints.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal`, blocking communicator,
         :class:`~aiocomms.Peer`, blocking peer or :class:`~aiocomms.serving.Service`.

@@ -52,7 +52,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 
 
 class RayRecord(msgspec.Struct, array_like=True):
-    """The record of rank 0: the address of its store, and the size that its caller has given."""
+    """The record of rank 0: the address of its store, and the number of ranks that rank 0 expects."""
 
     host: str
     port: int
@@ -86,7 +86,7 @@ class RayMeeting:
             self._over.set()
 
     def give_up(self) -> None:
-        """Make :meth:`run` end, and wait for its end for some seconds."""
+        """Tell :meth:`run` to end, and wait up to 5 s for its end."""
         self._given_up.set()
         self._over.wait(_WITHDRAWAL)
 

@@ -18,7 +18,9 @@ UNPROTECTED = (
 
 
 def own_host() -> str:
-    """Return the address at which other nodes reach this process's node; loopback if the job has no token.
+    """Return the address at which other nodes reach this process's node.
+
+    Return the loopback address if the job has no token.
 
     :raises ArgumentError: the token is invalid.
     """
@@ -33,7 +35,7 @@ def own_host() -> str:
 def check_reachable(who: str, host: str, their_node: str) -> None:
     """Check that a process that listens on loopback is on this process's node.
 
-    :param who: the name of that process, which begins the error's message.
+    :param who: the name of that process, with which the error's message begins.
     :param host: the address at which it listens.
     :raises ArgumentError: it listens on the loopback of another node.
     """

@@ -20,25 +20,25 @@ from aiocomms.lowlevel import run_in_thread
 class rendezvous(new_comm):  # noqa: N801 - The class is called like a function, as new_comm is.
     """Form a communicator with the other actors that call this with the same name; collective.
 
-    Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, like
+    Await it to get a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, like
     :func:`aiocomms.new_comm`. The actors are in one namespace of Ray; drivers and tasks can take part, too. Rank 0's
     process serves the store in which they meet, as long as the communicator lives. The same name may be used again at
-    once, with the same or other actors. At the return no entry remains in Ray's own store, also after a cancellation.
+    once, with the same or other actors. When the call returns or is cancelled, no entry remains in Ray's own store.
 
-    On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without it
-    actors meet on one host only.
+    On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without a
+    token, only actors on one host can meet.
 
     :param name: the name of the rendezvous and of the communicator.
     :param rank: this actor's rank.
     :param size: the number of actors.
-    :param transport: as for :func:`aiocomms.new_comm`, and so are the following parameters.
+    :param transport: as for :func:`aiocomms.new_comm`, like the parameters below.
     :param device: the device of all tensors.
-    :param timeout: the deadline in seconds for the rendezvous, then for the forming of the communicator, and later for
-        ops without one. None: 600 s each for the first two, and no deadline for ops.
+    :param timeout: the deadline in seconds for the rendezvous, then for the forming of the communicator, and later the
+        default deadline of ops. If None, the rendezvous and the forming have 600 s each, and ops have no deadline.
     :param hints: advice to the transports.
     :raises ArgumentError: an argument is wrong; two actors have the same rank; or the actors are on several nodes and
         the job has no token.
-    :raises MismatchError: the actors differ in the size.
+    :raises MismatchError: the actors pass different sizes.
     :raises CommTimeoutError: ranks did not arrive in time; the error names them.
     :raises StoreLostError: rank 0 was lost before all ranks had arrived.
     :raises AuthError: a rank has another token.

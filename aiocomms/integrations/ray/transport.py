@@ -126,7 +126,10 @@ class _Fetch(_FetchRequest):
 
 
 class RayTransport(_Manager):
-    """One process's part of the transport, which Ray creates at its first use. See Ray's ``TensorTransportManager``."""
+    """One process's instance of the transport, which Ray creates at its first use.
+
+    See Ray's ``TensorTransportManager``.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,20 +145,23 @@ class RayTransport(_Manager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """Return True: the program of the source takes no part in a read."""
+        """Return True, because the program of the source takes no part in a read."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Return True, so that Ray kills no actor when a transfer fails."""
+        """Return True, so that Ray does not kill an actor when a transfer fails."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Return True. Ray has registered the transport in the actor before, which fails without aiocomms there."""
+        """Return True, because Ray has registered the transport in the actor.
+
+        The registration fails if the actor lacks aiocomms.
+        """
         return True
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """Return empty metadata: source and receiver need no preparation."""
+        """Return empty metadata, because source and receiver need no preparation."""
         return rdt.CommunicatorMetadata()
 
     # -------------------------------------------------------------------------------------------------- at the source
@@ -205,7 +211,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Begin to read an object into the target's buffers or new tensors, without a wait."""
+        """Start to read an object into the target's buffers or new tensors, and return at once."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)
@@ -224,7 +230,7 @@ class RayTransport(_Manager):
     def wait_fetch_complete(self, fetch_request: _FetchRequest, timeout: float = -1) -> list[Tensor]:
         """Wait until the object has been read.
 
-        :raises RayDirectTransportError: the read has failed. The text has the source and the reason.
+        :raises RayDirectTransportError: the read has failed. The message names the source and the reason.
         :raises TimeoutError: the read has not ended in time, and goes on.
         """
         assert isinstance(fetch_request, _Fetch)
@@ -239,7 +245,7 @@ class RayTransport(_Manager):
         )
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        """Abort a transfer, and with it all pending ones from the same source. Later transfers connect anew."""
+        """Abort a transfer, and with it all pending transfers from the same source. Later transfers connect anew."""
         with self._lock:
             found = [fetch for fetch in self._fetches if fetch.obj_id == obj_id]
         for fetch in found:

@@ -23,7 +23,10 @@ __all__ = ["BACKEND", "Group", "GroupWork", "register"]
 
 
 def register() -> None:
-    """Register the backend, as the import of this module does. torch 2.14 and later find this by an entry point."""
+    """Register the backend, as the import of this module does.
+
+    In torch 2.14 and later, an entry point names this function.
+    """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
         functional.register()

@@ -55,7 +55,7 @@ class Receives:
 
 
 def source_of(work: BlockingWork[int]) -> int:
-    """Return the source rank of the received message; -1: there is no message."""
+    """Return the source rank of the received message; -1 if there is no message."""
     try:
         return work.wait() if work.done() else -1
     except CommError:

@@ -18,11 +18,13 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """Wrap a method so that it accepts all of torch's argument forms. Its own form ends with a :class:`How`.
+    """Wrap a method so that it accepts all of torch's argument forms.
+
+    The method's own last parameter is a :class:`How`.
 
     The wrapped method raises the errors that torch's users expect, and appears as a range in torch's profiler.
 
-    :param given: the index of the argument whose tensors the profiler shows; None: it shows no tensors.
+    :param given: the index of the argument whose tensors the profiler shows; None to show no tensors.
     """
 
     def of(method: _Method) -> _Method:

@@ -49,7 +49,7 @@ class GroupSide:
 
 
 class GroupComms:
-    """The communicators of a group. The loss of one is also the loss of the other. Any thread may use them."""
+    """The communicators of a group. If one of the two is lost, the other is aborted. Any thread may use them."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class GroupComms:
     def on(self, device: torch.device, message: str | None = None) -> GroupSide:
         """Return the communicator of a GPU. If it is not open, open it together with all ranks.
 
-        :param message: the name of a point-to-point op, which cannot open it; None: the op is a collective.
+        :param message: the name of a point-to-point op, which cannot open a communicator; None if the op is a
+            collective.
         :raises ArgumentError: the group has no communicator for this GPU, and cannot open one now.
         """
         side = self.gpu
@@ -98,7 +99,7 @@ class GroupComms:
         return side
 
     def open(self, device: torch.device) -> GroupSide:
-        """Open the communicator of a GPU, if it is not open; collective."""
+        """Open the communicator of a GPU, if it is not open. All ranks must call this."""
         with self._lock:
             if self.gpu is None:
                 if (error := self.cpu.comm._core.refusal()) is not None:

@@ -14,8 +14,8 @@ logger: logging.Logger = logging.getLogger("aiocomms")
 class Completer:
     """A pool of daemon threads that grows whenever all threads are busy.
 
-    No call waits for another. The calls are the program's functions: one may wait for a work whose future a later call
-    completes, or for a rank that never arrives.
+    No call waits for another. The calls run the program's functions. Such a function may wait for a work whose future a
+    later call completes, or for a rank that never arrives.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Completer:
         self._closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
-        """Have a thread of the pool call a function. Safe on any thread; returns at once."""
+        """Call a function on a thread of the pool, and return at once. Safe on any thread."""
         with self._changed:
             self._under_way += 1
             if self._idle:
@@ -41,7 +41,7 @@ class Completer:
             self._call(call)
 
     def drain(self) -> None:
-        """Wait until all submitted calls have returned, except a call that this one runs in."""
+        """Wait until all submitted calls have returned, except a call from which ``drain`` itself is called."""
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= getattr(self._own, "depth", 0))
 

@@ -68,7 +68,7 @@ def _decides(value: Any) -> bool:
 
 @contextlib.contextmanager
 def seen() -> Iterator[list[GroupWork]]:
-    """Route calls of torch's group methods within the block to the methods of this package's groups.
+    """Route calls of torch's group operators in the ``with`` block to the methods of this package's groups.
 
     :returns: the works of these calls.
     """

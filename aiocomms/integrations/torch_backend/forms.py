@@ -35,7 +35,7 @@ UNSET: Final = timedelta(milliseconds=-1)
 
 
 class How(NamedTuple):
-    """The content of torch's options, or of the arguments in their place."""
+    """The settings of a call, from torch's options object or from separate arguments."""
 
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
@@ -73,9 +73,9 @@ def lists(value: Any) -> list[list[Tensor]]:
 
 
 def tensor_in_list(value: Any) -> Tensor:
-    """Return the tensor of a one-element list. torch's lists are meant for several devices of one rank.
+    """Return the tensor of a one-element list. In torch, a longer list has tensors on several devices of one rank.
 
-    :raises ArgumentError: there are several tensors. Backends differ in their meaning: gloo adds them up.
+    :raises ArgumentError: there are several tensors. Backends treat several tensors differently; gloo adds them up.
     """
     if type(value) is list and len(value) == 1 and isinstance(value[0], Tensor):
         return value[0]
@@ -125,7 +125,7 @@ def reduction(value: Any) -> ReduceOp:
 
 
 def deadline(value: Any) -> OpTimeout:
-    """Convert a timeout. None, 0 and negative values such as :data:`UNSET` select the group's timeout."""
+    """Convert a timeout. For None, 0 and negative values such as :data:`UNSET`, the group's timeout applies."""
     if value is None:
         return COMM_TIMEOUT
     _is(isinstance(value, (timedelta, float)))

@@ -32,9 +32,9 @@ from aiocomms.lowlevel.handles import Handle
 
 
 def create(how: Any, options: Any) -> Group:
-    """Create a group for ``torch.distributed``; collective over its ranks.
+    """Create a group for ``torch.distributed``. All ranks of the group must call this.
 
-    With the same transport as torch's default group, the group shares that group's engine and thread.
+    If the group has the same transport as torch's default group, both share one engine and thread.
 
     :param how: torch's options of the group: its store, ranks and timeout.
     :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available one.
@@ -55,10 +55,10 @@ def create(how: Any, options: Any) -> Group:
 
 
 class Group(Handle, dist.ProcessGroup):
-    """A process group over a communicator of its own.
+    """A process group that has its own communicator.
 
-    Any thread may call it. Its methods have the names and arguments that torch expects; programs use ``dist.*``.
-    Tensors may be non-contiguous, and may require grad, but no gradient flows through the operations.
+    Any thread may call it. Its methods have the names and arguments that torch expects; programs call ``dist.*``
+    instead. Tensors may be non-contiguous, and may require grad, but no gradient flows through the operations.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Group(Handle, dist.ProcessGroup):
             self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing. torch calls this on the ranks outside a new group, and the group's ranks form it alone."""
+        """Do nothing. torch calls this on the ranks outside a new group, which only its own ranks form."""
 
     options = None
     """The options that torch gives a split of this group."""
@@ -191,8 +191,8 @@ class Group(Handle, dist.ProcessGroup):
     ) -> Group | None:
         """See :func:`torch.distributed.split_group`, which supports the CPU since torch 2.15. Collective.
 
-        :param ranks: the ranks of the new group, as ranks of this one. They share its transport.
-        :param opts: must be None, because the new group has the transport of this one.
+        :param ranks: the members of the new group, as ranks of this group. They share its transport.
+        :param opts: None, because the new group has the transport of this group.
         :returns: the new group, or None on a rank outside it.
         """
         if opts is not None:
@@ -242,7 +242,10 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("all_gather", 1)
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
-        """See :func:`torch.distributed.all_gather_coalesced`. Each rank has a list, with an output for each input."""
+        """See :func:`torch.distributed.all_gather_coalesced`.
+
+        The outputs are a list for each rank, which has an output for each input.
+        """
         return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
     @operation("all_gather_single", 1)
@@ -309,7 +312,10 @@ class Group(Handle, dist.ProcessGroup):
 
     @operation("barrier", None)
     def barrier(self, how: How) -> GroupWork:
-        """See :func:`torch.distributed.barrier`. A wait for the barrier blocks the thread, also on a GPU."""
+        """See :func:`torch.distributed.barrier`.
+
+        Waiting for the barrier blocks the thread, also if the group has GPU tensors.
+        """
         its = CallTensors(self._side(how.device or torch.device("cpu")))
         return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)
 

@@ -15,11 +15,11 @@ _ROOT = 0
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Let rank 0 receive a message from each other rank and answer all, or name the missing ranks on rank 0.
+    """Send a message to rank 0 and wait for its answer; on rank 0, answer all ranks, or name the missing ranks.
 
     :param number: the number of this barrier, the same on all ranks.
-    :param seconds: the deadline of each receive; None: no deadline.
-    :param all_ranks: whether to wait for all missing ranks and name them, or only the first one.
+    :param seconds: the deadline of each receive; None for no deadline.
+    :param all_ranks: True to wait for all ranks and name all missing ones; False to name only the first missing rank.
     :raises DistBackendError: a rank is missing. The text is torch's.
     """
     if seconds is not None and seconds <= 0:

@@ -30,9 +30,9 @@ class WorkPart(Protocol):
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
-    """Call a function when all parts have ended: at once in this thread, or on the thread that ends the last part.
+    """Call a function when all parts have ended: at once on this thread, or later on the thread that ends the last one.
 
-    :param waits: whether the call counts as a thread that waits for the parts.
+    :param waits: True if the function counts as a thread that waits for the parts.
     """
     left = [part for part in parts if not part.done()]
     if not left:
@@ -72,7 +72,7 @@ def order_stream(parts: Sequence[WorkPart]) -> None:
 class WorkStep:
     """The last part of a work: a step that runs once after the other parts, on any thread.
 
-    A thread that waits for the step waits for these parts, so that Ctrl-C withdraws a receive.
+    A thread that waits for the step waits for the other parts first, so that Ctrl-C withdraws a receive.
     """
 
     def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
@@ -86,7 +86,10 @@ class WorkStep:
         self._calls: list[Callable[[], object]] = []
 
     def after(self, completer: Completer, *, here: bool) -> WorkStep:
-        """Run the step on the completer when its parts have ended. If they already have, ``here`` runs it at once."""
+        """Run the step on the completer when its parts have ended.
+
+        If ``here`` is true and they have ended already, run it at once.
+        """
         if here and all(part.done() for part in self._parts):
             self._run()
         else:

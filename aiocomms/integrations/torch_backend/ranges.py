@@ -8,10 +8,10 @@ from aiocomms.integrations.torch_backend.parts import WorkPart, WorkStep, wait_f
 
 
 class WorkRange(profiler.Range):
-    """One range, from its creation until an operation has ended on another thread."""
+    """A range of the profiler. It lasts from its creation until an operation has ended on another thread."""
 
     def around(self, parts: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return a part that ends the range after the started parts, before a waiting thread resumes."""
+        """Return a part that ends the range when the started parts have ended, before a waiting thread resumes."""
 
         def end() -> None:
             self.end()

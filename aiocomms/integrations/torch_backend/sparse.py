@@ -20,7 +20,7 @@ from aiocomms.ops.writing import writing
 def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
     """Check that a sparse all-reduce is supported.
 
-    :param gpu: the GPU of the tensor; None: it is on the CPU.
+    :param gpu: the GPU of the tensor; None if the tensor is on the CPU.
     :raises UnsupportedOperation: the layout is not COO, the op is not SUM, or the tensor is on a GPU.
     """
     if gpu is not None:
@@ -32,10 +32,12 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 
 
 def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
-    """Replace a tensor by the sum of all ranks' tensors; blocks. The ranks may have different numbers of elements.
+    """Replace a tensor by the sum of all ranks' tensors. Block until then.
+
+    The ranks may have different numbers of elements.
 
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
-    :param number: the number of this call, the same on all ranks. It separates the steps of concurrent calls.
+    :param number: the number of this call, the same on all ranks. The number keeps the steps of concurrent calls apart.
     :param timeout: the deadline of each step.
     """
     lane = comm.lane(f"aiocomms.integrations.torch_backend: sparse all_reduce {number}")

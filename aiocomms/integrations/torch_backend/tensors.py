@@ -28,7 +28,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the number of a tensor's elements for each rank, from its rows in ``splits`` or an equal share."""
+    """Return how many elements of a tensor each rank gets, from the row counts ``splits`` or in equal shares."""
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [operator.index(part) for part in splits] or [rows // size] * size
     if not tensor.dim() or sum(counts) != rows:
@@ -51,7 +51,7 @@ class CallTensors:
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """Return a flat tensor with the same values, to be written in place of this one.
+        """Return a flat tensor with the same values, into which aiocomms writes in place of this tensor.
 
         :raises ArgumentError: elements of the tensor share memory.
         """
@@ -66,7 +66,10 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts, and a step after them that copies values back if there are copies."""
+        """Return the started parts.
+
+        If there are copies, return a step that waits for these parts and copies the values back.
+        """
         if not self._copies:
             return started
 

@@ -39,8 +39,9 @@ def raising_as_torch_does() -> Generator[None, None, None]:
 class GroupWork(CompoundWork):
     """The work of one call of ``torch.distributed``, for which aiocomms has started one or several operations.
 
-    It completes also if no thread waits. Any number of threads may wait for it, any number of times. Each wait raises
-    the error of a failed work as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
+    The work completes also if no thread waits for it. Any number of threads may wait for it, any number of times. Each
+    wait raises the error of a failed work as :class:`torch.distributed.DistBackendError`, whose cause is the error of
+    aiocomms.
     """
 
     _parts: Sequence[WorkPart]
@@ -75,7 +76,7 @@ class GroupWork(CompoundWork):
         return cls([part for work in works for part in work._parts], outputs, completer, ordered=ordered)
 
     def within(self, span: WorkRange) -> Self:
-        """End a profiler's range with the work. Call this before any thread waits."""
+        """End a profiler's range when the work ends. Call this before any thread waits."""
         if self._ordered:  # The work need not wait for the end of the range.
             when_done(self._parts, lambda: self._completer.submit(span.end), waits=False)
         else:
@@ -85,14 +86,17 @@ class GroupWork(CompoundWork):
     # ---------------------------------------------------------------------------------------- as torch calls them
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block this thread until the work is done. With GPU tensors, make the thread's current stream wait instead.
+        """Block this thread until the work is done.
 
-        With GPU tensors the thread waits only for the launch. The exceptions are messages, barriers, operations with
-        non-contiguous tensors, and collectives that consist of messages: these have ended when this returns.
+        With GPU tensors, make the thread's current CUDA stream wait instead. The thread itself then waits only until
+        the operation is launched on the GPU. But messages, barriers, operations with non-contiguous tensors, and
+        collectives that consist of messages have ended when this call returns.
 
-        :param timeout: the longest wait, also of the thread for the GPU. With 0 or less, the group's deadline applies.
+        :param timeout: the longest wait; with it, the thread also waits for the GPU. With 0 or less, the group's
+            deadline applies.
         :returns: True.
-        :raises torch.distributed.DistBackendError: the work failed, or was not done in time and goes on.
+        :raises torch.distributed.DistBackendError: the work failed, or was not done in time. In the second case the
+            work goes on.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
@@ -117,8 +121,9 @@ class GroupWork(CompoundWork):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the written tensors.
 
-        The future completes on a thread of the group, or within this call, without the caller's event loop. If the work
-        fails, a wait for the future raises ``RuntimeError`` with the error's text, as with torch's other futures.
+        The future completes on a thread of the group, or within this call. It does not need the caller's event loop. If
+        the work fails, a wait for the future raises ``RuntimeError`` with the error's text, as with torch's other
+        futures.
         """
         with self._lock:
             if self._future is not None:
@@ -154,7 +159,7 @@ class _Over:
         self.waiting: list[Waiter] = []
 
     def come(self) -> None:
-        """Resume the task. Call it on the loop's thread."""
+        """Resume the task. Call this on the event loop's thread."""
         for waiter in self.waiting:
             if not waiter.done():
                 waiter.set_result(None)
