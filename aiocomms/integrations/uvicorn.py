@@ -21,15 +21,18 @@ _PAUSE: Final = 0.01
 
 
 class Server(uvicorn.Server):
-    """A ``uvicorn.Server`` that answers each accepted connection before it ends.
+    """A ``uvicorn.Server`` that answers a request of each accepted connection before the server ends.
 
-    The original closes a connection whose request it has not read, and the client sees a reset. This server stops
-    listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It closes a connection
-    that stays open after an answer, as HTTP permits at any time.
+    uvicorn's own server closes a connection whose request it has not read, and the client sees a reset. This server
+    stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It closes
+    connections that stay open after an answer, which HTTP permits at any time.
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; a second SIGINT ends at once. The original kills the process by the signal after its end."""
+        """Begin the shutdown; a second SIGINT ends the server at once.
+
+        After its shutdown, uvicorn's own server kills the process by the same signal. This server does not.
+        """
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
 
@@ -43,7 +46,7 @@ class Server(uvicorn.Server):
             sys.exit(1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for first requests, and close the connections when all requests are answered."""
+        """Stop listening, wait for each connection's first request, and close the connections after all answers."""
         for server in self.servers:
             server.close()
         with anyio.move_on_after(LINGER):

@@ -20,9 +20,9 @@ _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main
 
 
 class ForkServer:
-    """A running fork server. It belongs to the supervisor's event loop.
+    """A running fork server. Its methods run on the supervisor's event loop.
 
-    :param settings: the first message, with ``program``, ``preload`` and ``grace``.
+    :param settings: the first message to the fork server, with ``program``, ``preload`` and ``grace``.
     :param environment: the environment of the fork server, which the ranks inherit.
     """
 
@@ -41,7 +41,8 @@ class ForkServer:
         """Tell the fork server to start a process.
 
         :param key: the name of the process in messages.
-        :param descriptors: stdout, stderr, the line, and possibly a listening socket. The caller still owns them.
+        :param descriptors: stdout, stderr, the socket for reports, and possibly a listening socket. The caller still
+            owns them.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 
@@ -79,7 +80,10 @@ class ForkServer:
             return message
 
     async def aclose(self) -> None:
-        """End the fork server and all its processes, and wait. :meth:`hear` returns their ends meanwhile."""
+        """End the fork server and all its processes, and wait until they have ended.
+
+        :meth:`hear` returns their ends meanwhile.
+        """
         with contextlib.suppress(OSError):  # The fork server may have ended.
             self._socket.shutdown(socket.SHUT_WR)
         with anyio.CancelScope(shield=True):

@@ -39,14 +39,14 @@ _INT: Final = array.array("i").itemsize
 
 
 class Birth(NamedTuple):
-    """The program and the environment of a fork."""
+    """The program and the environment of a forked process."""
 
     program: Sequence[str]
     environment: Mapping[str, str]
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve until the supervisor has ended; in a fork, run the program."""
+    """Serve the supervisor until it has ended; in a forked process, run the program."""
     _die_with_parent(os.getppid())  # During the imports the process cannot read the socket.
     control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH))
     os.close(descriptor)
@@ -85,7 +85,7 @@ class _Server:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> Birth | None:
-        """Obey the supervisor until it has ended; in a fork, return the program and environment of the fork."""
+        """Obey the supervisor until it has ended; in a forked process, return its program and environment."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._woken, select.POLLIN)

@@ -55,7 +55,7 @@ class HostProcesses:
     :param environment: the environment that the ranks inherit.
     :param listener: the listening socket for rank 0.
     :param tell: the function to call with each event.
-    :param tasks: the group of the tasks that read the ranks' output. They end with the ranks.
+    :param tasks: the task group of the tasks that read the ranks' output. They end with the ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HostProcesses:
     async def signal(self, rank: int, number: int, *, replaced: bool = False) -> None:
         """Send a signal to the process of a rank, if it has one.
 
-        :param replaced: whether to tell the process first that another one takes its place.
+        :param replaced: True to tell the process first that another process takes its place.
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:

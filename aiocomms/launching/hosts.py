@@ -84,7 +84,7 @@ class HostQueue:
 
 
 class OtherHosts:
-    """The other hosts, from the view of the first one.
+    """The other hosts, from the view of the first host.
 
     :param size: the number of hosts.
     :param tell: the function to call with each event of another host.
@@ -107,7 +107,7 @@ class OtherHosts:
         await run_in_thread(lambda: self._queue.send(host, message))
 
     async def hear(self) -> None:
-        """Receive messages of the other hosts until :meth:`end` is called."""
+        """Receive messages from the other hosts until :meth:`end` is called."""
         while True:
             match await run_in_thread(self._queue.receive):
                 case ["end"]:

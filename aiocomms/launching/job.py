@@ -140,5 +140,5 @@ def place(name: str, text: str) -> At:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of an error without the address, which Python may add."""
+    """Return the reason of an error without the address, which Python adds to some errors."""
     return str(error) if error.errno is None else os.strerror(error.errno)

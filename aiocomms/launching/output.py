@@ -51,10 +51,10 @@ def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 class Printer:
-    """The printer of the lines of all ranks. A blocked terminal or pipe blocks the ranks, but not the loop.
+    """The printer of all ranks' output lines. A blocked terminal or pipe blocks the ranks, but not the event loop.
 
     :param size: the number of ranks.
-    :param folder: the folder for a file of each process's lines, without a prefix; None: no files.
+    :param folder: the folder for one file of output lines per process, without a prefix; None for no files.
     """
 
     def __init__(self, size: int, folder: Path | None, environ: Mapping[str, str]) -> None:
@@ -65,7 +65,7 @@ class Printer:
         }
 
     def log(self, rank: int, incarnation: int) -> BinaryIO | None:
-        """Open the file of a process.
+        """Open the output file of a process.
 
         :raises OSError: the file cannot be opened.
         """
@@ -76,7 +76,8 @@ class Printer:
     async def lines(self, rank: int, descriptor: int, lines: list[bytes], log: BinaryIO | None) -> None:
         """Print lines of a rank.
 
-        :param descriptor: 1 or 2, on which the rank has written them and this process prints them.
+        :param descriptor: 1 or 2: the descriptor on which the rank has written the lines, and on which this process
+            prints them.
         """
         before = self._prefixes[descriptor][rank]
         await self._print(descriptor, b"".join(before + line + b"\n" for line in lines))

@@ -34,7 +34,7 @@ PATIENCE: Final = 60.0
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Start a process for a rank."""
+    """An order to start a process for a rank."""
 
     rank: int
     incarnation: int
@@ -44,7 +44,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send a signal to the process of a rank."""
+    """An order to send a signal to the process of a rank."""
 
     rank: int
     signal: int
@@ -84,7 +84,7 @@ class SupervisedRank:
         """The times within the window when the process failed or left, and was restarted."""
 
     def allow(self, most: int, now: float) -> bool:
-        """Count a restart, and return whether it is one of the first ``most`` within the window."""
+        """Count a restart, and return whether the window has at most ``most`` restarts."""
         while self.begun and self.begun[0] <= now - WINDOW:
             self.begun.popleft()
         self.begun.append(now)
@@ -101,7 +101,7 @@ class Supervision:
 
     :param size: the number of ranks.
     :param restart: whether a failed rank is started again.
-    :param most: the number of restarts of one rank within :data:`WINDOW` seconds.
+    :param most: the largest number of restarts of one rank within :data:`WINDOW` seconds.
     :param grace: seconds between the signal to end a rank and SIGKILL.
     """
 
@@ -139,7 +139,7 @@ class Supervision:
 
     @property
     def deadline(self) -> float | None:
-        """The time of the next :meth:`tick`; None: no alarm is set."""
+        """The time of the next :meth:`tick`; None if no alarm is set."""
         return self._alarms[0][0] if self._alarms else None
 
     def code(self) -> int:
@@ -187,7 +187,7 @@ class Supervision:
         return self._done()
 
     def leaves(self, number: int, incarnation: int, now: float) -> Sequence[Deed]:
-        """Note that a process leaves: it ends in time, or is killed, and another one takes its place."""
+        """Note that a process leaves. If it does not end in time, it is killed. Another process takes its place."""
         self._now, rank = now, self.ranks[number]
         if rank.alive and rank.incarnation == incarnation and not rank.leaving and self.stopping is None:
             rank.leaving = True
@@ -208,7 +208,7 @@ class Supervision:
         return self._done()
 
     def stop(self, why: str, now: float) -> Sequence[Deed]:
-        """End all ranks, or kill them if they were told to end before."""
+        """End all ranks. If they have already been told to end, kill them."""
         self._now = now
         if self.stopping is None:
             self._stop(why)

@@ -40,8 +40,8 @@ async def supervise(job: Job) -> int:
     On the main thread SIGINT and SIGTERM end the ranks, and SIGHUP replaces them one by one. A cancellation of the call
     ends the ranks, too.
 
-    :returns: the exit code of the job: 0, or that of the first rank whose last process has failed. For a signal it is
-        128 more than the signal's number.
+    :returns: the exit code of the job: 0, or that of the first rank whose last process has failed. If a signal has
+        ended that process, the exit code is 128 plus the signal's number.
     :raises ArgumentError: the job is invalid, or a port is in use. No process was started.
     :raises CommError: the ranks cannot be started, or the supervisors of other hosts have ended.
     """
@@ -83,7 +83,7 @@ class HostSupervisor(ABC):
     """The supervisor of one host.
 
     :param job: the job to run.
-    :param tasks: the group of the tasks that end with the ranks.
+    :param tasks: the task group of the tasks that end with the ranks.
     """
 
     def __init__(self, job: Job, listener: socket.socket | None, printer: Printer, tasks: TaskGroup) -> None:
@@ -227,7 +227,7 @@ class Supervisor(HostSupervisor):
 
 
 class Follower(HostSupervisor):
-    """The supervisor of every host but the first, which carries out the first one's orders."""
+    """The supervisor of a host other than the first, which carries out the orders of the first host's supervisor."""
 
     _stops = 0
 
@@ -285,7 +285,7 @@ class Follower(HostSupervisor):
         return {"ready": ready, "ranks": ranks}
 
     def summary(self) -> Sequence[str]:
-        """Return no lines: the first host prints the outcome of the job."""
+        """Return an empty list, because the first host prints the outcome of the job."""
         return []
 
 
@@ -312,7 +312,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
-    """Return the environment variables of one process, the same as torchrun sets, for aiocomms and torch."""
+    """Return the environment variables of one process: the variables that torchrun sets, and one of aiocomms."""
     node, local = divmod(deed.rank, job.ranks)
     return {
         "RANK": str(deed.rank),
@@ -366,7 +366,7 @@ def _folder(job: Job) -> Path | None:
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first :class:`CommError` of a group, or its first error if there is none."""
+    """Return the first :class:`CommError` of an exception group, or the first error if the group has no such error."""
     errors: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

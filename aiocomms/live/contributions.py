@@ -19,7 +19,7 @@ _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Called(msgspec.Struct, array_like=True, frozen=True):
-    """The description of a call, which is the header of its contribution."""
+    """The description of a call, which is the header of the call's contribution."""
 
     op: str
     """The op and its operator, such as ``all_reduce(sum)``; the same on all ranks."""
@@ -62,7 +62,7 @@ class Contribution(NamedTuple):
 
 
 def flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as flat byte tensors, the form in which areas hold them."""
+    """Return views of tensors as flat byte tensors."""
     return [octets(tensor) for tensor in tensors]
 
 

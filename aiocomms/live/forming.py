@@ -113,7 +113,7 @@ class Opened(NamedTuple):
 
     @classmethod
     def listed(cls, text: str) -> list[Self]:
-        """Decode a list of records, one a line."""
+        """Decode a list of records with one record per line."""
         return [cls(*map(int, line.split(","))) for line in text.split()]
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class LiveMeeting:
         self._given_up, self._fd = False, -1
 
     def give_up(self) -> None:
-        """Close the memory that the thread has opened or will open: the call was cancelled or failed."""
+        """Close the memory that the thread has opened or will open, because the call was cancelled or failed."""
         with self._lock:
             self._given_up = True
             if self._fd >= 0:
@@ -164,7 +164,7 @@ class LiveMeeting:
         """Meet the other ranks; return a file descriptor of the shared memory, or None if they share none.
 
         :raises ArgumentError: other ranks have other arguments, or share memory that this process cannot open.
-        :raises CommTimeoutError: a rank has not come in time.
+        :raises CommTimeoutError: a rank has not joined in time.
         :raises OSError: the memory is not available.
         """
         mine = f"{self._place.size} {self._place.capacity}"

@@ -88,7 +88,7 @@ class LiveGroup(Handle):
         raise ArgumentError(f"name is {name!r}, and the group has {LANES} other lanes already")
 
     async def aclose(self) -> None:
-        """Leave the group: the other ranks no longer wait for this one. Idempotent."""
+        """Leave the group, so that the other ranks no longer wait for this rank. Idempotent."""
         if self.closed:
             return
         self._place.check("aclose")

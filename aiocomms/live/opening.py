@@ -20,8 +20,8 @@ CAPACITY = 4 * 2**20
 class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class like a function
     """Take a place in a live group, whose collectives complete by a deadline without dead or late ranks.
 
-    Await it for a :class:`~aiocomms.live.group.LiveGroup`, or write ``async with live_group(...) as group:``. The group
-    forms when all ranks have made the call. Later, a process can take the place of a dead one and go on with the
+    Await it to get a :class:`~aiocomms.live.group.LiveGroup`, or write ``async with live_group(...) as group:``. The
+    group forms when all ranks have made the call. Later, a process can take the place of a dead one and go on with the
     others. Ranks of one host share memory if the package with native code is installed. Otherwise the ranks use the
     job's store, which is slower and does not detect deaths.
 
@@ -30,12 +30,12 @@ class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class 
         group needs the store until it is closed.
     :param rank: this rank.
     :param size: the number of places, at most 20.
-    :param timeout: the deadline in seconds for forming the group, and the default deadline of ops. None: ops wait for
-        all live ranks, and forming has 600 s.
-    :param capacity: the most bytes that a rank contributes to one op, the same on all ranks. A group takes memory as it
-        is used: at most twice the capacity per lane and rank.
-    :raises ArgumentError: an argument is wrong, differs from other ranks, or another live process has this place.
-    :raises CommTimeoutError: a rank did not come in time; the message names it.
+    :param timeout: the deadline in seconds for forming the group, and the default deadline of ops. If None, ops wait
+        for all live ranks, and forming has a deadline of 600 s.
+    :param capacity: the largest number of bytes that a rank contributes to one op, the same on all ranks. The group
+        takes memory only when ops use it: at most twice the capacity per lane and rank.
+    :raises ArgumentError: an argument is wrong or differs between ranks, or another live process has this place.
+    :raises CommTimeoutError: a rank did not join in time; the message names the rank.
     :raises StoreLostError: the store cannot be reached.
     """
 

@@ -27,15 +27,15 @@ class Shortcut(Protocol):
     def arrive(self, number: int, header: bytes, parts: Sequence[tuple[int, int]], /) -> int:
         """Contribute to a round, and spin for some time until it is decided.
 
-        :param parts: addresses, and the number of bytes at each.
+        :param parts: the address and the number of bytes of each part.
         :returns: the round's word; 0 if nothing was done.
         """
 
     def all_reduce(self, number: int, tensor: object, op: object, /) -> Any:
-        """Do the same for a known call with one tensor, and reduce all contributions into the tensor.
+        """Contribute as :meth:`arrive` does, for a known call with one tensor, and reduce all contributions into it.
 
-        :returns: a :class:`~aiocomms.live.lane.Partial` when all is done; the round's word when only the contribution
-            is; None when nothing was done.
+        :returns: a :class:`~aiocomms.live.lane.Partial` if the reduction is done; the round's word if only the
+            contribution is done; None if nothing was done.
         """
 
     def finish(self, word: int, tensor: object, op: object, /) -> bool:
@@ -45,17 +45,17 @@ class Shortcut(Protocol):
         """
 
     def know(self, holders: dict[int, int], /) -> None:
-        """Store the holders of the ranks' places."""
+        """Store the processes that hold the ranks' places."""
 
     def know_call(self, tensor: object, op: object, kind: str, factor: float, header: bytes, /) -> None:
         """Store the header of a call, which is then a known call."""
 
 
 class Registers(Protocol):
-    """Registers, which change by compare-and-swap, and areas of bytes, each of which only one rank writes.
+    """Registers and areas. A register changes by compare-and-swap; an area has bytes that only one rank writes.
 
-    Operations are sequentially consistent across processes. A register has 63 bits and is initially 0. A process may
-    die at any moment: registers stay valid, but an area that it was writing may be torn.
+    Operations are sequentially consistent across processes. A register has 63 bits and is initially 0. If a process
+    dies, registers stay valid, but an area that the process was writing may have incomplete data.
     """
 
     async def load(self, register: int) -> int:
@@ -95,7 +95,7 @@ class Registers(Protocol):
         """
 
     async def tell(self, register: int | None) -> None:
-        """Wake all ranks that wait for a register; None wakes the ranks that wait for any."""
+        """Wake all ranks that wait for a register; None wakes the ranks that wait for any register."""
 
     def alive(self, holder: int) -> bool:
         """Return whether a process may be alive.
@@ -113,7 +113,7 @@ def register_of(lane: int, which: int) -> int:
 
 
 def place_of(rank: int) -> int:
-    """Return the number of the register of a place. It holds the place's process, :data:`LEFT`, or 0 at first."""
+    """Return the number of a place's register. The register holds the place's process, :data:`LEFT`, or 0 at first."""
     return LANES * PER_LANE + rank
 
 

@@ -45,7 +45,7 @@ class Round(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks whose contributions are there, in ascending order."""
+        """The ranks whose contributions are in the round, in ascending order."""
         return _ranks_of(self.bits)
 
     @property
@@ -74,7 +74,7 @@ class Rounds:
     """One rank's participation in the rounds of one lane, one round at a time.
 
     :param lane: the lane's number.
-    :param holder: the value of this process in the register of its place.
+    :param holder: the value that means this process in the register of its place.
     """
 
     def __init__(self, registers: Registers, lane: int, rank: int, size: int, holder: int) -> None:
@@ -110,7 +110,8 @@ class Rounds:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
-        :param use: makes the result from the contributions. If they change meanwhile, the result is dropped.
+        :param use: a function that makes the result from the contributions. If the contributions change meanwhile, the
+            result is dropped.
         :param into: the tensor into which native code may reduce instead of ``use``.
         :returns: the result, and the round.
         :raises LeftBehindError: the other ranks have gone on; the next call of this rank joins the open round.

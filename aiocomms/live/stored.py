@@ -65,7 +65,7 @@ class StoreRegisters:
         """See :class:`aiocomms.live.registers.Registers`. A store has no native code for rounds."""
 
     async def changed(self, register: int, held: int, ends: float) -> bool:
-        """Wait for some milliseconds: a store does not notify ranks of changes."""
+        """Wait for some milliseconds, because a store does not notify ranks of changes."""
         await anyio.sleep(max(0.0, min(_PAUSE, ends - clock.now())))
         return clock.now() < ends
 
@@ -73,7 +73,7 @@ class StoreRegisters:
         """Do nothing: all ranks poll."""
 
     def alive(self, holder: int) -> bool:
-        """Return True: the store does not know."""
+        """Return True, because the store does not know which processes are alive."""
         return True
 
     def close(self) -> None:

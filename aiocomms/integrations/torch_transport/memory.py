@@ -34,7 +34,7 @@ class Registration:
     def check(self) -> None:
         """Check that the registration is valid.
 
-        :raises ArgumentError: it was unregistered, or its tensor has other memory now.
+        :raises ArgumentError: the memory was unregistered, or the tensor has other memory now.
         """
         if not self.active:
             raise ArgumentError("the memory was unregistered: register the tensor again")
@@ -43,7 +43,7 @@ class Registration:
 
 
 class MemoryView:
-    """A range of registered memory, the source of writes."""
+    """A range of registered memory, which can be the source of writes."""
 
     def __init__(self, registration: Registration, offset: int, length: int) -> None:
         self._registration, self._offset, self._length = registration, offset, length
@@ -54,12 +54,12 @@ class MemoryView:
 
     @property
     def part(self) -> Tensor:
-        """The bytes of the view; uint8."""
+        """The bytes of the view, as a tensor of dtype uint8."""
         return self._registration.flat[self._offset : self._offset + self._length]
 
 
 class MutableMemoryView(MemoryView):
-    """A range of registered memory, the source of writes or the target of reads."""
+    """A range of registered memory, which can be the source of writes or the target of reads."""
 
     @property
     def writable(self) -> Literal[True]:
@@ -74,11 +74,11 @@ class Memory:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Return a range of the bytes as the source of writes; by default all from ``offset`` on."""
+        """Return a range of the bytes as the source of writes; by default all bytes from ``offset`` on."""
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Return a range of the bytes as the target of reads; by default all from ``offset`` on."""
+        """Return a range of the bytes as the target of reads; by default all bytes from ``offset`` on."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
@@ -99,7 +99,7 @@ class Memory:
 
 
 class RemoteBuffer:
-    """Memory of the other end: the descriptor of its region, which only that end can create."""
+    """A reference to memory of the other end. It holds a descriptor that only that end can create."""
 
     def __init__(self, descriptor: bytes) -> None:
         """Take a result of :meth:`serialize`.
@@ -125,9 +125,9 @@ class RemoteBuffer:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the buffer of a result of :meth:`serialize`. The data is parsed, never executed.
+        """Return the buffer that :meth:`serialize` has encoded. The data is parsed, never executed.
 
         :raises ArgumentTypeError: ``data`` is not bytes.
-        :raises ArgumentError: ``data`` is no such result.
+        :raises ArgumentError: ``data`` is not a result of :meth:`serialize`.
         """
         return cls(data)

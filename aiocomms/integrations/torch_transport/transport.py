@@ -65,8 +65,9 @@ else:
 class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms. Any thread may use it.
 
-    A transfer ends when the bytes are in the target memory, for a write in that of the other end. No thread polls for
-    the end. If the other end's process dies, pending transfers fail with :class:`aiocomms.errors.PeerDiedError`.
+    A transfer ends when the bytes are in the target memory. For a write, this is memory of the other end. No thread
+    polls for the end. If the other end's process dies, pending transfers fail with
+    :class:`aiocomms.errors.PeerDiedError`.
     """
 
     def __init__(
@@ -110,7 +111,10 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------ the two ends
 
     def bind(self, *, timeout: float | None = None) -> bytes:
-        """Return the endpoint's address, at most 1,024 bytes. It already listens, so ``timeout`` has no effect."""
+        """Return the endpoint's address, at most 1,024 bytes.
+
+        The endpoint already listens, so ``timeout`` has no effect.
+        """
         self._check_open()
         return self._endpoint.address
 
@@ -119,7 +123,7 @@ class EndpointTransport(_Transport):
 
         :param peer_url: the result of :meth:`bind` on the other end.
         :returns: 0.
-        :raises ArgumentError: ``peer_url`` is no such address, or this end is already connected.
+        :raises ArgumentError: ``peer_url`` is not a result of :meth:`bind`, or this end is already connected.
         :raises TimeoutError: the connection took too long.
         :raises CommError: as :meth:`aiocomms.Endpoint.connect`.
         """
@@ -137,10 +141,11 @@ class EndpointTransport(_Transport):
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for pending transfers, and release everything. Idempotent.
 
-        ``timeout`` limits the wait for transfers, but not the disconnection after it. That takes some more seconds if
-        the other end does not answer, for example because its process is stopped.
+        ``timeout`` limits the wait for transfers, but not the disconnection after it. The disconnection takes some more
+        seconds if the other end does not answer, for example because its process is stopped.
 
-        :raises TimeoutError: a transfer is still pending. The transport accepts no new one; another call resumes.
+        :raises TimeoutError: a transfer is still pending. The transport accepts no new transfers. Call ``close`` again
+            to go on waiting.
         :raises CommError: a pending transfer has failed. Everything is released.
         """
         ends = clock.now() + self._patience(timeout)
@@ -190,10 +195,10 @@ class EndpointTransport(_Transport):
     # ------------------------------------------------------------------------------------------------------ memory
 
     def register_memory(self, tensor: Tensor, *, timeout: float | None = None) -> Memory:
-        """Open a tensor to the other end, at any time.
+        """Give the other end access to a tensor. This is possible at any time.
 
         :param tensor: a contiguous, non-empty tensor on the CPU. This call moves its storage in place to shared memory.
-            It is never moved again, so other threads may use the tensor afterwards.
+            The storage is never moved again, so other threads may use the tensor afterwards.
         :returns: the memory. The same tensor memory has one registration.
         :raises ArgumentError: the tensor is not as described, or an operation of aiocomms uses it, so that it cannot be
             moved.
@@ -215,7 +220,7 @@ class EndpointTransport(_Transport):
         return Memory(registration)
 
     def unregister_memory(self, memory: Memory, *, timeout: float | None = None) -> None:
-        """Revoke memory. When this returns, the other end neither reads nor writes it. Idempotent.
+        """Revoke memory. When this call returns, the other end neither reads nor writes the memory. Idempotent.
 
         :raises ArgumentTypeError: the memory was not registered with this transport.
         :raises ArgumentError: a transfer of this end still uses the memory, which stays registered.
@@ -244,10 +249,12 @@ class EndpointTransport(_Transport):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> int | TransferWork:
-        """Write the bytes of a local view to the beginning of remote memory. At its end the bytes are there.
+        """Write the bytes of a local view to the beginning of remote memory.
 
-        The first transfer with a remote buffer requests access from the other end, and blocks meanwhile, also with
-        ``async_op``.
+        When the transfer has ended, the bytes are in the remote memory.
+
+        The first transfer with a remote buffer requests access from the other end, and blocks until the answer arrives,
+        also with ``async_op``.
 
         :returns: a work with ``async_op``, else 0 at the end of the transfer.
         :raises ArgumentError: an argument is wrong, or the view is too large. No byte was sent.

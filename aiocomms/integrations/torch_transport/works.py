@@ -37,7 +37,7 @@ class TransferWork(CompoundWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block this thread until the transfer has ended.
 
-        :param timeout: the longest wait; 0: the timeout of the transfer.
+        :param timeout: the longest wait; 0 selects the timeout of the transfer.
         :returns: True.
         :raises TimeoutError: the transfer has not ended in time, and goes on.
         :raises CommError: the transfer has failed.
@@ -65,9 +65,10 @@ class TransferWork(CompoundWork):
         return []
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of an empty list, or of the error.
+        """Return a future whose value is an empty list, or that raises the error.
 
-        It completes within this call, or on the transport's thread, which then runs its callbacks: they must not block.
+        The future completes within this call, or on the transport's thread. That thread runs the future's callbacks, so
+        they must not block.
         """
         with self._lock:
             if self._future is not None:
