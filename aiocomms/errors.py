@@ -250,7 +250,7 @@ class WorkerError(CommError):
 class PlanLostError(CommError):
     """Raised when a rank is lost during a plan, or a lost rank has not been replaced yet; the cause says why.
 
-    The communicator is poisoned. The program may run the plan again if a second run does no harm.
+    The communicator is poisoned. The program can run the plan again if a second run does no harm.
     """
 
 

@@ -53,8 +53,8 @@ class End(enum.Enum):
 class Peer(Handle):
     """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two endpoints form a communicator of two ranks, with its deadlines, errors, records and rules. The loss of one
-    connection does not affect other peers. ``async with`` closes the connection.
+    The two endpoints form a communicator of two ranks, with the deadlines, errors, records and rules of a communicator.
+    The loss of one connection does not affect other peers. ``async with`` closes the connection.
     """
 
     _signals: Window

@@ -183,7 +183,7 @@ class Described(Handle):
 class RemoteRegion(Described):
     """A region of another endpoint; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
 
-    Operations take effect in the order of the calls. A ``put`` is done when its source may be reused. Its data has
+    Operations take effect in the order of the calls. A ``put`` is done when its source can be reused. Its data has
     arrived when the other endpoint receives a later :meth:`Peer.signal`, or when a later ``flush`` is done.
     """
 

@@ -71,7 +71,7 @@ class Traceable(Instrumentable, Protocol):
 def instrumentable(comm: Any, also: str = "") -> None:
     """Check the argument of an exporter.
 
-    :param also: the other types that the exporter accepts, for the error.
+    :param also: the other types that the exporter accepts, for the error's message.
     :raises ArgumentTypeError: ``comm`` is not a communicator.
     """
     if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
@@ -108,7 +108,7 @@ class MetricRow(NamedTuple):
 
 
 class Tally:
-    """The counts of one communicator's ops by kind, from a post-hook until :meth:`remove`.
+    """The counts of one communicator's ops by kind. A post-hook counts until :meth:`remove`.
 
     The hook writes the counts on the event loop's thread. Any thread may read.
     """

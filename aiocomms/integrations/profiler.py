@@ -75,8 +75,8 @@ class Recording(Handle):
 def record_ops(comm: Traceable) -> Recording:
     """Show each later op as a range in torch's profiler, such as ``aiocomms:all_reduce``, while the profiler runs.
 
-    A range begins at the call and ends with the op, before the tasks that await it resume. So the range has the
-    duration of the op, also if the event loop is busy.
+    A range begins at the call. It ends with the op, before the awaiting tasks resume. So the range has the duration of
+    the op, also if the event loop is busy.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :returns: a handle with ``.remove()``.

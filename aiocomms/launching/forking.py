@@ -41,8 +41,8 @@ class ForkServer:
         """Tell the fork server to start a process.
 
         :param key: the name of the process in messages.
-        :param descriptors: stdout, stderr, the socket for reports, and possibly a listening socket. The caller still
-            owns them.
+        :param descriptors: stdout, stderr, the socket to the supervisor, and possibly a listening socket. The caller
+            still owns them.
         """
         await self._send(["start", key, dict(environment)], descriptors)
 

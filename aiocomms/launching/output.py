@@ -46,7 +46,7 @@ def prefixes(size: int, *, coloured: bool) -> list[bytes]:
 
 
 def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether lines on a descriptor have colours: on a terminal, unless NO_COLOR is set or TERM is "dumb"."""
+    """Return whether to colour lines on a descriptor: it is a terminal, NO_COLOR is not set, and TERM is not "dumb"."""
     return os.isatty(descriptor) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -76,7 +76,7 @@ class Printer:
     async def lines(self, rank: int, descriptor: int, lines: list[bytes], log: BinaryIO | None) -> None:
         """Print lines of a rank.
 
-        :param descriptor: 1 or 2: the descriptor on which the rank has written the lines, and on which this process
+        :param descriptor: the descriptor, 1 or 2, on which the rank has written the lines, and on which this process
             prints them.
         """
         before = self._prefixes[descriptor][rank]

@@ -177,7 +177,10 @@ class Supervision:
         return self._done()
 
     def lost(self, number: int, name: str, epoch: int, now: float) -> Sequence[Deed]:
-        """Note that a communicator's epoch has lost a rank. The rank's process must end soon, or it is killed."""
+        """Note that a communicator has lost a rank in an epoch.
+
+        The rank's process is killed if it does not end soon.
+        """
         self._now = now
         if 0 <= number < len(self.ranks) and self.stopping is None:
             rank = self.ranks[number]

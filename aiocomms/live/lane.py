@@ -74,7 +74,7 @@ class LiveLane(Handle):
     """A lane of a live group; its collectives match in the order of calls. Made by :meth:`LiveGroup.lane`.
 
     A call waits, until its deadline, for the ranks of the lane's last call and for ranks that join again. The call
-    completes with the ranks that have made it by then. It does not wait for dead ranks. A late rank gets the result
+    completes with the ranks that have made it by then. No call waits for dead ranks. A late rank gets the result
     without its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`; its next
     call joins the open call. The first call of a process that takes a dead process's place joins the open call, too.
 
@@ -96,8 +96,8 @@ class LiveLane(Handle):
     ) -> Partial[Tensor]:
         """Reduce one tensor per rank in place, in the order of ranks; the result is bitwise the same on all ranks.
 
-        :param tensor: a tensor of the same dtype and shape on all ranks. An error leaves the tensor unchanged. Only
-            after a LeftBehindError, its content is undefined.
+        :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
+            after a LeftBehindError its content is undefined.
         :param op: the operator; AVG divides by the number of ranks in the result.
         :param timeout: the seconds to wait for other ranks; None: as long as they live; by default the group's.
         :returns: ``tensor``, with the reduction.

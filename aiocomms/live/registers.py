@@ -19,7 +19,9 @@ PER_LANE: Final = 4
 
 
 class Shortcut(Protocol):
-    """Native code for the common case of a lane's rounds; :class:`~aiocomms.live.rounds.Rounds` handles all others.
+    """Native code for the common case of a lane's rounds.
+
+    :class:`~aiocomms.live.rounds.Rounds` handles all other cases.
 
     A round's word is the value of its register once this rank's contribution is in the round.
     """

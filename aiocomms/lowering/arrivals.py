@@ -45,7 +45,7 @@ class Arrivals:
         queue.add(call)
 
     def withdraw(self, work: Completion) -> bool:
-        """Withdraw an op; return False if it takes a message or has ended."""
+        """Withdraw an op; return False if it is taking a message or has ended."""
         call = self._calls.get(work)
         return call is not None and call.withdraw()
 
@@ -58,7 +58,7 @@ class Arrivals:
                     work.abandon(error)
 
     def clear(self) -> None:
-        """Forget all ops: their works have ended."""
+        """Forget all ops, because their works have ended."""
         for queue in self._queues.values():
             queue.calls.clear()
             queue.looks.clear()
@@ -66,7 +66,7 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """Note that a message of a rank has come; the rank after it is next in turn."""
+        """Note that a message from a rank has arrived; the turn passes to the next rank."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:
@@ -101,7 +101,7 @@ class _Queue:
 
     @property
     def idle(self) -> bool:
-        """True if no call waits or takes a message."""
+        """True if no call waits for a message or is taking one."""
         return not self.calls and not self.taking
 
     def add(self, call: _AnyCall, *, first: bool = False) -> None:
@@ -116,7 +116,7 @@ class _Queue:
             self.look(src, more=src != last)
 
     def look(self, src: int, *, more: bool = True) -> None:
-        """Probe a rank, and offer its messages to the calls, as long as there are messages and calls for them.
+        """Probe a rank, and offer its messages to the waiting calls, until no message or no such call is left.
 
         :param more: see :attr:`aiocomms.ops.Probe.more`.
         """
@@ -230,7 +230,7 @@ class _AnyCall:
             taking.fail(error)
 
     def taken(self, outcome: Any) -> None:
-        """Handle the end of a take; if another receive took the message first, wait again."""
+        """Handle the end of an attempt to take a message; if another receive took it first, wait again."""
         assert self._taking is not None
         op, self._taking = self._taking.op, None
         self.queue.taking -= 1

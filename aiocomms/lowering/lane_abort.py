@@ -66,11 +66,11 @@ class Stopping(Protocol):
         """See :meth:`aiocomms.transport.Transport.post_at_once`."""
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget a lane's messages from a rank, which sends no more of them."""
+        """Forget a lane's messages from a rank that sends no more of them."""
 
 
 class LaneAborts:
-    """The lanes of one communicator that were given up, and the exchange of notices about them."""
+    """The aborted lanes of one communicator, and the exchange of notices about them."""
 
     def __init__(self, comm: Poster, router: Stopping) -> None:
         self._comm = comm
@@ -96,7 +96,7 @@ class LaneAborts:
                 self._comm.withdraw(ear)
 
     def give_up(self, number: int, lane: str, reason: str) -> None:
-        """Give a lane up on all ranks."""
+        """Abort a lane on all ranks."""
         self.listen()
         self._end(_GivenUp(number, lane, reason, self._comm.rank, []))
 
@@ -129,7 +129,7 @@ class LaneAborts:
             message.ended = True
 
     def heard(self, rank: int, words: Tensor) -> None:
-        """Handle the notice of a rank that it has given a lane up."""
+        """Handle the notice of a rank that has aborted a lane."""
         try:
             told = _CODEC.decode_padded(codec.to_bytes(words), rank)
         except ProtocolError as error:
@@ -199,7 +199,7 @@ class _Sink(_Message):
         self.ended = self.took = True
 
     def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`. A message of another size or dtype was taken, too."""
+        """See :meth:`aiocomms.transport.Completion.fail`. A message of another size or dtype counts as taken, too."""
         self.ended = True
         self.took = isinstance(error, (MessageTruncatedError, MismatchError))
 

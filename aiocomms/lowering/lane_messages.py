@@ -49,7 +49,7 @@ def _hash(data: bytes) -> int:
 
 
 def tag_of(number: int, tag: int) -> int:
-    """Return the tag of a lane's message that replaces the user's tag."""
+    """Return the tag that replaces the user's tag in a lane's message."""
     return _ABOVE | (number + tag * _SPREAD) & _BITS
 
 
@@ -99,7 +99,10 @@ class _LaneRun(Run):
         self._turn.look()
 
     def begin(self) -> None:
-        """Start the run after the one before it. Its call has returned, so an error ends the communicator."""
+        """Start the run after the run before it has ended.
+
+        The program's call has returned, so an error ends the communicator.
+        """
         self._posted = True
         self.advance()
 
@@ -122,7 +125,7 @@ class _Turn(deque[_LaneRun]):
         self._looking = False
 
     def call(self, run: _LaneRun) -> None:
-        """Start a collective now, or when the ones before it have ended."""
+        """Start a collective now, or when the collectives before it have ended."""
         self.append(run)
         if len(self) == 1:
             try:
@@ -133,7 +136,10 @@ class _Turn(deque[_LaneRun]):
                 raise
 
     def look(self) -> None:
-        """Start the next collective if the first has ended. This does not recurse, since thousands may end at once."""
+        """Start the next collective if the first has ended.
+
+        The function does not recurse, because thousands of collectives may end at once.
+        """
         if self._looking:
             return
         self._looking = True
@@ -164,7 +170,9 @@ class Turns(dict[int, _Turn]):
         turn.call(_LaneRun(self._comm, steps, work, turn))
 
     def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
-        """Return the ranks for whose messages a collective, or the lane's collective under way, waits. Thread-safe.
+        """Return the ranks whose messages a collective waits for; before its turn, those of the current collective.
+
+        Thread-safe.
 
         :returns: the ranks, or None if the collective is not made of messages.
         """

@@ -19,7 +19,8 @@ Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
 class Loopback:
     """The sends, receives and probes of one rank to and from itself.
 
-    The later of a send and its receive copies the message when it is posted. A send of any size waits for its receive.
+    When both a send and its receive are posted, the one that was posted later copies the message. A send of any size
+    waits for its receive.
     """
 
     def __init__(self, rank: int) -> None:
@@ -84,13 +85,13 @@ class Loopback:
         return True
 
     def close(self) -> None:
-        """Fail the unmatched sends: this rank closes."""
+        """Fail the unmatched sends, because this rank closes the communicator."""
         for work in [work for queue in self._sends.values() for _, work in queue]:
             conclude(work, CommClosedError("this rank has closed the communicator, and had not received the message"))
         self.clear()
 
     def clear(self) -> None:
-        """Forget all ops: their works have ended."""
+        """Forget all ops, because their works have ended."""
         self._sends.clear()
         self._recvs.clear()
         self._probes.clear()

@@ -42,7 +42,7 @@ class Router(dict[type[ops.Op], Route]):
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes: later ops may go to other transports."""
+        """Forget all routes, so that later ops can go to other transports."""
         self.clear()
         self.within.clear()
         self[Offload] = self._comm.offload  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class Router(dict[type[ops.Op], Route]):
             self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
-        """Forget a lane's messages from a rank, which sends no more of them; see :meth:`LaneTransport.forget_lane`."""
+        """Forget a lane's messages from a rank that sends no more of them; see :meth:`LaneTransport.forget_lane`."""
         if (transport := self._lane_carrier()) is not None:
             guarded(None, transport.forget_lane, number, rank)
 
@@ -148,7 +148,7 @@ class Router(dict[type[ops.Op], Route]):
             self._messages(within(op, lane), work)
 
     def adopt(self, work: LaneWork[Any], part: RunPart) -> None:
-        """Take over a message of a lane that a shortcut has posted; ``part`` becomes its completion."""
+        """Take over a lane's message that a shortcut has posted; ``part`` becomes the message's completion."""
         message = ops.Batch((within(work.op, work.number),))
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)
@@ -195,7 +195,7 @@ class Router(dict[type[ops.Op], Route]):
 
 
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
-    """The routes of ops of lanes, by op type: to the transport if it carries them in lanes, else to messages."""
+    """The routes of lanes' ops, by op type: to the transport if it carries the op in lanes, otherwise to messages."""
 
     def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
         self._decide = decide

@@ -45,7 +45,7 @@ class Poster(Protocol):
         """Make a schedule's call in a thread, and complete the work on the event loop's thread."""
 
     def lose(self, error: CommError) -> None:
-        """End the communicator: the other ranks cannot know which messages of this rank are still missing."""
+        """End the communicator, because the other ranks cannot know which messages of this rank are still missing."""
 
 
 class Offload(ops.Op, frozen=True, eq=False):
@@ -80,7 +80,7 @@ class Run:
         self.work: Completion = work
 
     def advance(self) -> None:
-        """Continue in the caller's stream: GPU work of the steps comes after the work that the caller has enqueued."""
+        """Continue on the caller's CUDA stream, so that GPU work of the steps follows the caller's enqueued work."""
         if self._stream is None:
             self._advance()
         else:
@@ -123,7 +123,10 @@ class Run:
             self._parts = ()
 
     def adopt(self, part: RunPart) -> None:
-        """Take over after the first step, whose only message a shortcut has posted; ``part`` becomes its completion."""
+        """Continue after the first step.
+
+        A shortcut has posted the step's only message; ``part`` becomes this message's completion.
+        """
         (op,) = next(self._steps)
         part.__init__(self, op)  # type: ignore[misc]
         self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
@@ -231,7 +234,7 @@ class Run:
 
 
 class BatchRun(Run):
-    """The run of a batch. It fails only once the transport no longer uses its tensors."""
+    """The run of a batch. The batch fails only when the transport no longer uses its tensors."""
 
     __slots__ = ("_all_posted", "_fault")
 
@@ -259,7 +262,7 @@ class BatchRun(Run):
                 conclude(self.work, OP_RESULT if self._fault is None else self._fault)
 
     def part_failed(self, error: CommError) -> None:
-        """Note that one message has failed, and withdraw the unmatched receives: they must not take later messages."""
+        """Note that one message has failed, and withdraw the unmatched receives, which must not take later messages."""
         if isinstance(error, MismatchError):
             conclude(self.work, error)  # The communicator is lost, and the other messages may never end.
         elif self._fault is None:

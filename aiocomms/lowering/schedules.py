@@ -25,7 +25,7 @@ RING_BYTES = 64 * 1024
 
 
 class Context:
-    """The view of a communicator for one schedule; its sends and receives have the tag of this op."""
+    """A schedule's view of a communicator; the sends and receives that it makes have the op's tag."""
 
     __slots__ = ("device", "rank", "size", "tag")
 
@@ -69,7 +69,7 @@ def batch(g: Context, op: ops.Batch) -> Steps:
 
 @schedule(ops.PutV)
 def put_v(g: Context, op: ops.PutV) -> Steps:
-    """Put each run with its own op."""
+    """Put each run of elements with its own op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Put(window, flat[start : start + op.count], op.dst, offset)
@@ -79,7 +79,7 @@ def put_v(g: Context, op: ops.PutV) -> Steps:
 
 @schedule(ops.GetV)
 def get_v(g: Context, op: ops.GetV) -> Steps:
-    """Get each run with its own op."""
+    """Get each run of elements with its own op."""
     flat, window = op.tensor.view(-1), op.window
     yield [
         ops.Get(window, flat[start : start + op.count], op.src, offset)
@@ -234,7 +234,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
 
 @schedule(ops.AllToAll, ops.AllToAllSingle, ops.AllToAllVSingle)
 def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
-    """Exchange tensors pairwise: in step k each rank sends to the rank k ahead, and receives from the rank k behind."""
+    """Exchange tensors pairwise: in step k, each rank sends to rank + k, and receives from rank - k."""
     ins, outs = op.ins(g.size), op.outs(g.size)
     write(outs[g.rank], ins[g.rank])
     for k in range(1, g.size):

@@ -24,7 +24,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
     only if the same transport carries them, too.
 
     :param by_family: the transports of the communicator.
-    :param entries: the number of entries in the recorder's ring.
+    :param entries: the number of entries in the recorder's ring buffer.
     """
     transport = by_family.get("p2p")
     pure = os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0")
@@ -48,7 +48,7 @@ def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool
 def give_methods(cls: type[Any], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace methods of a class by native code, which starts plain ops of the objects that have shortcuts.
 
-    Each class and ``method`` is handled once.
+    A repeated call with the same class and ``method`` has no effect.
 
     :param method: see :meth:`Shortcuts.method`.
     """

@@ -51,7 +51,7 @@ class _Window:
             self.signals[src] += 1
 
     def served(self) -> None:
-        """Note that one service has ended: its rank sends no more requests."""
+        """Note that one service has ended, because its rank sends no more requests."""
         self.serving -= 1
         self.check_closed()
 
@@ -120,7 +120,7 @@ class TwoSided(Transport):
                 self._run(self._ask(op), work)
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`: the transport of the messages does the work."""
+        """See :meth:`Transport.progress`. The transport that carries the messages does the work."""
         return False
 
     def fileno(self) -> int | None:
@@ -137,10 +137,10 @@ class TwoSided(Transport):
         return True
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`: the transport below tells the peers."""
+        """See :meth:`Transport.abort`. The transport that carries the messages tells the peers."""
 
     async def aclose(self) -> None:
-        """See :meth:`Transport.aclose`: there is nothing to release."""
+        """See :meth:`Transport.aclose`. There is nothing to release."""
 
     # ------------------------------------------------------------------------------------ this rank's own requests
 

@@ -31,8 +31,8 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
     """Return the job's token from ``AIOCOMMS_TOKEN`` or from the file that ``AIOCOMMS_TOKEN_FILE`` names, or None.
 
     :param environ: the environment, as ``os.environ``.
-    :raises ArgumentError: both variables are set, the token is too short or too long, or the file cannot be read or is
-        not this user's alone. The function never falls back to None then.
+    :raises ArgumentError: both variables are set, the token is too short or too long, or the file cannot be read, or
+        other users can access it. In these cases the function never returns None.
     """
     text, path = environ.get(_TOKEN), environ.get(_TOKEN_FILE)
     if text is not None and path is not None:
@@ -43,7 +43,9 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
 
 
 def job_token() -> bytes | None:
-    """Return this job's token, or None. It is read once, because a file on a slow disk would block the event loop.
+    """Return this job's token, or None.
+
+    The token is read only once, because a file on a slow disk would block the event loop.
 
     :raises ArgumentError: as :func:`read_token`.
     """
@@ -83,13 +85,16 @@ def same(a: bytes, b: bytes) -> bool:
 
 
 def claimed(record: bytes) -> bytes:
-    """Return the value of a record in the store, without a check of its writer, from any version with this shape."""
+    """Return the value of a record in the store, without a check of its writer.
+
+    The record may come from another version.
+    """
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
 
 
 class Seal:
-    """The signer of one rank's records for the other ranks of a communicator, which also checks their records.
+    """A signer of one rank's records in the store, which also verifies the records of the communicator's other ranks.
 
     Without a token the seal signs nothing, and any process can compute the result of :meth:`secret`. The key is
     confidential: no text and no pickle contains it.
@@ -113,7 +118,10 @@ class Seal:
         return child
 
     def secret(self, purpose: str) -> bytes:
-        """Return 32 bytes that no process without the token can know. All ranks of the communicator get the same."""
+        """Return 32 bytes that no process without the token can know.
+
+        All ranks of the communicator get the same bytes.
+        """
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:

@@ -43,20 +43,20 @@ class Conduit(Protocol):
     """The time of the other process's last sign of life, by this one's monotonic clock."""
 
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
-        """Receive frames from now on, and before them the frames that have arrived already.
+        """Start to receive frames, beginning with the frames that have arrived already.
 
-        :param on_frame: called with each frame, on the loop's thread, also while the loop's tasks wait for others.
+        :param on_frame: called with each frame, on the event loop's thread, also while the loop's tasks wait.
         :param on_end: called once when the other end is gone; its argument is true if that end closed the connection.
         """
 
     def send(self, frame: Any) -> None:
-        """Send any object, which no code may change any more. An end that is over drops the object."""
+        """Send an object, which no code may change afterwards. If the connection is over, the object is dropped."""
 
     def ping(self) -> None:
         """Ask the other process for a sign of life. Its tasks are not involved."""
 
     def close(self) -> None:
-        """End the connection after the frames that were sent."""
+        """End the connection once the frames that were already sent have arrived."""
 
 
 class Network(Protocol):
@@ -91,7 +91,7 @@ class HeldLock(Protocol):
 
 
 class Simulation(Protocol):
-    """A simulation of several processes. Each method acts for the simulated process that runs."""
+    """A simulation of several processes. Each method acts for the simulated process that runs now."""
 
     def now(self) -> float:
         """Return the seconds of the process's monotonic clock."""
@@ -116,7 +116,7 @@ class Simulation(Protocol):
         """Return the network between the processes."""
 
     def check_store(self, store: Store) -> None:
-        """Check that a store of the program is in memory, or the simulation's.
+        """Check that the program's store is an in-memory store or the simulation's store.
 
         :raises SimulationError: the store uses sockets or files.
         """
@@ -163,7 +163,7 @@ def state() -> dict[str, Any]:
 
 
 def held_lock() -> HeldLock:
-    """Make a lock that is held. Its release wakes one thread, once, faster than an event does."""
+    """Make a lock that is already held. Its release wakes one thread, once, faster than an event does."""
     if simulation is not None:
         return _EventLock()
     lock = allocate_lock()
@@ -181,7 +181,7 @@ def sleep(seconds: float) -> None:
 
 @contextlib.contextmanager
 def simulated_by(world: Simulation) -> Iterator[None]:
-    """Replace the clock, the events and the threads by a simulation within the context."""
+    """Replace the clock, the events and the threads by those of a simulation within the context."""
     global now, wall, event, token_bytes, simulation
     before = now, wall, event, token_bytes, simulation
     now, wall, event, token_bytes, simulation = world.now, world.wall, world.event, world.token_bytes, world

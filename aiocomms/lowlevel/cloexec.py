@@ -16,8 +16,8 @@ def closed_on_exec() -> Iterator[None]:
     """Set close-on-exec, at the end of the context, on sockets, pipes and epolls that were opened within it.
 
     The kernel does not tell which thread has opened a descriptor. So the context also changes a descriptor that another
-    thread opens meanwhile to pass it on by number. Descriptors that Python passes on to children are safe, because
-    Python makes these inheritable later, in the child.
+    thread opens meanwhile to pass it to a child by number. Descriptors that Python passes on to children are safe,
+    because Python makes these inheritable later, in the child.
     """
     before = _inheritable()
     try:

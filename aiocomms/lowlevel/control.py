@@ -48,7 +48,7 @@ class ControlCodec(Generic[_T]):
         """Return the word that :meth:`encode` encoded.
 
         :param peer: the rank that has sent the word, for the error.
-        :raises ProtocolError: the data are no such word, are too long, or are of another version.
+        :raises ProtocolError: the data are not a word of this format, are too long, or are of another version.
         """
         return self._decode(self._body(data, peer), peer)
 

@@ -34,10 +34,10 @@ def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
 
 
 class YieldingCopy:
-    """Copies of tensors that yield the processor to all other work, until they are stopped.
+    """A copier of tensors that yields the processor to all other work. Its copies can be stopped.
 
-    A native thread of the lowest priority copies, while the caller's thread waits without the interpreter's lock. The
-    caller's thread copies tensors that need a conversion, and all tensors if there is no native code.
+    A native thread of the lowest priority does the copying. The caller's thread waits without the interpreter's lock.
+    The caller's thread copies tensors that need a conversion, and all tensors if there is no native code.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,9 @@ _calls = contextlib.ExitStack()
 
 
 def at_end(call: Callable[[], object]) -> None:
-    """Call a function once every exit handler of the program has run. The call that was registered last comes first.
+    """Call a function once every exit handler of the program has run.
+
+    The function that was registered last is called first.
 
     ``atexit`` alone would make the call before the handlers that the program has registered earlier. Such handlers may
     still send messages and close communicators.

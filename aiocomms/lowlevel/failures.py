@@ -34,7 +34,7 @@ _OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
 
 
 def is_caused(error: BaseException | None) -> bool:
-    """Return whether another rank is at fault for the error that ends this one, as far as this rank knows."""
+    """Return whether another rank has caused the error that ends this rank, as far as this rank knows."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_caused, error.exceptions))
     if isinstance(error, CommTimeoutError) and error.late:
@@ -49,7 +49,7 @@ def misfit(
 ) -> MessageTruncatedError | MismatchError | None:
     """Return the error of a receive whose buffer does not fit the message; None if the buffer fits.
 
-    After a :class:`MessageTruncatedError` the buffer holds the beginning of the message, as far as both reach. After a
+    After a :class:`MessageTruncatedError` the buffer begins with the beginning of the message, as much as fits. After a
     :class:`MismatchError` the buffer is unchanged.
 
     :param rank: the sender.
@@ -77,7 +77,7 @@ def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):
-    """The reason why a rank gives up, in the form that it sends to the others.
+    """The reason why a rank gives up, in the form that the rank sends to the other ranks.
 
     A reason is small enough for a control message. The receiver checks it.
     """
@@ -92,7 +92,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
-        """Return the reason that ``rank`` sends the others when it gives up with an error."""
+        """Return the reason that ``rank`` sends to the other ranks when it gives up with an error."""
         name = type(error).__name__
         late: tuple[int, ...] = ()
         peer = error.peer

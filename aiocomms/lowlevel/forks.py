@@ -22,7 +22,9 @@ Address = str | bytes | tuple[Any, ...]
 
 
 class Unshared:
-    """Addresses at which ranks listen for each other. A forked child closes every connection from or to one of them.
+    """Addresses at which ranks listen for each other.
+
+    A forked child closes every connection from or to one of these addresses.
 
     A child recognizes connections by their addresses, because a library does not report the connections that it opens.
     """
@@ -44,7 +46,7 @@ class Unshared:
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
-        """Keep these addresses as long as ``owner`` lives, the object that uses the connections.
+        """Keep these addresses as long as ``owner`` lives. The owner is the object that uses the connections.
 
         A child never destroys the owner, because its destructor would wait for threads that only the parent has.
         """
@@ -57,7 +59,7 @@ class Unshared:
         self._owner = lambda: None
 
     def covers(self, address: Address) -> bool:
-        """Return whether an address is one of these."""
+        """Return whether an address is one of these addresses."""
         packed = _packed(address)
         return len(packed) > 0 and any(packed in record for record in self._records)
 

@@ -91,7 +91,10 @@ class HalfOpen:
 
 
 class Entrance:
-    """The connections that are not authenticated yet. One host's connections cannot crowd out another host's."""
+    """The connections that are not authenticated yet.
+
+    Many connections of one host do not displace those of another host.
+    """
 
     dropped: int
 
@@ -114,7 +117,7 @@ class Entrance:
         return len(self._half_open)
 
     def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
-        """Accept some of the waiting connections. The others wait, so that the accepted ones make progress.
+        """Accept some of the waiting connections. The other connections wait, so that the accepted ones make progress.
 
         :returns: the connections that have authenticated already.
         """
@@ -172,7 +175,7 @@ class Entrance:
         return peer, half.connection
 
     def expired(self) -> list[HalfOpen]:
-        """Drop the connections whose time is up, and return them."""
+        """Drop the connections whose deadline has passed, and return them."""
         now = clock.now()
         late = [half for half in self._half_open.values() if now >= half.ends]
         for half in late:
@@ -224,7 +227,7 @@ class Entrance:
 
 
 class Gate:
-    """The opening and authentication of one rank's connections, which blocks the one thread that uses the gate."""
+    """An opener of one rank's connections, which also authenticates them. It blocks the one thread that uses it."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Begin without connections.
@@ -251,7 +254,7 @@ class Gate:
         """Connect to all lower ranks, and accept connections from all higher ranks.
 
         :returns: a connection to each rank.
-        :raises CommTimeoutError: the time is over. The message names the ranks that did not connect.
+        :raises CommTimeoutError: the deadline has passed. The message names the ranks that did not connect.
         :raises AuthError: the process at a rank's address does not prove to be that rank.
         """
         ends = clock.now() + seconds

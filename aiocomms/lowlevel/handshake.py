@@ -37,7 +37,7 @@ Dialogue = Generator[int, bytes, int]
 
 
 class RefusedError(Exception):
-    """The error of a dialogue if the other side is not a rank of this communicator, or not an expected one."""
+    """The error of a dialogue if the other side is not a rank of this communicator, or not an expected rank."""
 
     def __init__(self, version: int | None = None) -> None:
         """Create the error.

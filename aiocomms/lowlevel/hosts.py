@@ -38,7 +38,7 @@ def host_id(*namespaces: str) -> str:
 def this_process() -> tuple[str, int]:
     """Return the identifier of this process's host and pid namespace, and the process's number there.
 
-    Processes with the same identifier may map each other's memory. In a simulation none may, and the number is 0.
+    Processes with the same identifier can map each other's memory. In a simulation no process can, and the number is 0.
     """
     if clock.simulation is not None:
         return clock.simulation.host(), 0
@@ -46,7 +46,7 @@ def this_process() -> tuple[str, int]:
 
 
 def process_number(pid: int) -> int:
-    """Return a number that tells a process here from later processes with the same pid; 0 if there is no process."""
+    """Return a number that differs from those of later processes with the same pid; 0 if no process has the pid."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -60,7 +60,7 @@ def process_descriptor(number: int) -> int | None:
 
     :param number: the process's number, see :func:`process_number`.
     :returns: the descriptor; None if the kernel gives none, or ``number`` is 0.
-    :raises ProcessLookupError: the process has ended. Another process may have its pid.
+    :raises ProcessLookupError: the process has ended. Another process may have its pid now.
     """
     pid = number % (1 << _PID_BITS)
     if not pid:
@@ -88,11 +88,11 @@ def _ended(fd: int) -> bool:
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address at which ranks on other hosts reach this host; never a wildcard.
 
-    This is the address of the interface ``AIOCOMMS_IFACE``. Without that variable it is the address on the route to the
-    store, to ``MASTER_ADDR``, or to another rank's host.
+    This is the address of the interface ``AIOCOMMS_IFACE``. If that variable is not set, it is the address on the route
+    to the store, to ``MASTER_ADDR``, or to another rank's host.
 
     :param names: the names or addresses of hosts with other ranks.
-    :param store: the store at which the ranks met. All ranks can reach its host.
+    :param store: the store at which the ranks met. All ranks can reach the store's host.
     :raises ArgumentError: no such address is found, or the job has no token, so that no port may be open to other
         hosts.
     """

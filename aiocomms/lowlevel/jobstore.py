@@ -26,7 +26,7 @@ _LONGEST_PAUSE: Final = 0.05
 
 
 class JobStore(Store):
-    """A ``torch.distributed.Store`` over the server of this process, or over a connection to another's server.
+    """A ``torch.distributed.Store`` over the server of this process, or over a connection to another process's server.
 
     torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep this object.
     When no reference is left, the store releases the server, or closes the connection.
@@ -99,12 +99,12 @@ class JobStore(Store):
         self._ask("set", key, _raw(value))
 
     def get(self, key: str) -> bytes:
-        """See ``torch.distributed.Store.get``; waits for the key."""
+        """See ``torch.distributed.Store.get``. The call waits for the key."""
         value: bytes | None = self._ask("get", key)
         return self.multi_get([key])[0] if value is None else value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """See ``torch.distributed.Store.multi_get``; waits for the keys."""
+        """See ``torch.distributed.Store.multi_get``. The call waits for the keys."""
         values: list[bytes | None] = self._ask("multi_get", keys)
         if None in values:
             self.wait(keys)
@@ -165,7 +165,7 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to:
     :param to: the name of the server.
     :returns: the connection.
     :raises AuthError: the server has another token.
-    :raises ProtocolError: the server has another version, or is no such server.
+    :raises ProtocolError: the server has another version, or speaks another protocol.
     :raises OSError: the server closes the connection, or answers too late.
     """
     try:

@@ -22,7 +22,7 @@ def native() -> Any:
 
 
 def load_libraries(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Load the loadable ones of some shared libraries without the interpreter's lock. Call this in a thread.
+    """Load shared libraries without holding the interpreter's lock, and ignore failures. Call this in a thread.
 
     An import and ``ctypes.CDLL`` hold that lock, and so block the event loop, until a library is read from the disk and
     linked. After this call, the import finds the library loaded, or raises the error.

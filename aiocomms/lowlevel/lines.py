@@ -18,7 +18,7 @@ CALLER: Final = 0
 class EndpointLine(Protocol):
     """A connection to another endpoint, for one message after the other. Its calls block.
 
-    The line of a call has the time that the call has left. The line of a reception has no time before :meth:`extend`.
+    The deadline of a call also limits the call's line. The line of a reception needs a call of :meth:`extend` first.
     """
 
     host: str
@@ -28,37 +28,40 @@ class EndpointLine(Protocol):
         """Send a message.
 
         :raises PeerDiedError: the other endpoint is gone.
-        :raises CommTimeoutError: the time is over.
+        :raises CommTimeoutError: the line's deadline has passed.
         """
 
     def hear(self) -> bytes:
         """Wait for the next message.
 
         :raises PeerDiedError: the other endpoint is gone, and all its messages were received.
-        :raises CommTimeoutError: the time is over.
+        :raises CommTimeoutError: the line's deadline has passed.
         :raises ProtocolError: the message makes no sense.
         """
 
     def extend(self, seconds: float) -> None:
-        """Set the time for further messages to ``seconds`` from now."""
+        """Set the deadline of further messages to ``seconds`` from now."""
 
     def close(self) -> None:
-        """Close the line, on any thread. A thread that waits for a message gets :class:`PeerDiedError`. Idempotent."""
+        """Close the line. Safe on any thread. A thread that waits for a message gets :class:`PeerDiedError`.
+
+        Idempotent.
+        """
 
 
 class LineCall(Protocol):
     """A call of an endpoint."""
 
     def run(self) -> EndpointLine:
-        """Connect, and prove that this process belongs to the job. Blocks, until :meth:`hang_up` at the latest.
+        """Connect, and prove that this process belongs to the job. Block until the end or a :meth:`hang_up`.
 
-        :raises PeerDiedError: no endpoint listens there.
+        :raises PeerDiedError: no endpoint listens at the address.
         :raises CommTimeoutError: the endpoint does not answer.
         :raises AuthError: the endpoint has another token.
         """
 
     def hang_up(self) -> None:
-        """End the call and its line, on any thread, and wake threads that wait for either. Idempotent."""
+        """End the call and its line, and wake threads that wait for either. Safe on any thread. Idempotent."""
 
 
 class ReceptionDriver(Protocol):
@@ -88,7 +91,7 @@ class Reception(Protocol):
         """Accept calls from now on.
 
         :param key: a key that only processes of the job know, if the job has a token.
-        :param let_in: called on the loop's thread with the line of each authenticated call.
+        :param let_in: a function that gets the line of each authenticated call, on the event loop's thread.
         """
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ class Reception(Protocol):
 
 
 class Wires(Protocol):
-    """The maker of receptions and calls."""
+    """A factory of receptions and calls."""
 
     def find(self, host: str) -> Callable[[ReceptionDriver], Reception]:
         """Find the address at which an endpoint listens. Blocks, because it looks the name up.
@@ -114,5 +117,5 @@ class Wires(Protocol):
         :param key: the key with which the reception was opened.
         :param seconds: the time for the call, including the messages on its line.
         :param name: the endpoint's name, for errors.
-        :raises CommError: there is no descriptor for the call.
+        :raises CommError: the process has no file descriptor left for the call.
         """

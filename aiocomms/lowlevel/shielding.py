@@ -14,7 +14,7 @@ async def shielded(call: Callable[[], Awaitable[_T]]) -> _T:
     """Await a call to its end, even if the task is cancelled. The cancellation is raised after the call has ended.
 
     A shielded scope of anyio protects from other scopes, but not from asyncio's own ``cancel()``. A task group waits
-    for its tasks even then. The cancellation of an outer scope is raised at the next await.
+    for its tasks also after such a ``cancel()``. The cancellation of an outer scope is raised at the next await.
 
     :returns: the result of the call.
     """

@@ -8,7 +8,7 @@ import socket
 def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
     """Return a listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
 
-    :raises OSError: ``address`` is no address of this host.
+    :raises OSError: ``address`` is not an address of this host.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
@@ -17,7 +17,7 @@ def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
     """Set up a connection to send data at once, and to end if the other host is gone.
 
-    :param seconds: the time for which a host may not answer, at least 5.
+    :param seconds: the seconds without an answer after which the other host counts as gone, at least 5.
     :returns: the connection. A unix socket stays unchanged.
     """
     if connection.family != socket.AF_UNIX:

@@ -22,12 +22,15 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 @contextlib.contextmanager
 def store_errors(what: str = "the rendezvous store is lost", *, rank: int | None = None) -> Iterator[None]:
-    """Raise a :class:`StoreLostError` in place of the errors of torch's stores; a context manager and a decorator.
+    """Raise a :class:`StoreLostError` in place of the errors of torch's stores.
 
-    All errors of torch's stores are RuntimeErrors. The text of some contains a stack trace, which this function drops.
+    Use it as a context manager or decorator.
+
+    All errors of torch's stores are RuntimeErrors. The texts of some errors contain a stack trace, which this function
+    drops.
 
     :param what: the beginning of the message.
-    :param rank: this rank, if the caller does not add it.
+    :param rank: this rank, if the caller does not add it to the error.
     """
     try:
         yield
@@ -63,7 +66,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :param host: the address.
     :param timeout: the store's default timeout, in seconds.
     :returns: the store, which is served as long as it lives, and its port.
-    :raises OSError: the host is no address of this machine.
+    :raises OSError: the host is not an address of this machine.
     :raises CommError: there is no descriptor or no thread for the server.
     """
     if clock.simulation is not None:

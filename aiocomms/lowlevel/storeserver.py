@@ -93,7 +93,7 @@ class StoreServer:
     """The server of a store for the ranks of a job, on a separate thread.
 
     The port is open while ranks form a communicator over the store. The thread ends when this process does not use the
-    store and no rank is connected. Another rank may need the store for longer than this one.
+    store and no rank is connected. Another rank may need the store for longer than this rank.
     """
 
     address: tuple[str, int]
@@ -141,7 +141,7 @@ class StoreServer:
         return self._call(self._take)
 
     def let_go(self) -> None:
-        """Remove a user. After the last one the port is closed. If no rank is connected, the thread ends too."""
+        """Remove a user. After the last user, the port is closed. If no rank is connected, the thread ends too."""
         self._call(self._let_go)
         while not (self._users or self._lines) and self._thread.is_alive():
             if threading.current_thread() is self._thread:
@@ -163,7 +163,7 @@ class StoreServer:
         return not self._ended
 
     def disown(self) -> None:
-        """Disown the server in a forked child, which lacks the server's thread."""
+        """Mark the server as ended in a forked child, which lacks the server's thread."""
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:

@@ -25,12 +25,13 @@ _under_way: set[_thread.LockType] = set()
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     """Run a blocking call in a separate daemon thread.
 
-    A cancelled wait leaves the thread behind, and drops its result or error. Some calls return long after their
+    If the wait is cancelled, the thread goes on, and its result or error is dropped. Some calls return long after their
     timeout, such as calls of a store whose server has stopped. The loop and the interpreter's exit must not wait for
     such calls.
 
     :param call: a function without arguments. Its result is returned, and its error raised.
-    :param anyhow: whether to run the call in this thread if no other can be started, because it releases resources.
+    :param anyhow: True if the call releases resources and so must run: in this thread, if no other thread can be
+        started.
     :raises CommError: no thread can be started, or there is no descriptor for the wait.
     """
     if clock.simulation is not None:
@@ -99,10 +100,10 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
 
 
 def start_awaited(target: Callable[[], None]) -> None:
-    """Start a daemon thread for which the interpreter's end waits a moment. The caller continues at once.
+    """Start a daemon thread, for which the interpreter's exit waits up to 1 s. The caller continues at once.
 
     ``threading.Thread.start`` waits until the thread runs. On busy cores that blocks the event loop for some
-    milliseconds. The method also takes a lock, which code that a signal has interrupted may hold.
+    milliseconds. The method also takes a lock, which may be held by code that a signal has interrupted.
 
     :raises RuntimeError: no thread can be started.
     """
@@ -180,7 +181,7 @@ def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
 
 
 def copied(source: Iterable[_T]) -> list[_T]:
-    """Copy a container that another thread, or a finalizer during the copy, may change."""
+    """Copy a container that another thread or a finalizer may change during the copy."""
     while True:
         try:
             return list(source)

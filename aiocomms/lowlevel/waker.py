@@ -12,8 +12,8 @@ from typing import Any
 class Waker:
     """A file descriptor that becomes readable when some thread calls :meth:`wake`.
 
-    The caller stores the work elsewhere, such as in a ``deque``. The descriptor only tells the loop to look. All calls
-    between two calls of :meth:`clear` write once, so a burst of completions costs one system call.
+    The caller stores the work elsewhere, such as in a ``deque``. The descriptor only tells the event loop to look for
+    work. All calls between two calls of :meth:`clear` cause one write, so a burst of completions costs one system call.
     """
 
     __slots__ = ("_fd", "_lock", "_set")

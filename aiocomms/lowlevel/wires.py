@@ -115,7 +115,7 @@ class SocketCall:
 
 
 class SocketReception:
-    """The service of one listener. The loop watches one descriptor for all its connections, and sleeps without any."""
+    """The service of one listener. The event loop watches one descriptor for all its connections, and does not poll."""
 
     host: str
     port: int
@@ -230,7 +230,7 @@ _SOCKETS: Final = SocketWires()
 
 
 def wires() -> Wires:
-    """Return the wires of endpoints: the simulation's wires if one runs, else the wires over sockets."""
+    """Return the wires of endpoints: the simulation's wires if a simulation runs, otherwise the wires over sockets."""
     return _SOCKETS if clock.simulation is None else clock.simulation.wires()
 
 

@@ -52,7 +52,7 @@ class Received(NamedTuple):
 
 
 class Probe(Op, frozen=True, eq=False):
-    """A wait of a transport until a message of rank ``src`` is there for a receive to take.
+    """A wait, in a transport, for a message from rank ``src`` that a receive can take.
 
     A probe takes no message. It ends with the value of :meth:`message`. If no message can come any more, it fails as a
     receive does.
@@ -73,7 +73,7 @@ class Probe(Op, frozen=True, eq=False):
 
 
 class Take(Recv, frozen=True, eq=False):
-    """A receive by a transport of a message of rank ``src`` that is there already.
+    """A receive, in a transport, of a message from rank ``src`` that has already arrived.
 
     A take does not wait: if no such message is there, it ends with the value False, and receives nothing.
     """
@@ -106,7 +106,7 @@ class _FromAny(_Sourced, Op, frozen=True, eq=False):
 
 
 class ProbeAny(_FromAny, frozen=True, eq=False):
-    """A wait until a message is there that a receive from one of the sources would take."""
+    """A wait for a message that a receive from one of the sources would take."""
 
     name = kind = "probe"
 
@@ -125,7 +125,7 @@ class RecvMessage(_FromAny, frozen=True, eq=False):
 
 
 class RecvAny(_Sourced, Op, frozen=True, eq=False):
-    """A receive of a message of one of the sources into ``tensor``."""
+    """A receive of a message from one of the sources into ``tensor``."""
 
     name = kind = "recv_any"
     family: ClassVar[Family] = "p2p"

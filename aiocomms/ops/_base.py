@@ -68,7 +68,7 @@ class Op(msgspec.Struct, frozen=True, eq=False):
         """
 
     def result(self) -> Any:
-        """Return the value of an await of the work, unless the transport completes the work with its own value."""
+        """Return the result of the op's work, unless the transport completes the work with its own value."""
         return None
 
     def reads(self) -> Buffers:
@@ -103,7 +103,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """Return the field with the main tensor of a type of ops, such as the input of an all_gather; None without one."""
+    """Return the field with the main tensor of a type of ops, such as an all_gather's input; None if it has none."""
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 
@@ -111,7 +111,7 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 
 
 def size_of(op: Op) -> int:
-    """Return the bytes of an op's main tensor on this rank; 0 without one, as with a barrier, a batch or an object."""
+    """Return the bytes of an op's main tensor on this rank; 0 if it has none, as a barrier, a batch or an object."""
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:

@@ -64,7 +64,7 @@ class AllGatherV(AllGather, frozen=True, eq=False):
 
 
 class AllGatherSingle(_AllGather, frozen=True, eq=False):
-    """The op in which the ``size`` equal chunks of ``output`` become the ranks' inputs, in rank order."""
+    """The op in which the ``size`` equal chunks of ``output`` receive the ranks' inputs, in rank order."""
 
     name = "all_gather_single"
     output: AsTensor
@@ -103,7 +103,7 @@ class _Gather(Op, frozen=True, eq=False):
 
 
 class Gather(_Gather, frozen=True, eq=False):
-    """The op in which the root's ``outputs[r]`` becomes rank ``r``'s ``input``. On other ranks ``outputs`` is None."""
+    """The op in which the root's ``outputs[r]`` receives rank ``r``'s ``input``. On other ranks ``outputs`` is None."""
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
@@ -139,7 +139,7 @@ class Gather(_Gather, frozen=True, eq=False):
 
 
 class GatherSingle(_Gather, frozen=True, eq=False):
-    """The op in which the ``size`` equal chunks of the root's ``output`` become the ranks' inputs, in rank order.
+    """The op in which the ``size`` equal chunks of the root's ``output`` receive the ranks' inputs, in rank order.
 
     On other ranks ``output`` is None.
     """
@@ -178,7 +178,7 @@ class GatherSingle(_Gather, frozen=True, eq=False):
 
 
 class Scatter(Op, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``output`` becomes the root's ``inputs[r]``. On other ranks ``inputs`` is None."""
+    """The op in which rank ``r``'s ``output`` receives the root's ``inputs[r]``. On other ranks ``inputs`` is None."""
 
     name = kind = "scatter"
     output: AsTensor
@@ -198,7 +198,7 @@ class Scatter(Op, frozen=True, eq=False):
         checks.disjoint([] if inside else self.writes(), self.reads())
 
     def ins(self, size: int) -> Sequence[Tensor]:
-        """Return one chunk per rank on the root, and nothing elsewhere."""
+        """Return one chunk per rank on the root, and an empty sequence on other ranks."""
         return self.inputs or ()
 
     def result(self) -> Tensor:
@@ -229,7 +229,7 @@ class _AllToAll(Op, frozen=True, eq=False):
 class AllToAll(_AllToAll, frozen=True, eq=False):
     """The op in which ``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``.
 
-    Shapes may differ from pair to pair of ranks.
+    Each pair of ranks may use a different shape.
     """
 
     name = "all_to_all"
@@ -263,7 +263,7 @@ class AllToAll(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllSingle(_AllToAll, frozen=True, eq=False):
-    """The op in which chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``.
+    """The op in which chunk ``r`` of ``output`` receives chunk ``this rank`` of rank ``r``'s ``input``.
 
     All chunks are equal in size.
     """
@@ -302,7 +302,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
-    """The op :class:`AllToAllSingle` with a number of rows that may differ from pair to pair of ranks."""
+    """The op :class:`AllToAllSingle` with a number of rows that may differ for each pair of ranks."""
 
     name = "all_to_all_v_single"
     output: AsTensor

@@ -41,7 +41,7 @@ class Send(Op, frozen=True, eq=False):
 
 
 class Recv(Op, frozen=True, eq=False):
-    """A receive of a message of rank ``src`` into ``tensor``."""
+    """A receive of a message from rank ``src`` into ``tensor``."""
 
     name = kind = "recv"
     family: ClassVar[Family] = "p2p"

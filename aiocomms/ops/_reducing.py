@@ -48,7 +48,7 @@ class _OnAll(_InPlace, frozen=True, eq=False):
 
 
 class AllReduce(_OnAll, frozen=True, eq=False):
-    """The op in which every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
+    """The op in which every rank's ``tensor`` receives the reduction of all ranks' tensors."""
 
     name = kind = "all_reduce"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -56,7 +56,7 @@ class AllReduce(_OnAll, frozen=True, eq=False):
 
 
 class Scan(_OnAll, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``tensor`` becomes the reduction of the tensors of ranks 0 to ``r``."""
+    """The op in which rank ``r``'s ``tensor`` receives the reduction of the tensors of ranks 0 to ``r``."""
 
     name = kind = "scan"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -66,9 +66,9 @@ class Scan(_OnAll, frozen=True, eq=False):
 
 
 class Exscan(Scan, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``tensor`` becomes the reduction of the tensors of ranks 0 to ``r - 1``.
+    """The op in which rank ``r``'s ``tensor`` receives the reduction of the tensors of ranks 0 to ``r - 1``.
 
-    Rank 0's ``tensor`` becomes the reduction of no tensors: the operator's neutral value, and NaN for AVG.
+    Rank 0's ``tensor`` receives the reduction of no tensors: the operator's neutral value, or NaN for AVG.
     """
 
     name = kind = "exscan"
@@ -76,7 +76,7 @@ class Exscan(Scan, frozen=True, eq=False):
 
 
 class Reduce(_InPlace, frozen=True, eq=False):
-    """The op in which the root's ``tensor`` becomes the reduction of all ranks' tensors. The others do not change."""
+    """The op in which the root's ``tensor`` receives the reduction of all ranks' tensors. The others do not change."""
 
     name = kind = "reduce"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -94,7 +94,7 @@ class Reduce(_InPlace, frozen=True, eq=False):
 
 
 class Broadcast(_InPlace, frozen=True, eq=False):
-    """The op in which every rank's ``tensor`` becomes a copy of the root's."""
+    """The op in which every rank's ``tensor`` receives a copy of the root's ``tensor``."""
 
     name = kind = "broadcast"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
@@ -110,7 +110,7 @@ class Broadcast(_InPlace, frozen=True, eq=False):
 
 
 class Barrier(Op, frozen=True, eq=False):
-    """The op that completes on no rank before every rank has called it."""
+    """The op that completes on a rank only after every rank has called it."""
 
     name = kind = "barrier"
 
@@ -125,7 +125,7 @@ class _ReduceScatter(Op, frozen=True, eq=False):
 
 
 class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``.
+    """The op in which rank ``r``'s ``output`` receives the reduction of all ranks' ``inputs[r]``.
 
     All tensors have one shape.
     """
@@ -168,7 +168,7 @@ class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
 
 
 class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
-    """The op in which rank ``r``'s ``output`` becomes the reduction of all ranks' ``r``-th chunk of ``input``."""
+    """The op in which rank ``r``'s ``output`` receives the reduction of all ranks' ``r``-th chunk of ``input``."""
 
     name = "reduce_scatter_single"
     output: AsTensor

@@ -73,8 +73,8 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
     The transport completes the op with its handle of the window.
 
-    The handle's attribute ``mapped`` holds the ranks whose parts ``MapRemoteTensor`` can map. Without the attribute it
-    can map none.
+    The handle's attribute ``mapped`` holds the ranks whose parts ``MapRemoteTensor`` can map. If the handle has no such
+    attribute, ``MapRemoteTensor`` can map no part.
     """
 
     name = kind = "new_window"
@@ -151,10 +151,10 @@ NOTHING = buffers.empty(0, dtype=torch.int64, device="cpu")
 
 @unaffected
 def places(name: str, values: object) -> Tensor:
-    """Return the beginnings of runs, in elements, as a one-dimensional int64 tensor on the CPU.
+    """Return the indices of the first elements of runs, as a one-dimensional int64 tensor on the CPU.
 
-    :param values: such a tensor, which is returned itself, or a list or tuple of ints.
-    :raises ArgumentTypeError: ``values`` is something else.
+    :param values: such a tensor, which is returned unchanged, or a list or tuple of ints.
+    :raises ArgumentTypeError: ``values`` has another type.
     """
     if isinstance(values, Tensor) and values.dtype is torch.int64 and values.dim() == 1 and values.is_contiguous():
         if values.is_cpu:

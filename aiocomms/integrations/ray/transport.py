@@ -167,7 +167,7 @@ class RayTransport(_Manager):
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Open the tensors to the processes that get the returned metadata.
+        """Give access to the tensors to all processes that get the returned metadata.
 
         :raises ValueError: a tensor is not contiguous, or not on the CPU.
         """

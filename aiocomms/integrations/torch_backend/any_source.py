@@ -18,7 +18,7 @@ from aiocomms.errors import ArgumentError, CommError
 
 
 class Receives:
-    """The receives on a communicator, from one source or from any. Any thread may call them."""
+    """The receives on a communicator, from one source or from any source. Any thread may call them."""
 
     def __init__(self, comm: blocking.Communicator) -> None:
         self._comm = comm

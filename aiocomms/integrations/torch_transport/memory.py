@@ -120,7 +120,7 @@ class RemoteBuffer:
         return self._length
 
     def serialize(self) -> bytes:
-        """Return the descriptor, at most 1,024 bytes. Give it only to a process that is to have access."""
+        """Return the descriptor, at most 1,024 bytes. Give it only to processes that may access the memory."""
         return self._descriptor
 
     @classmethod
