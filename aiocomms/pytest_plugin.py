@@ -56,7 +56,7 @@ _asked = pytest.StashKey[_Asked]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that repeats a failing history."""
+    """Add the option that repeats a failing history of a simulated test."""
     parser.getgroup("aiocomms").addoption(
         "--simulated-seed", metavar="SEED", help="run one history of simulated tests, as a failure names it: 7/0,2"
     )
@@ -73,7 +73,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the markers, and let pytest-asyncio run the fixture if it is installed."""
+    """Describe the markers. If pytest-asyncio is installed, let it run the fixture."""
     config.addinivalue_line(
         "markers",
         f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "
@@ -90,7 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Make a test that takes ``comm`` or is simulated run on every rank, before another plug-in takes the test over."""
+    """Let a simulated test, or a test with ``comm``, run on every rank.
+
+    This happens before another plug-in takes over the test.
+    """
     if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("simulated")) is not None:
         _simulate(item, marker)
         return
@@ -108,7 +111,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note that a test failed, as its ranks may have operations pending that never end, and hide aiocomms' frames."""
+    """Record that a test failed, and hide aiocomms' frames.
+
+    Ranks of a failed test may have pending operations that never end.
+    """
     if call.excinfo is not None:
         _hide_frames()
         if call.when == "call":
@@ -118,14 +124,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """Return the communicators of a world, in rank order. All its ranks live in the test's event loop.
+    """Return the communicators of a world, in rank order. All ranks of the world run in the test's event loop.
 
     The fixture serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
     ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
-    deadline of operations and the transport. An indirect parameter sets the same: a number, or a mapping of ``n``,
-    ``timeout`` and ``transport``.
+    deadline of operations and the transport. An indirect parameter can set the same values. It is the number of ranks,
+    or a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
-    After the test the fixture closes the world. The test fails if messages are unmatched then, or if only some ranks
+    After the test the fixture closes the world. The test fails if a message is still unmatched, or if only some ranks
     have called a collective. If the test has failed already, the fixture aborts the world.
     """
     if request.node.get_closest_marker("simulated") is not None:
@@ -144,7 +150,7 @@ class _EveryRank(list["Communicator"]):
 def comm(request: pytest.FixtureRequest) -> Any:
     """Return one rank's communicator. The test runs on every rank of a :func:`world` at once.
 
-    If the test fails on one rank, the other ranks are cancelled, and a note on the error names the rank. Another
+    If the test fails on one rank, the other ranks are cancelled, and a note on the error names the failed rank. Another
     fixture cannot take ``comm``, and takes ``world`` instead. With the marker ``simulated`` the ranks are simulated
     processes, and each rank opens its communicator by ``new_comm``.
     """

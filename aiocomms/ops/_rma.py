@@ -311,7 +311,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """The mapping of rank ``rank``'s part, where ranks share memory. The result is a tensor over the same memory."""
+    """The mapping of the window's memory at rank ``rank``. The result is a tensor over that shared memory."""
 
     name = kind = "map_remote_tensor"
     rank: int

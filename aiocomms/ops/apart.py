@@ -82,7 +82,7 @@ def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: buffers.Device 
 
 
 class Landing:
-    """The memory for received messages, which the decoder of an object's encoding allocates.
+    """The memory that the decoder of an object allocates for received messages.
 
     :param device: the communicator's device.
     :param nbytes: the number of bytes that the decoder may allocate.
@@ -103,7 +103,7 @@ class Landing:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], nbytes: int, on_device: bool) -> Tensor:
         """Return a new tensor, on the communicator's device or on the CPU, whose data arrives later.
 
-        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
+        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
@@ -113,7 +113,7 @@ class Landing:
     def bytes(self, nbytes: int) -> bytes:
         """Return a new bytes object, whose content arrives later.
 
-        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
+        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
         """
         self._take(nbytes)
         fresh: bytes = _new_bytes(None, nbytes)
@@ -121,9 +121,11 @@ class Landing:
         return fresh
 
     def text(self, nbytes: int) -> str:
-        """Return a new ASCII string, whose characters arrive later. No other code may see it before :meth:`settle`.
+        """Return a new ASCII string, whose characters arrive later.
 
-        :raises ProtocolError: the encoding takes more bytes or messages than were announced.
+        No other code may see the string before :meth:`settle`.
+
+        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
         """
         self._take(nbytes)
         fresh: str = _new_str(nbytes, _ASCII)

@@ -48,11 +48,11 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def checked(op: Asked, group: CheckedComm) -> Asked:
-    """Check an op, and return it, with tensors in place of arrays and with ints in place of other numbers.
+    """Check an op, and return it with tensors instead of arrays and with ints instead of other numbers.
 
     An await of the op returns ``op.result()`` of the original op.
 
-    :raises ArgumentError: as :meth:`Op.check`, or an array cannot serve as a tensor.
+    :raises ArgumentError: :meth:`Op.check` raises it, or an array cannot serve as a tensor.
     """
     try:
         op.check(group)
@@ -89,7 +89,7 @@ def _ints(value: Any) -> Any:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is an array but no tensor."""
+    """Return whether a value is an array and not a tensor."""
     return hasattr(type(value), "__dlpack__") and not isinstance(value, Tensor)
 
 
@@ -121,9 +121,11 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 
 
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
-    """Return an argument of an op as a tensor. An error about an array names a function that helps.
+    """Return an argument of an op as a tensor.
 
-    :raises ArgumentError: as :func:`as_tensor`, or the array is not contiguous or not on the device.
+    If the program can fix an array with a function, the error names the function.
+
+    :raises ArgumentError: :func:`as_tensor` raises it, or the array is not contiguous or not on the device.
     """
     tensor = as_tensor(name, value, write=write)
     if tensor is not value and not tensor.is_contiguous():
@@ -140,10 +142,10 @@ def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
 
 
 def like(given: Any, tensor: Tensor) -> Any:
-    """Return a tensor in the type of ``given``: itself, or an array of the same library that shares its memory.
+    """Return a tensor as an object of the type of ``given``. An array shares the memory of the tensor.
 
     The result for a subclass of a NumPy array is a plain NumPy array. If the library cannot import DLPack, the result
-    is the tensor.
+    is the tensor itself.
     """
     if not is_array(given):
         return tensor

@@ -28,7 +28,7 @@ def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 @unaffected
 def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
-    """Return a new tensor of zeros, see :func:`empty`."""
+    """Return a new tensor of zeros. It takes the parameters of :func:`empty`."""
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 

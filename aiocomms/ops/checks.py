@@ -51,14 +51,14 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Members(Protocol):
-    """The attributes of a communicator that the checks of ranks read."""
+    """The attributes of a communicator that are needed to check ranks."""
 
     rank: int
     size: int
 
 
 class CheckedComm(Members, Protocol):
-    """The attributes of a communicator that checks read."""
+    """The attributes of a communicator that are needed to check tensors."""
 
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
@@ -106,7 +106,7 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
     """Check a tensor that an op writes, as :func:`readable` does. Autograd must not track the tensor.
 
-    :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
+    :raises ArgumentError: :func:`readable` raises it, or the tensor requires grad.
     """
     if group.fast_check is not None and group.fast_check(tensor, True):
         return
@@ -180,7 +180,7 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """Check a list as :func:`sequence` does, but let None pass, which ranks without a list give."""
+    """Check a list as :func:`sequence` does, but also accept None, which ranks without a list pass."""
     return None if value is None else sequence(name, value)
 
 
@@ -238,7 +238,7 @@ def other(name: str, value: int, group: CheckedComm) -> None:
 
 
 def end(name: str, value: int, group: CheckedComm) -> None:
-    """Check that a value is a rank to send to or receive from. On the CPU it may be this rank itself."""
+    """Check that a value is a rank to send to or receive from. On the CPU this rank itself is also valid."""
     index(name, value, group)
     if value == group.rank and group.device.type != "cpu":
         raise ArgumentError(

@@ -82,12 +82,12 @@ def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
 def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> bytearray:
     """Encode an object as bytes.
 
-    :param value: an object of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor,
-        dtype, device and Size.
+    :param value: an object that consists of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and
+        torch's Tensor, dtype, device and Size.
     :param pickle: whether to use pickle, which takes any object. The receiver must ask for pickle too.
     :param apart: a list that gets the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU.
         The encoding only describes these values. With None the encoding holds everything.
-    :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
+    :raises ArgumentError: the object holds a value of another type, or the object is nested too deep or is too large.
     """
     if pickle:
         from aiocomms.ops.pickles import dumps  # Few programs need this module.
@@ -119,9 +119,9 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
 def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landing: Landing | None = None) -> Any:
     """Decode an object that :func:`encode` encoded.
 
-    :param pickle: whether the bytes are a pickle, and this end has asked for pickle.
+    :param pickle: whether the bytes are a pickle, and this rank has asked for pickle.
     :param landing: allocates memory for the values that travel beside the encoding; None if there are none.
-    :raises ProtocolError: the bytes do not encode such an object.
+    :raises ProtocolError: the bytes do not encode an object.
     """
     if pickle:
         import pickle as pickling
@@ -151,8 +151,8 @@ _FIXED: Final = {
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
     """Count the values in a msgpack message, including the values in its tuples.
 
-    The count stops a little above :data:`MAX_ITEMS`. It reads only the values' heads, and creates no object. The
-    decoder refuses invalid bytes later.
+    Stop counting a little above :data:`MAX_ITEMS`. This function reads only the values' heads, and creates no object.
+    The decoder refuses invalid bytes later.
     """
     view, at, count = memoryview(data), 0, 0
     while at < len(view) and count <= MAX_ITEMS:
@@ -313,7 +313,7 @@ def _unpack_tensor(data: memoryview) -> Tensor:
 
 @unaffected
 def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
-    """Return bytes as a flat uint8 tensor on ``device``. On the CPU it shares the memory of a bytearray."""
+    """Return bytes as a flat uint8 tensor on ``device``. On the CPU the tensor shares the memory of a bytearray."""
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)

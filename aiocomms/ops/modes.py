@@ -24,7 +24,7 @@ in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 
 
 def set_aside() -> ExitStack:
-    """Switch these modes off in this thread until the returned stack is closed."""
+    """Switch dispatch modes and inference mode off in this thread until the returned stack is closed."""
     stack = ExitStack()
     stack.enter_context(torch._C._DisableTorchDispatch())
     stack.enter_context(torch.inference_mode(False))
@@ -32,7 +32,7 @@ def set_aside() -> ExitStack:
 
 
 def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function run outside these modes."""
+    """Wrap a function so that it runs without dispatch modes and inference mode."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -45,7 +45,7 @@ def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def stands_for_others(tensor: torch.Tensor) -> str | None:
-    """Return the kind of a tensor, in words, if it stands for other tensors and has no memory; else None."""
+    """Describe a tensor that stands for other tensors and has no memory; return None for any other tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor within torch.func.vmap, grad or the like"
     return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None

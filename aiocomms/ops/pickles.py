@@ -26,7 +26,7 @@ class _PickleSink:
         self.data += part
 
     def make_sure(self, nbytes: int) -> None:
-        """Refuse a pickle that ``nbytes`` more bytes would make too large, before memory for them is allocated.
+        """Check that a pickle may grow by ``nbytes`` bytes, before memory for these bytes is allocated.
 
         :raises ArgumentError: the pickle would be larger than the limit.
         """

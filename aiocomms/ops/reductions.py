@@ -91,7 +91,9 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> ReduceOp:
-        """Turn a lower-case name, ``"sum" "mean" "max" "min" "product"``, into its operator; an operator stays itself.
+        """Turn a lower-case name, ``"sum" "mean" "max" "min" "product"``, into its operator.
+
+        Return an operator unchanged.
 
         :raises ArgumentTypeError: the value is neither an operator nor a str.
         :raises ArgumentError: no operator has this name.
@@ -178,7 +180,7 @@ def _of_none(op: ReduceOp, dtype: torch.dtype) -> float:
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors.
 
-    The reduction of no tensors is the operator's neutral value, as in torch, and NaN for AVG.
+    Without tensors the result is the operator's neutral value, as in torch, or NaN for AVG.
     """
     if not tensors:
         write(out, buffers.full(out.shape, _of_none(op, out.dtype), dtype=out.dtype, device=out.device))

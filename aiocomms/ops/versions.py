@@ -30,10 +30,10 @@ _increment_versions = _increment()
 
 
 def note_writes(op: Op, rank: int) -> None:
-    """Tell autograd that an op of this rank writes its tensors, at any time before the op ends.
+    """Tell autograd that an op of this rank writes its tensors. The op may write until it ends.
 
-    Autograd then refuses a gradient that needs an old value. It compares the version of a tensor, which all views of
-    the tensor share. Only torch's own operations raise the version by themselves.
+    Autograd then refuses a gradient that needs an old value. Autograd compares the versions of tensors; all views of
+    one tensor share a version. Only torch's own operations increase the version by themselves.
     """
     written = op.writes()
     if written and (type(op) is not Broadcast or op.root != rank):

@@ -19,12 +19,12 @@ _AS_IT_IS = nullcontext()
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which the tensor may be written, in any mode that it was made in."""
+    """Return a context in which code can write the tensor, even if inference mode created it."""
     return torch.inference_mode() if tensor.is_inference() else _AS_IT_IS
 
 
 def ordinary(tensor: Tensor) -> Tensor:
-    """Return the tensor, or for an inference tensor an ordinary tensor of the same memory."""
+    """Return an ordinary tensor itself; for an inference tensor, return an ordinary tensor with the same memory."""
     return _same_memory(tensor) if tensor.is_inference() else tensor
 
 
@@ -43,7 +43,7 @@ def write(out: Tensor, source: Tensor) -> None:
 def octets(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as bytes, for any strides.
 
-    A contiguous tensor of at most one element may have any strides, as ``torch.ones(2)[::2]`` has.
+    A contiguous tensor of at most one element may have any strides, for example ``torch.ones(2)[::2]``.
     ``view(torch.uint8)`` refuses such strides.
     """
     plain, count = tensor.detach(), tensor.numel()

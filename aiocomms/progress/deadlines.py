@@ -25,7 +25,7 @@ _log = logging.getLogger("aiocomms")
 
 
 class Watched(Protocol):
-    """An object whose deadlines are watched."""
+    """An object whose deadlines the watchdog watches."""
 
     def expire(self, now: float) -> float:
         """Act on the deadlines that have passed. The watchdog calls this method on its thread.
@@ -38,7 +38,9 @@ class Watched(Protocol):
         """Return the earliest deadline, or infinity if there is none."""
 
     def calm(self, now: float) -> bool:
-        """Return whether no deadline has passed and no rank is silent. :meth:`expire` then only asks for signs of life.
+        """Return whether no deadline has passed and no rank is silent.
+
+        :meth:`expire` then only asks the other ranks for signs of life.
 
         :param now: the time, by the monotonic clock.
         """
@@ -71,7 +73,10 @@ class Watchdog:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
-        """Stop watching an object's deadlines; idempotent. The thread ends with the last object: :attr:`leaving`."""
+        """Stop watching an object's deadlines; idempotent.
+
+        The thread ends when no object is left; see :attr:`leaving`.
+        """
         with self._lock:
             self._watched.discard(who)
             thread = None if self._watched else self._thread
@@ -82,7 +87,10 @@ class Watchdog:
 
     @property
     def leaving(self) -> list[threading.Thread]:
-        """The threads that were told to end and still run. Such a thread may be in an object's ``expire``."""
+        """The threads that were told to end and still run.
+
+        Such a thread may still be executing an object's ``expire``.
+        """
         with self._lock:
             # A signal handler may have raised before the thread was notified.
             self._changed.notify_all()

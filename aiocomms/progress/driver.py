@@ -42,13 +42,16 @@ class Served(Protocol):
     capabilities: Capabilities
 
     def progress(self) -> bool | None:
-        """Advance pending ops without blocking. Return whether any completed; None: do not poll again, park."""
+        """Advance pending ops without blocking. Return whether any op completed.
+
+        None: do not call again until the descriptor is readable.
+        """
 
     def fileno(self) -> int | None:
         """Return a descriptor that is readable when :meth:`progress` has something to do."""
 
     def on_failure(self, error: CommError) -> None:
-        """Note that :meth:`progress` has raised. The driver calls it no more."""
+        """Record that :meth:`progress` has raised. The driver does not call :meth:`progress` again."""
 
 
 class Waited(Protocol):
@@ -109,7 +112,7 @@ class LoopDriver:
         return driver
 
     def attach(self, transport: Served) -> None:
-        """Serve a transport from now on. Transports with the same descriptor share one source."""
+        """Serve a transport from now on. The driver polls transports with the same descriptor as one."""
         fd = guarded(None, transport.fileno)
         source = None if fd is None else self._watched.get(fd)
         if source is None:
@@ -148,7 +151,7 @@ class LoopDriver:
             self.call_soon(self._turn)
 
     def overdue(self) -> bool:
-        """Return whether tasks whose ops end within the calls have kept the loop from its turn for too long."""
+        """Return whether tasks have blocked the loop for too long, with ops that end within their calls."""
         now = clock.now()
         if self._asked is None:
             if now - self._had_turn > TURN:
@@ -267,7 +270,7 @@ def _spin(source: _Source) -> int:
 
 
 class Waiters(msgspec.Struct, eq=False):
-    """The suspended tasks that wait for one object. A loop parks a task on it."""
+    """The suspended tasks that wait for one object. A loop adds each task that it suspends."""
 
     of: object
     """The object that the tasks wait for, as messages show it."""
@@ -287,7 +290,7 @@ class Waiters(msgspec.Struct, eq=False):
                 self.on_empty()
 
     def wake(self) -> None:
-        """Wake every task. A second call resumes where the exception of a signal handler has interrupted the first."""
+        """Wake every task. If a signal handler's exception interrupts a call, the next call continues from there."""
         waiting = self.waiting
         while waiting:
             waiter = waiting[0]
@@ -308,7 +311,7 @@ class Promise:
 
     @property
     def is_set(self) -> bool:
-        """True once the event has happened."""
+        """True if the event has happened."""
         return self._set
 
     @property
@@ -327,7 +330,7 @@ class Promise:
 
 
 class Bell:
-    """An event that happens repeatedly. The waiting tasks wake and check their condition."""
+    """An event that happens repeatedly. Each time, the waiting tasks wake and check their condition."""
 
     __slots__ = ("_driver", "_waiters", "ring")
 

@@ -36,7 +36,7 @@ def broken(transport: object, method: str, error: BaseException) -> CommError:
 def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a method of a transport that must not raise. Safe on any thread.
 
-    :param otherwise: the value to return if the method raises all the same. The communicator is then lost.
+    :param otherwise: the value to return if the method raises nevertheless. The communicator is then lost.
     """
     try:
         return method(*args, **kwargs)
@@ -49,7 +49,7 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def ends_task(error: BaseException) -> bool:
-    """Return whether an exception of the program's function ends the current task: by exit or by cancellation.
+    """Return whether an exception from the program's function ends the current task, as exit and cancellation do.
 
     A ``CancelledError`` may come from a future that another task has cancelled. So this function checks the cancel
     scopes of the task: call it outside the scopes of the program's function.

@@ -51,7 +51,10 @@ class Handed(Generic[T_co]):
         return self._go_on(task, steps.throw, error)
 
     def close(self) -> None:
-        """Note that no task will drive this object. :class:`asyncio.TaskGroup` calls it when it refuses a coroutine."""
+        """Record that no task will drive this object.
+
+        :class:`asyncio.TaskGroup` calls this for a coroutine that it refuses.
+        """
         self._never_awaited()
 
     def _go_on(self, task: object, step: Callable[[Any], Any], value: Any) -> Any:

@@ -42,7 +42,9 @@ class Heartbeat:
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """Return the last measured silence of each rank in seconds; empty if it is out of date. Safe on any thread.
+        """Return the last measured silence of each rank in seconds; empty if the measurement is out of date.
+
+        Safe on any thread.
 
         :param now: the time, by ``clock.now()``.
         """
@@ -54,10 +56,10 @@ class Heartbeat:
         return found
 
     def look(self, now: float) -> None:
-        """Note the ranks without a sign of life since the last call, and ask all ranks again.
+        """Record the ranks that gave no sign of life since the last call, and ask all ranks again.
 
-        Only the time in which this rank watched counts as silence. If this rank was itself stopped or got no processor
-        time, it has not read the answers yet.
+        Silence counts only while this rank watches. If this rank itself was stopped or had no processor time, it has
+        not read the answers yet.
 
         :param now: the time, by ``clock.now()``.
         """

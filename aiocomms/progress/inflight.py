@@ -52,8 +52,8 @@ class StartedWork(Work[T_co]):
     """A work as the core and transports see it. Every :class:`Work` is one.
 
     A signal handler may raise between any two steps. Therefore each method stores the outcome before the state, and a
-    work stays in flight until all its waiters are awake. If an exception interrupts that, the watchdog finds the work
-    at its deadline and calls :meth:`finish`.
+    work stays in flight until all its waiters are awake. If an exception interrupts these steps, the watchdog finds the
+    work at its deadline and calls :meth:`finish`.
     """
 
     __slots__ = FIELDS_BELOW
@@ -76,7 +76,10 @@ class StartedWork(Work[T_co]):
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
-        """Have a first waiter woken at the end of the work. Safe on any thread, also while another ends the work."""
+        """Add a first waiter, which wakes when the work ends.
+
+        Any thread may call this, also while another thread ends the work.
+        """
         self._waiters = Waiters(self, self._nobody_waits, [waiter])
 
     def complete(self, value: Any = OP_RESULT) -> None:
@@ -112,7 +115,10 @@ class StartedWork(Work[T_co]):
         return None
 
     def fails_alone(self) -> bool:
-        """Return whether the work has failed and the communicator goes on. A lost one refuses each later call."""
+        """Return whether the work has failed and the communicator goes on.
+
+        A lost communicator refuses each later call.
+        """
         fault = self.fault
         return not (fault is None or isinstance(fault, CapturedWorkError) or self.fails_all())
 
@@ -122,7 +128,10 @@ class StartedWork(Work[T_co]):
         return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
-        """Add the collective's number, the same on all ranks, to the error. Transports count in their own ways."""
+        """Add the collective's number, the same on all ranks, to the error.
+
+        Each transport counts collectives in its own way.
+        """
         number = None if error.message.startswith(_LOCATED) else self._owner.collective(self.seq)
         return error if not number else MismatchError(f"in collective {number} {error.message}", peer=error.peer)
 
@@ -133,7 +142,10 @@ class StartedWork(Work[T_co]):
         self.finish()
 
     def refuse(self, error: BaseException) -> None:
-        """End a work that could not be posted, for the hooks. Later reports of the transport are ignored."""
+        """End a work that could not be posted, so that hooks see its error.
+
+        Later reports of the transport are ignored.
+        """
         failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
         self._error, self._state = failure, ABANDONED
 
@@ -162,7 +174,7 @@ class StartedWork(Work[T_co]):
             del self._callbacks[0]
 
     def hold(self) -> None:
-        """Keep the memory of a pending op, also if the program gives a tensor another storage."""
+        """Keep the memory of a pending op alive, even if the program gives a tensor another storage."""
         op = self.op
         tensor = getattr(op, "tensor", None)
         if tensor is not None:  # Nearly every op has one tensor.
@@ -217,14 +229,14 @@ class LaneWork(StartedWork[T_co]):
             super().fail(error)
 
     def located(self, error: MismatchError) -> MismatchError:
-        """Return the error, worded for the lane, whose collectives have no numbers."""
+        """Add the lane's name to the error. Collectives of a lane have no numbers."""
         if error.message.startswith(_LOCATED):
             return error
         return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
 
 
 class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
-    """A work that Python code creates, with its fields."""
+    """A work that Python code creates, and the fields of the work."""
 
     op: ops.Op
     seq: int
@@ -246,14 +258,14 @@ class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
 
 
 class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
-    """A lane's work that Python code creates, with its fields."""
+    """A work of a lane that Python code creates, and the fields of the work."""
 
     lane: str = ""
     number: int = 0
 
 
 class Queue(dict[StartedWork[Any], float]):
-    """The pending works with one timeout, and the time at which each was added."""
+    """The pending works that have the same timeout, and the time at which each was added."""
 
     __slots__ = ("seconds",)
 
@@ -264,7 +276,7 @@ class Queue(dict[StartedWork[Any], float]):
 
 
 class Flying(NamedTuple):
-    """A pending work as it was at one time."""
+    """A snapshot of a pending work."""
 
     work: StartedWork[Any]
     posted: float
@@ -284,7 +296,7 @@ class Stands(Protocol):
     """A part of this library that keeps receives pending for messages that may come, such as a stream."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """Yield each receive, its waiters and the name of its owner. Safe on any thread or signal handler."""
+        """Yield each receive, its waiters and the name of its owner. Any thread or signal handler may call this."""
 
 
 class InFlight:
@@ -292,7 +304,7 @@ class InFlight:
 
     Other threads read them. ``list(dict)`` copies the keys in one call that runs no Python code, so neither another
     thread nor a finalizer can change the dictionary meanwhile. ``list(dict.items())`` allocates a tuple for each item,
-    and does not have this property.
+    so it gives no such protection.
 
     There are few different timeouts, so each has its own queue, which is in the order of the deadlines. An op costs one
     insertion and one deletion, however many ops are pending.
@@ -318,7 +330,10 @@ class InFlight:
         return iter([flying.work for flying in self.look()])
 
     def look(self) -> list[Flying]:
-        """Return all works, ordered by call within each timeout. Safe on any thread or signal handler."""
+        """Return all works; those with the same timeout are in the order of their calls.
+
+        Any thread or signal handler may call this.
+        """
         standing = {work: found for each in copied(self.stands) for work, *found in each.standing()}
         flying = []
         for queue in list(self._queues.values()):
@@ -328,7 +343,10 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work and watch its deadline, ``seconds`` from now; infinity: no deadline. Safe on any thread."""
+        """Keep a work, and watch its deadline, which is ``seconds`` from now; infinity: no deadline.
+
+        Safe on any thread.
+        """
         if not work.op.moves:
             work.hold()
         now = clock.now()
@@ -404,7 +422,7 @@ class InFlight:
         self._watchdog.unregister(self)
 
     async def unwatched(self) -> None:
-        """Wait until the ending watchdog threads have ended. That takes time only if a deadline has just passed."""
+        """Wait until the ending watchdog threads have ended. The wait takes time only if a deadline has just passed."""
         for thread in self._watchdog.leaving:
             await run_in_thread(thread.join, anyhow=True)
 

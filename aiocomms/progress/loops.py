@@ -25,13 +25,13 @@ _CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
 
 
 class Waiter(Protocol):
-    """A suspended task: an asyncio future, or an object with these methods of it."""
+    """A suspended task: an asyncio future, or an object with these methods of a future."""
 
     def done(self) -> bool:
         """Return whether the task was resumed or cancelled."""
 
     def set_result(self, result: None) -> None:
-        """Resume the task. Call it on the loop's thread."""
+        """Resume the task. Call this on the loop's thread."""
 
 
 class Parkable(Protocol):
@@ -64,11 +64,11 @@ class Loop(ABC):
 
     @abstractmethod
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread; safe on any thread. Return False if the loop has ended: no call happens."""
+        """Call ``fn`` on the loop's thread; safe on any thread. Return False, without a call, if the loop has ended."""
 
     @abstractmethod
     def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
-        """Run an async function as a task, in a context."""
+        """Run an async function as a task in the given context."""
 
     @abstractmethod
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ class Loop(ABC):
 
 
 class AsyncioLoop(Loop):
-    """An asyncio loop, also one of uvloop."""
+    """An asyncio loop or a uvloop loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         from asyncio import all_tasks, current_task, get_running_loop
@@ -180,7 +180,7 @@ class _TrioTask:
         self._resumed = False
 
     def done(self) -> bool:
-        """See :meth:`Waiter.done`. A cancelled task was detached before."""
+        """See :meth:`Waiter.done`. A cancelled task is already detached."""
         return self._resumed
 
     def set_result(self, _: None) -> None:

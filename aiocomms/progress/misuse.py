@@ -56,7 +56,10 @@ def _torch_function(
 
 
 def refuse_as_result(cls: type) -> None:
-    """Make a class of works refuse the operations of results. Type checkers, which do not see this, refuse them too."""
+    """Make the works of a class refuse the operations that only results have.
+
+    Type checkers report such an operation as an error, because they do not see the methods that this function adds.
+    """
     for name in RESULTS:
         if not hasattr(cls, name):
             setattr(cls, name, _Attribute(name))

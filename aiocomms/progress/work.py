@@ -41,7 +41,10 @@ class Owner(Protocol):
         """Withdraw an unmatched receive or wait from the transport; return False if the op is under way."""
 
     def collective(self, seq: int) -> int | None:
-        """Return the number that all ranks give to the collective that is op ``seq`` here; None if there is none."""
+        """Return the number of the collective that is op ``seq`` on this rank; None if the op has no number.
+
+        All ranks give the collective the same number.
+        """
 
     def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.
@@ -51,7 +54,7 @@ class Owner(Protocol):
 
     @property
     def lost(self) -> bool:
-        """True once a failure has ended the communicator.
+        """True after a failure has ended the communicator.
 
         The communicator then ends its works itself, and ignores later reports of a transport.
         """
@@ -60,9 +63,9 @@ class Owner(Protocol):
 class Work(Handle, Handed[T_co], Generic[T_co]):
     """The handle of one started op: await it in one task or in several. The op completes also if no task awaits it.
 
-    A work has the methods of :class:`asyncio.Future` that make sense for an op, and may be wrapped into a task. A
-    cancelled ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no
-    message has matched yet, also if that awaiter had not begun.
+    A work has the methods of :class:`asyncio.Future` that make sense for an op, and a task can wrap it. A cancelled
+    ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no message has
+    matched yet, even if that awaiter has not begun to wait.
     """
 
     __slots__ = FIELDS_BELOW
@@ -153,16 +156,16 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             self._callbacks.append(fn)
 
     def forget(self) -> None:
-        """Declare that no code needs the end of the op: debug mode then warns of no forgotten ``await``.
+        """Declare that no code needs to await the op. Debug mode then gives no warning of a forgotten ``await``.
 
         If the op fails, the event loop still reports the error.
         """
 
     async def cancel(self) -> bool:
-        """Withdraw the op if that is still possible, else wait for its end.
+        """Withdraw the op if that is still possible; otherwise wait for its end.
 
         :returns: True: the op did not happen, and the buffer is untouched. False: the op ran to its end.
-        :raises RuntimeError: this is not the communicator's thread.
+        :raises RuntimeError: the caller is not on the communicator's thread.
         """
         if not self._state and get_ident() != self._owner.driver.thread:
             raise wrong_thread(f"cancel of {self!r}")
@@ -179,7 +182,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op; the host does not wait.
 
-        Join an op that was captured into a CUDA graph back to the capturing stream.
+        If the op was captured into a CUDA graph, this call joins it back to the capturing stream.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
         :raises ArgumentError: ``stream`` is no stream, or is on another device than the communicator.
@@ -196,7 +199,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
 
         :param timeout: the longest wait in seconds; None: no limit.
         :returns: the result of the op, as ``await`` does.
-        :raises TimeoutError: the op took longer; it goes on.
+        :raises TimeoutError: the op took longer; the op continues.
         :raises CommError: the op failed.
         """
         if not self._state:

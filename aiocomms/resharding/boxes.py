@@ -74,7 +74,7 @@ def pieces(box: Box, most: int) -> list[Box]:
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
-    """Return the runs of a part of a contiguous tensor in memory: the first element of each run, and a run's length.
+    """Return the memory runs of a part of a contiguous tensor: each run's first element, and the length of every run.
 
     :param box: the part.
     :param shape: the shape of the tensor.
@@ -100,12 +100,14 @@ class Portion(NamedTuple):
 def shared(
     wanted: Iterable[tuple[int, Box]], held: Iterable[tuple[int, Box]], itemsize: int, load: list[int]
 ) -> tuple[list[Portion], list[tuple[int, Box]]]:
-    """Decide which source rank writes which part of one tensor to which target rank; each element goes there once.
+    """Decide which source rank writes which part of one tensor to which target rank.
+
+    A target rank gets each element once.
 
     :param wanted: the target ranks, and the box that each of them needs.
     :param held: the source ranks, and the box that each of them holds. Several ranks may hold the same box.
     :param itemsize: the bytes of an element in the target's dtype.
-    :param load: the bytes that each source rank writes so far; this call adds the new portions.
+    :param load: the bytes that each source rank already has to write; this call adds the new portions.
     :returns: the portions, and the boxes that no source rank holds, with their target ranks.
     """
     holders: dict[Box, list[int]] = {}

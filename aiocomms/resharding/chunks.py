@@ -47,8 +47,8 @@ def chunks_of(tensors: object, device: torch.device) -> dict[str, Chunk]:
     """Return checked chunks, by name.
 
     :param tensors: a mapping of names to tensors, DTensors or chunks.
-    :param device: the device on which they must be.
-    :raises ArgumentError: ``tensors`` is something else, or a chunk does not lie within its tensor.
+    :param device: the device on which the chunks must be.
+    :raises ArgumentError: ``tensors`` is not a mapping as described, or a chunk does not lie within its tensor.
     """
     if not isinstance(tensors, Mapping):
         raise wrong_type("tensors", tensors, "a mapping of names to tensors, DTensors or chunks")

@@ -47,7 +47,7 @@ class Party(Handle, ABC):
 
     @property
     def closed(self) -> bool:
-        """True once this rank is closed."""
+        """True if this rank is closed."""
         return self._closed
 
     @abstractmethod
@@ -131,6 +131,9 @@ async def hear(peer: Peer) -> Word:
 
 
 def say(peer: Peer, word: Word) -> None:
-    """Send a message to the other end of a connection. The connection itself reports its loss."""
+    """Send a message to the other end of a connection.
+
+    If the connection is lost, this call raises no error: the connection reports it.
+    """
     with contextlib.suppress(CommError):
         peer.send_object(WORDS.encode(word), timeout=None).add_done_callback(Work.exception)

@@ -71,7 +71,7 @@ class Offer(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """The action of target rank 0 to begin steps and plans only with this version."""
+    """The action of target rank 0 to use only this version in new steps and plans."""
 
     version: int
 
@@ -130,7 +130,7 @@ class TargetRank(NamedTuple):
     """The number of steps that began with the version that was dropped last, even if the move then failed."""
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Make room for a version. If the version of the last move is not current, that move was given up."""
+        """Make room for a version. If the last move's version has not become current, that move was given up."""
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 
@@ -152,7 +152,7 @@ class TargetRank(NamedTuple):
         return after, [Offer(move.move, free[0], gone), *actions]
 
     def written(self, writer: int, word: Written) -> Next[TargetRank]:
-        """Note that a source rank has written everything."""
+        """Record that a source rank has written everything."""
         if self.move is None or self.move.move != word.move or writer not in self.missing:
             return self, []
         return self._replace(missing=self.missing - {writer})._whole()
@@ -164,7 +164,7 @@ class TargetRank(NamedTuple):
         return self._replace(held=held, move=None), [Notify("target", 0, Whole(self.move.move))]
 
     def lose(self, writer: int, why: str) -> Next[TargetRank]:
-        """Note that the connection with a source rank is lost: its remaining writes will not come."""
+        """Record that the connection with a source rank is lost: the rest of its writes will not arrive."""
         if self.move is None or writer not in self.missing:
             return self, []
         return self._replace(move=None), [Notify("target", 0, Broken(self.move.move, why))]
@@ -174,11 +174,11 @@ class TargetRank(NamedTuple):
         return any(it.version == version for it in self.held)
 
     def use(self, version: int, step: bool) -> TargetRank:
-        """Note that a step or plan begins to read a held version."""
+        """Record that a step or plan begins to read a held version."""
         return self._counted(version, 1, int(step))
 
     def release(self, version: int) -> Next[TargetRank]:
-        """Note that a step or plan has ended its reads of a version."""
+        """Record that a step or plan has finished reading a version."""
         return self._counted(version, -1, 0)._offered()
 
     def _counted(self, version: int, uses: int, steps: int) -> TargetRank:
@@ -190,7 +190,7 @@ class TargetRank(NamedTuple):
 
 
 class TargetLeader(NamedTuple):
-    """The state of target rank 0 as the one that decides."""
+    """The state of target rank 0 as the leader of the target ranks."""
 
     ranks: int
     current: int | None
@@ -209,7 +209,7 @@ class TargetLeader(NamedTuple):
     """The reason why the target is lost; empty if it is not."""
 
     def propose(self, source: bytes, word: Propose) -> Next[TargetLeader]:
-        """Begin a move. The source proposes one only after it knows how its last move ended."""
+        """Begin a move. The source proposes a move only after it knows how its last move ended."""
         if self.lost:
             return self, [_to_source(Settled(word.call, LOST, self.lost))]
         if word.version <= self.newest:
@@ -226,7 +226,7 @@ class TargetLeader(NamedTuple):
         return Notify("target", rank, asked)
 
     def cleared_by(self, rank: int, word: Cleared) -> Next[TargetLeader]:
-        """Note that a rank offers a buffer; rank 0 offers first."""
+        """Record that a rank offers a buffer; rank 0 is the first to offer one."""
         if self.move is None or word.move != self.moves:
             return self, []
         cleared = (*self.cleared[:rank], word.descriptor, *self.cleared[rank + 1 :])
@@ -238,7 +238,7 @@ class TargetLeader(NamedTuple):
         return after, actions
 
     def whole_on(self, rank: int, word: Whole) -> Next[TargetLeader]:
-        """Note that a rank has all of the version. Once every rank has, the version becomes current."""
+        """Record that a rank has the whole version. When every rank has it, the version becomes current."""
         if self.move is None or word.move != self.moves:
             return self, []
         whole = self.whole | {rank}
@@ -249,7 +249,7 @@ class TargetLeader(NamedTuple):
         return after, [Switch(version), _to_source(Settled(self.move.call))]
 
     def broken_on(self, word: Broken) -> Next[TargetLeader]:
-        """Note that a rank cannot get all of the version."""
+        """Record that a rank cannot get the whole version."""
         return self._give_up(LOST, word.why) if word.move == self.moves else (self, [])
 
     def withdraw(self, word: Withdraw) -> Next[TargetLeader]:
@@ -259,12 +259,12 @@ class TargetLeader(NamedTuple):
         return self._give_up(word.kind, f"{word.why}; {self.waits_for()}")
 
     def lose(self, why: str) -> Next[TargetLeader]:
-        """Note that the target's communicator is lost: further moves fail."""
+        """Record that the target's communicator is lost: further moves fail."""
         after, actions = self._give_up(LOST, why)
         return after._replace(lost=self.lost or why), actions
 
     def leave(self, why: str) -> Next[TargetLeader]:
-        """Note that the source is gone, or that another source has replaced it."""
+        """Record that the source is gone, or that another source has replaced it."""
         return self._give_up(LOST, why)
 
     def _give_up(self, kind: str, why: str) -> Next[TargetLeader]:
@@ -315,7 +315,7 @@ class SourceRank(NamedTuple):
         return self._replace(phase="writing"), [Write(word.move, word.descriptors)]
 
     def wrote(self, move: int) -> Next[SourceRank]:
-        """Note that all writes of this rank have arrived."""
+        """Record that all writes of this rank have arrived."""
         if self.phase != "writing":
             return self, []
         return self._replace(phase="written"), [Notify("target", rank, Written(move)) for rank in self.targets]
@@ -327,7 +327,7 @@ class SourceRank(NamedTuple):
         return self._replace(phase="faltered"), [Stop(), Notify("source", 0, Falter(self.call, kind, why))]
 
     def settled(self, word: Settled) -> Next[SourceRank]:
-        """Note that a move is over, perhaps before this rank has called ``move``."""
+        """Record that a move is over, perhaps before this rank has called ``move``."""
         if word.call > self.call:
             return self._replace(early=(*self.early, word)), []
         if self.phase == "idle" or word.call < self.call:
@@ -335,13 +335,13 @@ class SourceRank(NamedTuple):
         return self._replace(phase="idle"), [Stop(), Return(word.kind, word.why)]
 
     def lose(self, why: str, kind: str = LOST) -> Next[SourceRank]:
-        """Note that the source's communicator is lost, or that its rank 0 does not answer."""
+        """Record that the source's communicator is lost, or that rank 0 of the source does not answer."""
         after = self._replace(phase="idle", lost=self.lost or why)
         return after, [] if self.phase == "idle" else [Stop(), Return(kind, why + DOUBT)]
 
 
 class SourceLeader(NamedTuple):
-    """The state of source rank 0 as the one that coordinates."""
+    """The state of source rank 0 as the leader of the source ranks."""
 
     ranks: int
     writers: tuple[tuple[int, ...], ...]
@@ -355,7 +355,7 @@ class SourceLeader(NamedTuple):
     """The kind of the failure for which the version was withdrawn."""
 
     def enter(self, rank: int, word: Enter) -> Next[SourceLeader]:
-        """Note that a rank has called ``move``. Once every rank has, propose the version to the target."""
+        """Record that a rank has called ``move``. When every rank has called it, propose the version to the target."""
         if word.call != self.call:
             return self, []
         entered = (*self.entered, (rank, word.version))
@@ -369,7 +369,10 @@ class SourceLeader(NamedTuple):
         return after._replace(phase="proposed"), [Notify("target", 0, propose)]
 
     def falter(self, word: Falter) -> Next[SourceLeader]:
-        """Note that a rank has given up. If the target has switched already, its answer says so."""
+        """Record that a rank has given up the move.
+
+        If the target already uses the version, the target's answer says so.
+        """
         if word.call != self.call or self.phase == "withdrawn":
             return self, []
         if self.phase == "proposed":
@@ -387,17 +390,17 @@ class SourceLeader(NamedTuple):
         return self, [Notify("source", rank, word) for rank in range(self.ranks)]
 
     def settled(self, word: Settled) -> Next[SourceLeader]:
-        """Note that the target has switched, or has given the version up."""
+        """Record that the target now uses the version, or has given the version up."""
         if self.phase == "gathering" or word.call != self.call:
             return self, []
         return self._settle(word.kind, word.why)
 
     def target_gone(self, why: str) -> Next[SourceLeader]:
-        """Note that the connection with target rank 0 is lost."""
+        """Record that the connection with target rank 0 is lost."""
         return self._settle(self.kind, why + DOUBT) if self.phase != "gathering" else (self, [])
 
     def lose(self, why: str) -> Next[SourceLeader]:
-        """Note that the source's communicator is lost."""
+        """Record that the source's communicator is lost."""
         if self.phase != "proposed":
             return self, []
         return self._replace(phase="withdrawn"), [Notify("target", 0, Withdraw(self.call, LOST, why))]

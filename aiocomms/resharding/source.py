@@ -67,10 +67,10 @@ _LATER: Final = 1.0
 
 
 class Source(Party):
-    """One rank of the side that has new weights; made by :meth:`open`.
+    """One rank of the side that has new weights; created by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it. If an error leaves the block, it
-    also aborts the connections to the target.
+    A source belongs to the event loop and thread that created it. ``async with`` closes it. If the block ends with an
+    error, the source also aborts the connections to the target.
     """
 
     _plan: MovePlan
@@ -102,17 +102,18 @@ class Source(Party):
         convert: Convert | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Self:
-        """Connect to a target, and plan the moves. Collective. This source replaces the target's last one.
+        """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
         :param comm: the communicator of the ranks that have the weights.
         :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, on the
             endpoint's device. Together the ranks must hold everything that the target needs; they may hold more. Each
-            move reads the values at that time.
-        :param here: an endpoint of this rank, used for nothing else. It must stay open as long as the source.
-        :param address: the :attr:`Target.address`; only rank 0's value counts.
-        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype. It runs in a
-            thread, on parts of any shape, so it must work elementwise. None: torch converts, with rounding.
-        :param timeout: the deadline in seconds of each phase, None for no deadline; by default the communicator's.
+            move reads the values that the tensors then have.
+        :param here: an endpoint of this rank, used for nothing else. The endpoint must stay open as long as the source.
+        :param address: the :attr:`Target.address`; only the value on rank 0 is used.
+        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype. The function
+            runs in a thread, on parts of any shape, so it must work elementwise. None: torch converts, with rounding.
+        :param timeout: the deadline of each phase in seconds, None for no deadline; by default the communicator's
+            deadline.
         :raises ArgumentError: an argument is wrong, or the tensors lack something that the target needs.
         :raises MoveLostError: another rank could not connect to the target.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
@@ -198,21 +199,22 @@ class Source(Party):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of each version that this rank writes, in the target's dtypes."""
+        """The number of bytes that this rank writes for each version, in the target's dtypes."""
         return self._plan.nbytes[self._rank]
 
     # -------------------------------------------------------------------------------------------------------- moving
 
     async def move(self, version: int, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
-        """Move the values to the target as a new version. Return once the target's next step uses it. Collective.
+        """Move the values to the target as a new version. Return when the target's next step will use that version.
 
-        Do not change the tensors meanwhile. If the call fails or is cancelled on one rank, it fails on all ranks, and
-        the target keeps its version.
+        Collective. Do not change the tensors during the call. If the call fails or is cancelled on one rank, it fails
+        on all ranks, and the target keeps its current version.
 
         :param version: a number above every version that the target has had.
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
-        :raises ArgumentError: the version is not higher; all ranks raise this, and nothing was written.
-        :raises MismatchError: the ranks have called with different versions; nothing was written.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
+        :raises ArgumentError: the version is not above all earlier ones; all ranks raise this error, and nothing was
+            written.
+        :raises MismatchError: the ranks have passed different versions; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
             the message names the rank.

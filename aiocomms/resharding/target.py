@@ -59,10 +59,10 @@ def checked_version(version: Any) -> int:
 
 
 class Target(Party):
-    """One rank of the side whose weights are replaced while it serves; made by :meth:`open`.
+    """One rank of a server whose weights a source replaces while the server runs; created by :meth:`open`.
 
-    It belongs to the event loop and thread that made it. ``async with`` closes it. If an error leaves the block, it
-    also aborts the connections to the source.
+    A target belongs to the event loop and thread that created it. ``async with`` closes it. If the block ends with an
+    error, the target also aborts the connections to the source.
     """
 
     _inventory: Inventory
@@ -92,16 +92,16 @@ class Target(Party):
     ) -> Self:
         """Prepare the ranks of a server for moves of new weights from a source. Collective.
 
-        This copies the values. The server reads them through :meth:`step`, or through :meth:`pin` and :meth:`at`. The
-        target takes twice their memory: for the served version and for the next one.
+        This copies the values. The server reads the copies through :meth:`step`, or through :meth:`pin` and :meth:`at`.
+        The target takes twice the memory of the tensors: for the served version and for the next one.
 
         :param comm: the communicator of the server's ranks.
         :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, of any dtype,
             on the endpoint's device. A name stands for the same tensor on all ranks and at the source.
-        :param here: an endpoint to which nothing else connects. It must stay open as long as the target.
-        :param version: the version of these values, at least 0. If ranks pass different versions, for example because a
-            rank is new, no version is current until a source has moved one.
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :param here: an endpoint to which nothing else connects. The endpoint must stay open as long as the target.
+        :param version: the version of the tensors' values, at least 0. If ranks pass different versions, for example
+            because a rank is new, no version is current until a source has moved one.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises CommError: the communicator is lost or closed.
         """
@@ -153,10 +153,10 @@ class Target(Party):
     async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
         """Take a step with the same version on all ranks: ``async with target.step() as weights``. Collective.
 
-        It makes a broadcast from rank 0 on the communicator, in the order of calls. The weights stay unchanged until
-        the end of the block.
+        The step makes a broadcast from rank 0 on the communicator, in the order of calls. The weights stay unchanged
+        until the end of the block.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
         :raises CommError: the communicator is lost or closed.
         """
         self._check("step")
@@ -174,11 +174,11 @@ class Target(Party):
 
     @contextlib.asynccontextmanager
     async def pin(self) -> AsyncIterator[Weights]:
-        """Keep the current version within the block, on rank 0, for a plan that carries ``weights.version``.
+        """Keep the current version on rank 0 until the block ends, for a plan that carries ``weights.version``.
 
-        The other ranks read it through :meth:`at`. This waits until there is a version.
+        The other ranks read this version through :meth:`at`. This waits until there is a version.
 
-        :raises ArgumentError: this is not rank 0.
+        :raises ArgumentError: this rank is not rank 0.
         :raises CommError: the communicator is lost or closed.
         """
         if self._rank:
@@ -191,7 +191,8 @@ class Target(Party):
         """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. No communication.
 
         :param version: the pinned version of rank 0.
-        :raises ArgumentError: this rank does not hold it: it was never current, or rank 0 no longer pins it.
+        :raises ArgumentError: this rank does not hold the version: the version was never current, or rank 0 no longer
+            pins it.
         """
         self._check("at")
         if not self._state.holds(version):
@@ -370,7 +371,7 @@ class _Step:
         self._target, self._begun, self._over = target, False, False
 
     def hear(self, work: Work[Any]) -> None:
-        """Begin with the version that the broadcast returned; do nothing if the broadcast failed."""
+        """Begin the step with the version that the broadcast returned; do nothing if the broadcast failed."""
         if work.exception() is None:
             self.begin(work.result())
 

@@ -19,7 +19,8 @@ from aiocomms.resharding.words import ChunkRecord
 class Weights(Mapping[str, Tensor]):
     """A version of the weights: this rank's chunks by name. Only read them.
 
-    The values stay unchanged within the ``with`` block that returned them. Later the same memory holds another version.
+    The values stay unchanged within the ``with`` block that returned them. Later the same memory holds another version
+    of the weights.
     """
 
     version: int
@@ -49,7 +50,7 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer if there is none of that number; a thread does it, because it touches all pages."""
+        """Make a buffer if none has that number. A thread makes it, because this touches all memory pages."""
         if number in self._regions:
             return
         flat = await run_in_thread(self._allocated)

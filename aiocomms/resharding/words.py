@@ -51,7 +51,7 @@ class TargetRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inquire(msgspec.Struct, frozen=True, tag=0, array_like=True):
-    """A request of source rank 0 for target rank 0's inventory. It makes this source the one that moves versions."""
+    """A request of source rank 0 for target rank 0's inventory. After this request, only this source moves versions."""
 
     source: bytes
     """The unique number of the source."""
@@ -65,7 +65,7 @@ class Present(msgspec.Struct, frozen=True, tag=1, array_like=True):
 
 
 class Propose(msgspec.Struct, frozen=True, tag=2, array_like=True):
-    """A request of source rank 0 to target rank 0 for buffers for a version."""
+    """A request of source rank 0 to target rank 0 to provide buffers for a version."""
 
     call: int
     version: int
@@ -74,7 +74,7 @@ class Propose(msgspec.Struct, frozen=True, tag=2, array_like=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=3, array_like=True):
-    """A notice of a source rank to a target rank: all its writes of a version have arrived there."""
+    """A notice of a source rank to a target rank: all writes of the source rank for a version have arrived."""
 
     move: int
 
@@ -147,13 +147,13 @@ class Cleared(msgspec.Struct, frozen=True, tag=10, array_like=True):
 
 
 class Whole(msgspec.Struct, frozen=True, tag=11, array_like=True):
-    """A notice of a target rank that all of a version has arrived."""
+    """A notice of a target rank that a whole version has arrived."""
 
     move: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=12, array_like=True):
-    """A notice of a target rank that it cannot get all of a version, for example because a source rank is lost."""
+    """A notice of a target rank that it cannot get a whole version, for example because a source rank is lost."""
 
     move: int
     why: str
@@ -187,7 +187,7 @@ WORDS: Final = ControlCodec[Word](Word, "a word about a version", limit=LONGEST)
 def inventory(word: bytes, peer: int | None = None) -> Inventory:
     """Decode the inventory of a target or of a rank.
 
-    :raises ProtocolError: the message is malformed or no inventory.
+    :raises ProtocolError: the message is malformed or is no inventory.
     """
     found = WORDS.decode(word, peer)
     if not isinstance(found, Inventory):

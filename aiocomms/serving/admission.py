@@ -20,10 +20,12 @@ class _InTurn:
 
 
 class Admission:
-    """The callers that wait for room: the lowest priority first, equal priorities in the order of arrival.
+    """The queue of callers that wait for room.
 
-    :param room: a function that returns whether there is room for another caller. If it raises, so does the first
-        caller's :meth:`wait`.
+    The lowest priority value is first; equal values are in the order of arrival.
+
+    :param room: a function that returns whether there is room for another caller. If the function raises, the first
+        caller's :meth:`wait` raises the same error.
     """
 
     def __init__(self, room: Callable[[], bool]) -> None:

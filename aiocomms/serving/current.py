@@ -20,10 +20,11 @@ from aiocomms.progress.work import Work
 
 
 class CurrentComm(PointToPoint, Collectives, Objects):
-    """The current communicator of a service, for layers to keep: it stays valid when a new communicator is formed.
+    """The current communicator of a service.
 
-    The communicator itself is ``current``, and has the methods that this class lacks. Windows and streams belong to one
-    communicator: open them on ``current``, and again after each recovery.
+    Layers can keep this object: it stays valid when a new communicator is formed. The communicator itself is
+    ``current``, and has the methods that this class lacks. Windows and streams belong to one communicator: open them on
+    ``current``, and again after each recovery.
     """
 
     current: Communicator
@@ -45,7 +46,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         return self.current.lane(key)
 
     def portal(self) -> Portal:
-        """Return the portal for other threads. Call this each time: a portal belongs to one communicator."""
+        """Return the portal for other threads. Do not keep the portal, because it belongs to one communicator."""
         return self.current.portal()
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:

@@ -61,7 +61,7 @@ class _TimeLimit(NamedTuple):
 
 
 class DriverState(NamedTuple):
-    """The state of a driver, for probes."""
+    """The state of a driver, for health probes."""
 
     doing: Literal["serves", "recovers", "ends", "ended"]
     """The phase: it takes plans, it will again after a recovery, it only finishes running plans, or it has ended."""
@@ -93,7 +93,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that lost the communicator, until the ranks have recovered; None: it is not lost."""
+        """The error that lost the communicator, until the ranks have recovered; None: the communicator is not lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
@@ -109,21 +109,25 @@ class Driver(Worker):
     async def run(
         self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None, retry: bool = False
     ) -> Any:
-        """Have every rank carry out a plan in a lane of its own, at the same time as other plans. Any task may call it.
+        """Carry out a plan on every rank, in the plan's own lane, at the same time as other plans.
 
-        The collectives, messages and objects of a plan match those of the same plan only. A cancelled caller resumes at
-        once, and its plan is cancelled on every rank: ``execute`` gets a cancellation in its current operation.
+        Any task may call it. The collectives, messages and objects of a plan match those of the same plan only. A
+        cancelled caller resumes at once, and its plan is cancelled on every rank: ``execute`` gets a cancellation in
+        its current operation.
 
-        :param plan: an object as for :meth:`Communicator.send_object`. Do not change its tensors meanwhile.
-        :param priority: the order of waiting plans: the lowest first, and equal priorities in the order of the calls.
+        :param plan: an object that :meth:`Communicator.send_object` accepts. Do not change its tensors until the plan
+            has ended.
+        :param priority: the place among the waiting plans: the lowest value runs first; equal values run in the order
+            of the calls.
         :param timeout: seconds from the call to the end of the plan; None: no limit.
-        :param retry: whether the plan may be carried out more than once. A plan lost with a rank is then run again once
-            the ranks have recovered, up to three times in all. A call during a recovery waits for its end.
+        :param retry: whether the plan may be carried out more than once. If a rank is lost, the plan then runs again
+            after the recovery, up to three times in all. A call during a recovery waits for the end of the recovery.
         :returns: the result of ``execute`` on this rank, once the plan has ended on all ranks. For an async generator
-            it is the list of the yielded items.
+            the result is the list of the yielded items.
         :raises WorkerError: the plan failed on another rank, and was cancelled on all. An :class:`Exception` of
-            ``execute`` on this rank is raised unchanged; any other, such as a ``CancelledError``, as this error.
-        :raises PlanLostError: a rank was lost meanwhile, or is not replaced yet.
+            ``execute`` on this rank is raised unchanged; any other exception, such as a ``CancelledError``, is raised
+            as this error.
+        :raises PlanLostError: a rank was lost during the call, or is not replaced yet.
         :raises PlanTimeoutError: the plan did not end in time, and was cancelled on all ranks.
         :raises ServiceBusyError: too many plans already wait.
         :raises CommClosedError: the driver is ending.
@@ -140,11 +144,11 @@ class Driver(Worker):
         raise AssertionError
 
     async def run_in_order(self, plan: Any) -> Any:
-        """Run a plan without a lane. Every rank carries out such plans one by one, in the order of the calls.
+        """Run a plan without a lane. Every rank carries out plans without lanes one by one, in the order of the calls.
 
-        The collectives of the plan are those of the communicator, which a transport may carry natively. If a plan fails
-        after it has called an op, the ranks are out of step and the communicator is lost. Therefore the plan of a
-        cancelled caller runs to its end, unless ``execute`` calls :meth:`Service.cancelled`.
+        The plan calls the communicator's own collectives, which a transport may carry natively. If a plan fails after
+        it has called an op, the ranks are out of step and the communicator is lost. Therefore the plan of a cancelled
+        caller runs to its end, unless ``execute`` calls :meth:`Service.cancelled`.
         """
         with self._counts.call():
             return await self._run(plan, 0, _TimeLimit.of(None), in_order=True)
@@ -154,7 +158,8 @@ class Driver(Worker):
 
         The plan waits until the caller takes an item, for at most half of the communicator's deadline. The other ranks
         wait meanwhile in their next operation. Items of other ranks are ignored. The plan is cancelled on every rank
-        when the iterator is closed or dropped, or its task is cancelled. ``contextlib.aclosing`` closes it at once.
+        when the iterator is closed or dropped, or when its task is cancelled. ``contextlib.aclosing`` closes it at
+        once.
 
         :param plan: see :meth:`run`, also for the other parameters and errors.
         :param timeout: seconds from the first request for an item.
@@ -169,7 +174,7 @@ class Driver(Worker):
         return self._stream(plan, priority, timeout)
 
     async def ready(self) -> None:
-        """Wait until plans can be carried out, if need be for the end of a recovery.
+        """Wait until plans can be carried out; during a recovery, wait for the end of the recovery.
 
         :raises CommError: the communicator was lost and is not replaced, or ``recover`` has raised this error.
         """
