@@ -57,7 +57,10 @@ _log = logging.getLogger("aiocomms")
 
 
 class Plan:
-    """One plan on one rank, kept until it has ended there, and by the driver until it has ended on all ranks."""
+    """One plan on one rank.
+
+    A worker keeps the plan until it has ended on that rank, the driver until it has ended on all ranks.
+    """
 
     number: int
     ended: anyio.Event
@@ -88,7 +91,7 @@ class Plan:
         self.answered: anyio.Event | None = None  # The event that all ranks have answered a request.
 
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
-        """Carry out the plan, after the end of the plan ``before`` it.
+        """Wait for the end of the plan ``before``, and carry out this plan.
 
         :returns: the exception that it has raised; None if it succeeded, or if another rank has given up the plan.
         """
@@ -133,7 +136,7 @@ class Plan:
         self.result.append(item)
 
     def where(self) -> str:
-        """Return the plan's state on this rank in words."""
+        """Return the plan's state on this rank as text."""
         if self.ended.is_set():
             return "has ended it"
         if self._begun is None:
@@ -146,7 +149,10 @@ class Plan:
         return f"has been in {called(oldest.work.op)} for {clock.now() - oldest.posted:.2f} s"
 
     def give_up(self, reason: str) -> None:
-        """End the plan, and the ops of its lane on all ranks. A thread that waits for such an op gets an error."""
+        """End the plan, and the ops of its lane on all ranks.
+
+        A thread that waits for one of these ops gets an error.
+        """
         self.given_up = True
         self._scope.cancel()
         if self._lane is not None:
@@ -158,9 +164,9 @@ class Plan:
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether the plan leaves no op that another rank never matches or matches with a wrong op.
+        """Return whether each op that the plan has called gets its match from the other ranks.
 
-        :param there: whether that is true on a rank that has ended the plan. This rank checks its own calls.
+        :param there: the same answer from another rank, which has ended the plan. This rank checks its own calls.
         """
         here = self._lane is not None or self.ended.is_set() or self._begun in (None, self._called())
         self._in_step &= here and there
@@ -171,7 +177,10 @@ class Plan:
 
 
 class Worker(Handle):
-    """The part of a service on every rank but 0. The driver is a worker, too, with plans from its callers."""
+    """The part of a service on every rank except rank 0.
+
+    The driver is also a worker; it gets its plans from its callers.
+    """
 
     _drives = False
     _leaving = False

@@ -25,12 +25,15 @@ from aiocomms.serving.watch import CarrierHook, CommHook, PlanHook, Watch
 
 
 class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
-    """One rank of a service: rank 0 drives, every other rank works. ``async with`` closes the communicator at the end.
+    """One rank of a service: rank 0 is the driver, and every other rank is a worker.
+
+    ``async with`` closes the communicator at the end.
 
     :param comm: the communicator of all ranks, which belongs to the service from now on.
-    :param recover: an async function that every remaining rank calls with the lost communicator. It returns the new
-        communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does, and a model takes its new part in it.
-        None: the loss ends the service, because a layer that is split over ranks is wrong with fewer ranks.
+    :param recover: an async function that every remaining rank calls with the lost communicator. The function returns
+        the new communicator, as ``lambda lost: lost.reconfigure(size=lost.size)`` does. It can also load the part of a
+        model that this rank now has. None: the loss ends the service, because a layer that is split over ranks is wrong
+        with fewer ranks.
     """
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
@@ -49,7 +52,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
     @property
     def closed(self) -> bool:
-        """True once the service has ended on this rank."""
+        """True if the service has ended on this rank."""
         return self._closed
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: PYI036 - passed on
@@ -60,18 +63,19 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def drive(
         self, execute: Execute, max_running: int | None = None, max_waiting: int | None = None
     ) -> AsyncIterator[Driver]:
-        """Drive the service on rank 0. The end of the block waits for the running plans, and then the workers leave.
+        """Drive the service on rank 0. At its end, the block waits for the running plans, and then the workers leave.
 
         If ``aiocomms run`` replaces rank 0 and there is a ``recover``, the workers stay for the new process.
 
-        If the block raises or is cancelled, it notifies no rank and does not wait. The end of the service does both.
+        If the block raises or is cancelled, it notifies no rank and does not wait. The end of the service then notifies
+        the ranks and waits.
 
         :param execute: an async function, or an async generator function, that carries out a plan on this rank. The
-            other ranks pass theirs to :meth:`work`.
+            other ranks pass their functions to :meth:`work`.
         :param max_running: the number of plans that may run at once, at least 1; the others wait. None: any number.
         :param max_waiting: the number of plans that may wait for their turn, at least 0. Further calls raise
             :class:`~aiocomms.errors.ServiceBusyError`. None: any number.
-        :raises ArgumentError: this is not rank 0, or a number is out of range.
+        :raises ArgumentError: this rank is not rank 0, or a number is out of range.
         """
         most = _most("max_running", max_running, 1), _most("max_waiting", max_waiting, 0)
         if self.comm.rank != 0:
@@ -96,12 +100,13 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def work(self, execute: Execute) -> None:
         """Carry out plans on every rank but 0, until the driver ends. The call may idle for hours without plans.
 
-        On the main thread, SIGINT and SIGTERM do not end this process meanwhile. Rank 0 gets them, too, and ends the
-        workers when it has drained; if rank 0 dies, the workers notice. If there is a ``recover``, SIGTERM makes this
-        process :meth:`leave`.
+        During a call on the main thread, SIGINT and SIGTERM do not end this process. Rank 0 gets these signals, too,
+        and ends the workers after its plans have ended; if rank 0 dies, the workers notice. If there is a ``recover``,
+        this process calls :meth:`leave` on SIGTERM.
 
-        :param execute: an async function that carries out a plan. If it raises, :meth:`Driver.run` raises on rank 0.
-        :raises ArgumentError: this is rank 0.
+        :param execute: an async function that carries out a plan. If the function raises, :meth:`Driver.run` raises on
+            rank 0.
+        :raises ArgumentError: this rank is rank 0.
         :raises DriverLostError: rank 0 was lost, and a worker has become rank 0 in the recovered communicator.
         :raises CommError: the communicator was lost and there is no ``recover``, or ``recover`` has raised this error.
         """
@@ -118,12 +123,14 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """Let another process take the place of this worker without a failed plan. :meth:`work` then returns.
 
         Rank 0 waits for a second, then holds new plans back and releases this rank when the running plans have ended.
-        The end of the service closes the communicator on this rank. The other ranks ``recover`` with the new process,
-        and carry out the waiting plans. If SIGTERM has told rank 0 to end, it ends all ranks when it has drained.
+        The end of the service closes the communicator on this rank. The other ranks call ``recover`` together with the
+        new process, and carry out the waiting plans. If rank 0 got SIGTERM, rank 0 ends all ranks after its plans have
+        ended.
 
-        ``aiocomms run`` starts the new process once this one has ended, and kills this one after its grace time.
+        ``aiocomms run`` starts the new process after this process has ended, and kills this process after the grace
+        time.
 
-        :raises ArgumentError: :meth:`work` does not run here, or there is no ``recover``.
+        :raises ArgumentError: :meth:`work` does not run on this rank, or there is no ``recover``.
         """
         if self._worker is None or self._worker._drives or self._recover is None:
             why = "work() does not run" if self._recover else "there is no recover: without this rank the service ends"
@@ -153,7 +160,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         """Call ``fn(comm)`` now, and later on the loop's thread with each communicator that replaces a lost one.
 
         :returns: a handle with ``.remove()``.
-        :raises ArgumentTypeError: ``fn`` cannot be called. An exception of the first call propagates, too.
+        :raises ArgumentTypeError: ``fn`` cannot be called. An exception of the first call of ``fn`` propagates to the
+            caller, too.
         """
         hook = self._watch.comm_hooks.register(fn)
         try:
@@ -187,8 +195,8 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     async def cancelled(self) -> bool:
         """Return on every rank whether the caller of an in-order plan was cancelled. The call is a collective.
 
-        With it all ranks end the plan at the same step. It costs one small message from rank 0 to each other rank, and
-        no round trip. So call it at each step of a loop, or at every tenth.
+        With this value all ranks can end the plan at the same step. The call costs one small message from rank 0 to
+        each other rank, and no round trip. So call it at each step of a loop, or at every tenth step.
 
         :returns: the state on rank 0 at its call; the same value on all ranks.
         :raises ArgumentError: this task carries out no plan.

@@ -56,7 +56,10 @@ def _take(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def noted(driver: Driver) -> Iterator[None]:
-    """Notify the driver of a SIGTERM that the program handles, as uvicorn does. The workers got it, too, and stay."""
+    """Notify the driver of a SIGTERM that the program itself handles, for example with uvicorn.
+
+    The workers also got the signal, and stay.
+    """
     before = signal.getsignal(signal.SIGTERM) if _mine() and driver._recover is not None else None
     if not callable(before) or before is _take:  # Otherwise SIGTERM ends this process, or a worker in it leaves.
         yield

@@ -21,10 +21,10 @@ class PlanFailures(msgspec.Struct, frozen=True):
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """One rank's view of a service at one time. The counts are of this process, over all its communicators.
+    """One rank's view of a service at one time. The counts belong to this process and include all its communicators.
 
-    Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, also with several attempts.
-    Every other rank counts the plans that it receives.
+    Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, even if the plan needs several
+    attempts. Every other rank counts the plans that it receives.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Counts:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call of the driver by the outcome of the block."""
+        """Count a call of the driver. The outcome of the block decides which count grows."""
         called = clock.now()
         try:
             yield
@@ -94,7 +94,7 @@ class Counts:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count a plan as waiting within the block."""
+        """Count a plan as waiting until the block ends."""
         self.waiting += 1
         try:
             yield

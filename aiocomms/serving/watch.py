@@ -44,13 +44,13 @@ class Watch:
         self.comm_hooks: Hooks = Hooks()
 
     def carrier(self) -> Carrier:
-        """Return the carrier of a plan that is called now."""
+        """Return the carrier for a plan that a caller has just called."""
         carrier: Carrier = {}
         self.carrier_hooks.ask(carrier)
         return carrier
 
     def begin(self, start: PlanStart) -> AbstractContextManager[object]:
-        """Count the start of a plan, and return the context manager to carry it out in."""
+        """Count the start of a plan, and return the context manager within which the plan runs."""
         self.counts.waited.note(start.waited)
         if not self.plan_hooks:
             return nullcontext()

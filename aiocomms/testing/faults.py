@@ -35,13 +35,13 @@ _MAY_DIFFER = {
 def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: int = 0) -> Iterator[list[Injected]]:
     """Inject faults into the calls in a ``with`` block. Enter and leave the block on the loop's thread.
 
-    Several faults can hit one call. A call that is killed or dropped is not delayed. At the end of the block, ops that
-    a fault still holds are posted; dropped ops stay dropped.
+    Several faults can hit one call. A call that is killed or dropped is not delayed. At the end of the block, delayed
+    ops that were not posted yet are posted; dropped ops stay dropped.
 
     :param world: a communicator, or the communicators of a test's world.
     :param faults: faults from :func:`delay`, :func:`drop`, :func:`kill`, :func:`mismatch` and :func:`slow_link`.
-    :param seed: the seed of the draws for ``probability``. Each rank and fault has draws of its own. So the same calls
-        of a rank are hit in each run, whatever other ranks do.
+    :param seed: the seed of the random draws for ``probability``. Each rank and fault has its own draws. So each run
+        hits the same calls of a rank, whatever other ranks do.
     :returns: the faults that were injected so far, in the order of injection.
     :raises ArgumentError: an argument is wrong, or a fault names a rank that a communicator does not have.
     """
@@ -74,9 +74,9 @@ def delay(
     :param until: the event until which the op waits, so that a test need not guess a time.
     :param ranks: the ranks whose calls are hit; None: all ranks.
     :param op: the operation, by the name of its method, or ``"stream"`` for messages of streams; None: any operation.
-    :param nth: the only one of these calls to hit on each rank, counted from 1; None: each of them.
+    :param nth: the number of the only call to hit on each rank, counted from 1; None: each of these calls.
     :param probability: the probability of a hit for each of these calls, above 0 and at most 1.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
+    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
     if (seconds is None) == (until is None):
         raise ArgumentError(f"seconds is {seconds!r} and until is {until!r}, wanted one of them")
@@ -92,9 +92,9 @@ def drop(
     """Never post an op, so that it ends at its deadline. The parameters are those of :func:`delay`.
 
     A dropped receive fails alone, like a receive without a message. After a dropped collective, the rank's later
-    collectives in the same lane are dropped, too: the other ranks would match the next one with the dropped one.
+    collectives in the same lane are dropped, too: the other ranks would match the next collective with the dropped one.
 
-    :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
+    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
     return _fault("drop", ranks, op, nth, probability)
 
@@ -102,13 +102,13 @@ def drop(
 def kill(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """Kill the process of a rank in a call by SIGKILL. The parameters are those of :func:`delay`.
+    """Kill the process of a rank with SIGKILL, during a call. The parameters are those of :func:`delay`.
 
     In a simulation, the rank dies as by ``here().world.kill``. Ranks that share a process, as in ``local_world``, only
     simulate the death: every op of this communicator fails on the rank itself with a
     :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
-    :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
+    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
     return _fault("kill", ranks, op, nth, probability)
 
@@ -124,12 +124,12 @@ def mismatch(
     """Change an op of a rank, so that the other ranks get a :class:`~aiocomms.errors.MismatchError`.
 
     A message of another dtype has this effect, too. A message of another size fails only its receive. With another
-    dtype or size, the op works on copies: the tensors given to it do not change. The other parameters are those of
+    dtype or size, the op works on copies: the tensors of the caller do not change. The other parameters are those of
     :func:`delay`.
 
     :param differs: ``"dtype"`` of the op's tensors; ``"size"``, twice the elements; or ``"root"`` of ``broadcast`` and
         ``reduce``, if a transport carries these itself.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
+    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
     if differs not in get_args(Differs):
         raise ArgumentError(f"differs is {differs!r}, wanted one of {', '.join(map(repr, get_args(Differs)))}")
@@ -146,11 +146,11 @@ def slow_link(
 ) -> Fault:
     """Delay each op or message of a rank in proportion to its bytes, one after the other.
 
-    For an op that a transport carries itself, the bytes are those of the tensors that the rank gives. For an op made of
-    messages, they are the bytes of each message. The other parameters are those of :func:`delay`.
+    For an op that a transport carries itself, the bytes of all tensors that the rank passes count. For an op made of
+    messages, the bytes of each message count. The other parameters are those of :func:`delay`.
 
     :param bytes_per_second: the rate of the link, by the event loop's clock.
-    :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
+    :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
     bytes_per_second = as_int(bytes_per_second)
     if type(bytes_per_second) not in (int, float):

@@ -45,7 +45,7 @@ STREAM = "stream"
 
 
 class Fault(msgspec.Struct, frozen=True, eq=False):
-    """A fault and the calls that it hits. The functions of :mod:`aiocomms.testing.faults` make it."""
+    """A fault and the calls that it hits. The functions of :mod:`aiocomms.testing.faults` create faults."""
 
     kind: Kind
     ranks: tuple[int, ...] | None
@@ -145,7 +145,10 @@ class Link:
         self._injections.append(injection)
 
     def end(self, injection: Injection) -> None:
-        """Stop injecting faults, and post the ops that they hold. Dropped or changed ops stay so to the end."""
+        """Stop injecting faults, and post the ops that they hold.
+
+        Ops that were dropped or changed stay dropped or changed.
+        """
         self._injections.remove(injection)
         for faults in self._faults.values():
             faults[:] = [f for f in faults if f not in injection.faults or f.kind in ("drop", "mismatch")]
@@ -173,7 +176,7 @@ class Link:
         return None
 
     def carries(self, work: Completion) -> bool:
-        """Return whether no transport knows of an op, as it is held or was dropped."""
+        """Return whether no transport knows of an op, because the op is held or was dropped."""
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
@@ -267,7 +270,10 @@ class Link:
 
 
 class Between:
-    """The stand-in for one transport in the routes of a communicator. All other attributes are the transport's."""
+    """The stand-in for one transport in the routes of a communicator.
+
+    All other attributes are the attributes of the transport.
+    """
 
     link: Link
 
@@ -299,7 +305,10 @@ class Between:
 
 
 def link_of(comm: Communicator) -> Link:
-    """Return the link of a communicator. The first call routes all its later ops through the link."""
+    """Return the link of a communicator.
+
+    The first call for a communicator routes all its later ops through the link.
+    """
     core = comm._core
     for known in core.by_family.values():
         if isinstance(known, Between):
@@ -317,7 +326,8 @@ def link_of(comm: Communicator) -> Link:
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
     """Return an op with which the other ranks disagree. Tensors of another dtype or size are copies.
 
-    :raises UnsupportedOperation: the root should differ, and the op has none: it is a message of a collective.
+    :raises UnsupportedOperation: the root should differ, but the op has no root, because it is a message of a
+        collective.
     """
     fields = {name: getattr(op, name) for name in op.__struct_fields__}
     if differs == "root":

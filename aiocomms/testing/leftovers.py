@@ -16,7 +16,7 @@ class Leftovers:
     """The operations that are pending when a test ends.
 
     An operation that succeeds while the communicators close is no mistake: for example, a send that is not awaited.
-    Messages of streams do not count, as an open stream always waits for messages.
+    Messages of streams do not count, because an open stream always waits for messages.
     """
 
     def __init__(self, world: Sequence[Communicator]) -> None:
@@ -30,7 +30,7 @@ class Leftovers:
                     self._pending.append((look.header.brief.rank, item, works[item.seq]))
 
     def report(self) -> str:
-        """Return a text on the operations that failed by the close of the communicators; empty if there are none."""
+        """Describe the operations that failed because the communicators closed; the text is empty if there are none."""
         lines: dict[str, None] = {}
         for rank, item, work in self._pending:
             if work.error is None:

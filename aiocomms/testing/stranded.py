@@ -43,7 +43,7 @@ class _NextEnd(NamedTuple):
 
 
 class StrandedWatch:
-    """The watch over one world. It costs one timer on the loop, and nothing per op."""
+    """The watch over one world. The watch costs one timer on the loop, and nothing for each op."""
 
     def __init__(self, world: Sequence[Communicator]) -> None:
         """Begin if the running loop can be read. The world's transports must move by calls on this thread alone."""

@@ -35,10 +35,10 @@ async def local_world(
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline in seconds of ops without a ``timeout`` of their own, so that a test that hangs fails;
+    :param timeout: the deadline in seconds of ops without a ``timeout`` of their own, so that a hanging test fails;
         None: no deadline. Over ``local`` on asyncio, an op ends sooner if nothing else can happen on the loop.
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
-    :raises UnsupportedOperation: no such transport is available.
+    :raises UnsupportedOperation: no transport that can do this is available.
     """
     size = as_int(size)
     if type(size) is not int:
@@ -88,7 +88,7 @@ class _Meeting:
         self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
 
     def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
-        """Return the ranks' values by rank, and the event that is set when all values are there."""
+        """Return the ranks' values by rank, and the event that is set when all values have arrived."""
         if key not in self._given:
             self._given[key] = ({}, anyio.Event())
         return self._given[key]

@@ -23,7 +23,7 @@ OP_RESULT = object()
 
 
 class Completion(Protocol):
-    """The receiver of an op's outcome, which a transport completes: a user's ``Work``, or one step of a lowered op."""
+    """The object that a transport completes with an op's outcome: a user's ``Work``, or a step of a lowered op."""
 
     @property
     def op(self) -> ops.Op:
@@ -37,20 +37,20 @@ class Completion(Protocol):
         """Return whether the op was completed, failed, or abandoned by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
-        """Complete the op on this rank. Call it once, on the loop's thread.
+        """Complete the op on this rank. Call this once, on the loop's thread.
 
         :param value: the result of the work; by default the op's own result.
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op once the wire no longer uses its buffers. Call this once, on the loop's thread.
+        """Fail the op. Do this only when the wire no longer uses its buffers. Call this once, on the loop's thread.
 
         A :class:`~aiocomms.errors.CapturedWorkError` marks the op as a part of a CUDA graph, which has no end.
         """
 
 
 def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
-    """End a work with a value or with the :class:`CommError` with which it failed, unless it has ended before."""
+    """End a work with its value or with its error, a :class:`CommError`, unless the work has already ended."""
     if work.done():
         return
     if isinstance(outcome, CommError):
@@ -78,31 +78,39 @@ class Rendezvous(Protocol):
     """
 
     def left(self) -> float:
-        """Return the seconds of the timeout that are left, counted from this rank's start; negative once time is up."""
+        """Return the seconds that are left of the timeout.
+
+        The timeout counts from this rank's start; a negative result means that it has passed.
+        """
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
-        """Publish this rank's value, and return all ranks' values in rank order; off the loop, within the timeout.
+        """Publish this rank's value, and return all ranks' values in rank order.
+
+        The call runs outside the loop, and within the timeout.
 
         :param key: the name of the exchange, used once per communicator.
         :param value: this rank's value, at most 64 KiB.
-        :raises CommTimeoutError: a rank did not arrive; the message names it.
+        :raises CommTimeoutError: a rank did not arrive; the message names the rank.
         :raises StoreLostError: the store is lost.
         :raises AuthError: a rank's value is not signed with this job's token; the message names the rank.
         """
 
     def secret(self, purpose: str) -> bytes:
-        """Return 32 bytes that only the ranks know if the job has a token; else any process can compute them."""
+        """Return 32 bytes. Only the ranks know them if the job has a token; otherwise any process can compute them."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """Run a blocking call in its own thread, off the loop and within the timeout.
 
-        :param what: the call in words, for the error's message.
+        :param what: a description of the call, for the error's message.
         :raises CommTimeoutError: the call took longer; its thread keeps running.
         """
 
 
 class SideChannel(Protocol):
-    """The state of the connections that :meth:`Transport.say` can still use after a loss. Any thread may ask it."""
+    """The state of the connections that :meth:`Transport.say` can still use after a loss.
+
+    Any thread may call its methods.
+    """
 
     def gone(self, rank: int) -> bool:
         """Return whether the connection to a rank has ended."""
@@ -119,16 +127,18 @@ class Capabilities(msgspec.Struct, frozen=True):
     """The operations that a transport can carry. The core lowers other operations to these, or refuses them.
 
     :param ops: the op types that :meth:`Transport.post` takes.
-    :param devices: the types of devices whose tensors it takes, such as ``{"cpu"}``.
-    :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
-    :param fifo: whether ops complete in the order posted, so that a waiting op delays later ones.
+    :param devices: the types of devices whose tensors the transport takes, such as ``{"cpu"}``.
+    :param reductions: for each dtype that the transport reduces natively, the operators' names; None: all operators
+        that are defined.
+    :param fifo: whether ops complete in the order in which they are posted, so that a waiting op delays later ops.
     :param in_process: whether all ranks may be tasks of one process.
-    :param simulated: whether it is the network of a simulation.
-    :param detects_mismatch: whether ranks that call different collectives get an error before any of them completes
-        one.
-    :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
-    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers the
-        others to messages.
+    :param simulated: whether the transport is the network of a simulation.
+    :param detects_mismatch: whether ranks that call different collectives get an error before any of these collectives
+        completes.
+    :param rounds_each_step: dtypes whose sums the transport rounds after each rank's contribution, and not only at the
+        end.
+    :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers all
+        other collectives to messages.
     :param spin: the number of turns of the loop for which :meth:`Transport.progress` is polled before the loop waits
         for the descriptor; 0 if completions come from another thread or from the peer's own call.
     """
@@ -153,11 +163,11 @@ class Transport(ABC):
     """A plug-in that carries ops between the ranks of one communicator.
 
     Any thread may call :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory`.
-    All other methods of an instance are called on the thread of the loop that opened it.
+    All other methods of an instance are called on the thread of the loop that opened the instance.
 
     Each method describes the effect of an exception. If the transport is *broken*, the communicator is lost, and the
-    peers are told. The :class:`CommError` names the transport, the method and the exception. The threads of the core
-    and all other communicators go on. See ``aiocomms.progress.guard``.
+    peers are notified. The :class:`CommError` of the loss names the transport, the method and the exception. The
+    threads of the core continue, and so do all other communicators. See ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
@@ -175,7 +185,8 @@ class Transport(ABC):
     def on_failure(self, error: CommError) -> None:
         """Tell the communicator that it is lost, because a peer died or aborted. A second call does nothing.
 
-        Any thread may call this. The communicator replaces this method with its own when all transports are open.
+        Any thread may call this. When all transports are open, the communicator replaces this method with its own
+        method.
         """
         self.early_failure = self.early_failure or error
 
@@ -186,7 +197,7 @@ class Transport(ABC):
     """
 
     def on_note(self, rank: int, note: bytes) -> None:
-        """Give the communicator a note that another rank has passed to its :meth:`say`.
+        """Give the communicator a note that another rank has sent through :meth:`say`.
 
         Any thread may call this. The call never waits.
         """
@@ -198,20 +209,24 @@ class Transport(ABC):
         """Return why the transport cannot run for tensors on ``device``, or None if it can. The call must be cheap.
 
         The reason ends the sentence "... is not available: ". Any thread may call this, :meth:`preference`,
-        :meth:`adopts` and :meth:`info`. An exception means that the transport is not available, and is the reason.
+        :meth:`adopts` and :meth:`info`. If this raises, the transport is not available, and the exception is the
+        reason.
         """
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """Return the transport's priority in ``"auto"`` for a family of ops of ``size`` ranks on ``device``; 0: never.
 
-        An exception counts as 0, and is logged.
+        An exception counts as priority 0, and is logged.
         """
         return 0
 
     @classmethod
     def info(cls) -> Mapping[str, str]:
-        """Return further facts by name for ``aiocomms info``, such as measured values. An exception counts as none."""
+        """Return further facts by name for ``aiocomms info``, such as measured values.
+
+        An exception counts as no facts.
+        """
         return {}
 
     @classmethod
@@ -228,7 +243,7 @@ class Transport(ABC):
         """Meet the other ranks, and return the open transport. Collective.
 
         If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. The transport
-        has then released everything that it opened. The core closes the transports that were opened before it.
+        must then have released everything that it opened. The core closes the transports that it opened earlier.
 
         :param options: the user's hints; a transport ignores unknown ones.
         """
@@ -238,59 +253,63 @@ class Transport(ABC):
 
         An exception has the same effect as in :meth:`split`.
 
-        :param rendezvous: a rendezvous for its ``run`` only; this rank is alone in it.
+        :param rendezvous: a rendezvous of which only ``run`` is useful, because this rank is its only member.
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open the transport for some of these ranks, over existing connections if it can.
 
         The default opens everything anew. Collective over these ranks. An exception has the same effect as in
-        :meth:`open`. This communicator is then lost, too, so that the other ranks learn of the failure at once, and
-        their calls of this method are cancelled.
+        :meth:`open`. This communicator is then lost, too. So the other ranks learn of the failure at once, and their
+        calls of this method are cancelled.
 
         :param rendezvous: the rendezvous of the new communicator.
-        :param ranks: the members of the new communicator, as ranks of this one, in their new order.
+        :param ranks: the members of the new communicator, as ranks of this communicator, in their new order.
         :param options: see :meth:`open`.
         """
         return await self.open(rendezvous, options)
 
     @abstractmethod
     def post(self, op: ops.Op, work: Completion) -> float | None:
-        """Start an op whose arguments are checked. Never block; complete ``work`` once, now or later.
+        """Start an op whose arguments the core has checked. Never block; complete ``work`` once, now or later.
 
         The transport keeps ``op``, and with it the tensors, until the wire no longer uses them.
 
-        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator goes on. The
-        other ranks' next collective is then also this rank's next one. Any other exception means that the transport is
-        broken. For a message of a lowered op, both kinds of exceptions have one effect. At the first message nothing
-        was sent, and the caller gets the exception. At a later message the op breaks off, and the communicator is lost.
+        A :class:`CommError` means that nothing was sent: the caller gets the error, and the communicator goes on. This
+        op then does not count: the next collective of this rank matches the next collective of the other ranks. Any
+        other exception means that the transport is broken. For a message of a lowered op, all exceptions have the same
+        effect. At the op's first message nothing was sent, and the caller gets the exception. At a later message of the
+        op, the op stops halfway, and the communicator is lost.
 
         :returns: the time of the op's end, by :func:`time.monotonic`, if it has ended and the transport knows the time
             already.
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post a receive of no bytes, and look for its message within the call, not later as ``post`` may."""
+        """Post a receive of no bytes, and look for its message within the call. ``post`` may do this later."""
         self.post(op, work)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
-        """Make a CUDA stream wait for an op, which may be captured or done already.
+        """Make a CUDA stream wait for an op. The op may be captured, or it may already be done.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises UnsupportedOperation: the op runs on no stream. The caller gets any exception, and the op goes on.
+        :raises UnsupportedOperation: the op runs on no stream. Any exception goes to the caller, and the op continues.
         """
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function whose context restores the CUDA stream current now; None: no streams. Refuse a capture."""
+        """Return a function whose context restores the CUDA stream that is current now; None: no streams.
+
+        Refuse a capture.
+        """
         return None
 
     @abstractmethod
     def progress(self) -> bool | None:
         """Advance pending ops without blocking.
 
-        An exception means that the transport is broken. The core does not call this again. That includes exceptions
-        from the completion of a work, such as the :class:`RuntimeError` of a second completion.
+        An exception means that the transport is broken. The core does not call this again. Exceptions from the
+        completion of a work count, too, such as the :class:`RuntimeError` of a second completion.
 
         :returns: whether anything completed. None: nothing completed, and another call is useless until the descriptor
             is readable, because the transport's own thread does the work.
@@ -298,10 +317,10 @@ class Transport(ABC):
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """Return a descriptor that is readable when :meth:`progress` has work; None: nothing arrives by itself.
+        """Return a descriptor that is readable when :meth:`progress` has work; None: no progress happens by itself.
 
-        If transports of several communicators share one descriptor, the core calls :meth:`progress` of one of them
-        only. If that call raises, all of them are broken.
+        If transports of several communicators share one descriptor, the core calls :meth:`progress` of only one of
+        these transports. If that call raises, all of these transports are broken.
 
         The core calls this once, when the communicator is formed. The descriptor stays open until :meth:`aclose`. An
         exception means that the transport is broken. The communicator is then lost as soon as it is formed.
@@ -311,7 +330,7 @@ class Transport(ABC):
     def try_cancel(self, work: Completion) -> bool:
         """Withdraw an unmatched receive or wait, if the wire no longer uses its buffer.
 
-        An exception means that the transport is broken. The op then counts as under way.
+        An exception means that the transport is broken. The op then counts as an op that is under way.
 
         :returns: True: the op did not happen and never will, and the transport does not complete ``work``. False: the
             op is under way and completes by itself.
@@ -319,28 +338,28 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Abort: tell the peers, best effort, and stop. The call never waits. Idempotent; any thread may call this.
+        """Abort: try to notify the peers, and stop. The call never waits. Idempotent; any thread may call this.
 
         Each peer's transport passes the same error to its :meth:`on_failure`: the same class, message and peer, as
         ``aiocomms.lowlevel.Reason`` carries them. The class is :class:`CommAbortedError`, ``CommTimeoutError``,
         ``MismatchError`` or ``PeerDiedError``.
 
-        The transport need not complete pending works, because the communicator ends them. It keeps their tensors until
-        the wire is quiet.
+        The transport need not complete pending works, because the communicator ends them. The transport keeps the
+        tensors of these works until the wire no longer uses them.
 
-        An exception means that the transport is broken. The exception is logged, and the communicator keeps its first
-        reason.
+        An exception means that the transport is broken. The exception is logged, and the communicator keeps the first
+        reason for its loss.
         """
 
     @abstractmethod
     async def aclose(self) -> None:
         """Release everything. On return every work is complete or abandoned.
 
-        The communicator has let pending ops end, and has abandoned the rest. It does not call :meth:`progress` any
-        more.
+        Before this call, the communicator has waited for pending ops, and has abandoned the rest. It does not call
+        :meth:`progress` any more.
 
         If this raises, ``Communicator.aclose`` raises a :class:`CommError` that names the transport. The communicator
-        and its other transports are closed all the same.
+        and its other transports are closed nevertheless.
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
@@ -351,20 +370,20 @@ class Transport(ABC):
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
-        """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each for another.
+        """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each rank for a new sign.
 
-        Any thread calls this from time to time while works are pending. None: the transport need not ask, or cannot.
-        The answer must wait neither for a rank's loop nor for its interpreter's lock. An exception means that the
-        transport is broken.
+        Any thread may call this from time to time while works are pending. None: the transport need not ask, or it
+        cannot ask. A rank must answer without its event loop and without its interpreter's lock. An exception means
+        that the transport is broken.
         """
         return None
 
     def say(self, rank: int, note: bytes) -> bool:
-        """Give a note to another rank, for its :meth:`on_note`. Never block. Any thread may call this.
+        """Send a note to another rank, which gets it through its :meth:`on_note`. Never block.
 
-        A note asks a rank what it is doing. The rank should get a note even while its loop is busy, on a thread that
-        sleeps until then. Best effort: no error reports that the rank is gone. An exception means that the transport is
-        broken.
+        Any thread may call this. A note asks a rank what it is doing. A rank should get a note even while its loop is
+        busy, so a separate thread sleeps until a note arrives. Delivery is not guaranteed: no error reports that the
+        rank is gone. An exception means that the transport is broken.
 
         :param note: the note, at most 2 KiB.
         :returns: False: the transport carries no notes, or none any more.
@@ -372,15 +391,15 @@ class Transport(ABC):
         return False
 
     def shared_memory(self) -> int | None:
-        """Return the bytes of memory shared with other processes; None: unknown. Any thread may call this.
+        """Return the size in bytes of the memory that is shared with other processes; None: unknown.
 
-        An exception means that the transport is broken.
+        Any thread may call this. An exception means that the transport is broken.
         """
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """Return the side channel, valid from :meth:`abort` to :meth:`aclose`, if :meth:`say` still reaches ranks.
+        """Return the side channel if :meth:`say` still reaches ranks.
 
-        None or an exception: there is none.
+        The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception: there is no side channel.
         """
         return None

@@ -17,12 +17,12 @@ class LaneTransport(Transport):
 
     @abstractmethod
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
-        """Start a collective that matches only those of the same lane on the other ranks.
+        """Start a collective that matches only collectives of the same lane on the other ranks.
 
         The core calls this for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all
-        ranks call the same collectives in the same order, and these run one after the other. Ops of different lanes
-        have no order, nor do ops of a lane and ops of :meth:`post`. Ten thousand lanes may have pending ops at once. An
-        idle lane keeps nothing.
+        ranks call the same collectives in the same order, and these collectives run one after the other. Ops of
+        different lanes have no order among each other. Ops of a lane and ops of :meth:`post` have no order either. Ten
+        thousand lanes may have pending ops at once. An idle lane keeps nothing.
 
         As in :meth:`post`, ranks that call different collectives in a lane get a :class:`MismatchError`. The core calls
         :meth:`waiting_for` for these works, too.
@@ -34,9 +34,10 @@ class LaneTransport(Transport):
     def give_up_lane(self, lane: int, error: CommError) -> None:
         """End the pending works of a lane on this rank, which aborts the lane. The core posts nothing more in the lane.
 
-        Each work fails with ``error``, now or later: once no rank accesses its tensors any more. After that, no rank
-        may complete with data that the program writes into them. Ops that all ranks have called may run to their end
-        first. The core tells the other ranks, which abort the lane, too. Other lanes are not affected.
+        Each work fails with ``error``, as soon as no rank accesses its tensors any more. After that, no rank may
+        complete an op with data that the program then writes into these tensors. Ops that all ranks have called may
+        first run to their end. The core notifies the other ranks, which abort the lane, too. Other lanes are not
+        affected.
 
         The core calls this for a transport with ``Capabilities.lanes``, once per lane. An exception means that the
         transport is broken.
@@ -44,9 +45,9 @@ class LaneTransport(Transport):
 
     @abstractmethod
     def forget_lane(self, lane: int, rank: int) -> None:
-        """Drop what has arrived of a lane from a rank that has aborted the lane, and sends nothing more of it.
+        """Drop all data of a lane that has arrived from a rank.
 
-        The core calls this after :meth:`give_up_lane`, once for each living rank. Everything that the rank did in the
-        lane before its abort is known here, as if the rank had sent it as a message. An exception means that the
-        transport is broken.
+        That rank has aborted the lane, and sends nothing more in it. The core calls this after :meth:`give_up_lane`,
+        once for each living rank. All data that the rank sent in the lane before its abort has arrived here before this
+        call. An exception means that the transport is broken.
         """

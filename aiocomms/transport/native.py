@@ -11,7 +11,7 @@ from aiocomms.transport.contract import Transport
 
 
 class Line(Protocol):
-    """The part of a communicator that :class:`Shortcuts` need; on the loop's thread."""
+    """The part of a communicator that :class:`Shortcuts` use, on the loop's thread."""
 
     thread: int
     """The loop's thread, by :func:`threading.get_ident`."""
@@ -36,7 +36,7 @@ class Line(Protocol):
 
 
 class Ring(Protocol):
-    """The last entries that were appended, as a :class:`collections.deque` with a ``maxlen`` keeps them."""
+    """A container of the last entries that were appended, such as a :class:`collections.deque` with a ``maxlen``."""
 
     def append(self, entry: Any, /) -> None:
         """Add an entry. A full ring drops its oldest entry."""
@@ -46,7 +46,10 @@ class Ring(Protocol):
 
 
 class Ledger(Protocol):
-    """The counts and the records of a communicator's ops, on the loop's thread; Python's is :class:`PlainLedger`."""
+    """The counts and the records of a communicator's ops, on the loop's thread.
+
+    :class:`PlainLedger` implements this protocol in Python.
+    """
 
     refusing: bool
     """True while ops are refused; every op reads only this flag before it starts."""
@@ -63,33 +66,33 @@ class Ledger(Protocol):
 
     @property
     def laned(self) -> int:
-        """The number of ops called in lanes."""
+        """The number of ops that were called in lanes."""
 
     @property
     def ring(self) -> Ring:
-        """The ring that records ops: their types when they are called, and the time when they have ended."""
+        """The ring that records ops: the type when an op is called, and the time when it has ended."""
 
     @property
     def lanes(self) -> Ring:
-        """The ring that records ops of lanes: the number of each, and its lane's key in words."""
+        """The ring that records ops of lanes: the number of each op, and its lane's key as text."""
 
     def begin(self, kind: type[Any], counted: bool, lane: str | None, /) -> int:
-        """Give an op its number and record it, in one step, so that no other thread sees one without the other.
+        """Give an op its number and record the op, in one step: no other thread sees the number without the record.
 
-        The call sets :attr:`posting`, and its caller resets it.
+        The call sets :attr:`posting`, and the caller resets this flag.
 
         :param kind: the type of the op's record.
         :param counted: whether the op is a collective outside lanes.
-        :param lane: the key of the op's lane, in words; None: the op is in no lane.
+        :param lane: the key of the op's lane, as text; None: the op is in no lane.
         :returns: the op's number.
         """
 
     def end(self, entry: Any, /) -> None:
-        """Record the end of an op: the time, or a row of the recorder's."""
+        """Record the end of an op: the time, or a row of the recorder."""
 
 
 class PlainLedger:
-    """The ledger of a communicator whose ops Python starts."""
+    """The ledger of a communicator whose ops Python code starts."""
 
     __slots__ = ("calls", "end", "issued", "laned", "lanes", "posting", "refusing", "ring")
 
@@ -133,28 +136,28 @@ def _forget(_entry: Any) -> None:
 
 
 class Shortcuts(Ledger, Protocol):
-    """Native code that starts plain ops of one communicator in one call, and counts and records all of them.
+    """Native code that starts each plain op of one communicator in one call, and counts and records all ops.
 
-    A plain op has only plain tensors, operators and numbers, and neither hints nor a deadline of its own. It is called
-    on the loop's thread (except in :meth:`post`), while no pre-hooks are registered (in :meth:`post` also no
-    post-hooks) and ops are not refused. The call of a plain op does at once the work of the core and of
+    A plain op has only plain tensors, operators and numbers, and neither hints nor a deadline of its own. A plain op is
+    called on the loop's thread (except in :meth:`post`), while no pre-hooks are registered (in :meth:`post` also no
+    post-hooks) and ops are not refused. The call of a plain op includes the work of the core and of
     :meth:`aiocomms.transport.Transport.post`. The call of any other op has no effect, and the Python method runs:
-    Python decides everything else, and makes every error.
+    Python code decides everything else, and raises every error.
     """
 
     @staticmethod
     def fields() -> type[Any]:
         """Return the class that has the fields of works; the classes of works inherit it.
 
-        Only native code makes its instances. Each instance makes its op's record at the first access.
+        Only native code creates instances of this class. Each instance creates its op's record at the first access.
         """
 
     def use(self, work: type[Any], lane_work: type[Any], part: type[Any], op_result: object, *, windows: bool) -> None:
-        """Set the classes of works, which inherit :meth:`fields`; called before any other method.
+        """Set the classes of works, which inherit the class from :meth:`fields`. Call this before any other method.
 
         :param lane_work: the class for ops of lanes.
-        :param part: the class of the completion for a pending message of a lane, which Python fills.
-        :param op_result: the value that stands for the result of the op itself.
+        :param part: the class of completions for pending messages of a lane. Python code fills the completions.
+        :param op_result: the value that means: the result is the op's own result.
         :param windows: whether this transport carries the communicator's windows, too.
         """
 
@@ -167,23 +170,23 @@ class Shortcuts(Ledger, Protocol):
     def follow(self, current: ContextVar[Any]) -> None:
         """Start the communicator's ops on its current lane from now on.
 
-        :param current: the variable, which holds None, or a tuple of a lane and the value before.
+        :param current: the context variable, which holds None, or a tuple of the current lane and the previous value.
         """
 
     @property
     def elsewhere(self) -> int:
-        """The number of other threads' ops that are being posted, and are not in flight yet."""
+        """The number of ops that other threads are posting, and that are not in flight yet."""
 
     def elsewhere_in(self, lane: int) -> bool:
-        """Return whether other threads are posting an op of a lane, given by its number."""
+        """Return whether other threads are posting an op of the lane with this number."""
 
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
-        """Start a plain op on another thread than the loop's, after that thread's earlier ones.
+        """Start a plain op on a thread that is not the loop's thread, after the earlier ops of that thread.
 
         For a pending op, native code sets ``keeper._posted_as`` to ``(on, work, look_after, index)`` and calls
-        ``keeper._kept()`` on that thread before it reports the op's end. That call registers the op, and has
-        ``look_after(index)`` called on the loop's thread. ``on`` is the target, or the lane that is current there. An
-        exception of that call is raised here, and the op goes on.
+        ``keeper._kept()`` on that thread before it reports the op's end. That call registers the op, and lets the
+        loop's thread call ``look_after(index)``. ``on`` is the target, or the lane that is current on the posting
+        thread. An exception of ``keeper._kept()`` is raised here, and the op continues.
 
         :param target: the communicator or lane on which the op was called.
         :param op: the op's record, which has been checked.
@@ -192,14 +195,14 @@ class Shortcuts(Ledger, Protocol):
 
     @staticmethod
     def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return the replacement of a method, in a class whose objects keep shortcuts, or None, in ``_shortcuts``.
+        """Return the replacement of a method in a class whose objects keep shortcuts or None in a slot ``_shortcuts``.
 
-        :param function: the method, which runs for calls that are not plain. Without a shortcut for its name, it is
-            returned unchanged.
+        :param function: the method, which runs for calls that are not plain. If there is no shortcut for the method's
+            name, the method is returned unchanged.
         """
 
     def window(self, comm: Any, info: Any, /) -> object | None:
-        """Return the value of the slot ``_shortcuts`` of a window of the communicator; None: windows have none.
+        """Return the value of the slot ``_shortcuts`` of a window of the communicator; None: windows have no shortcuts.
 
         :param comm: the communicator's handle.
         :param info: the window's record, which ops on the window use.
@@ -207,7 +210,7 @@ class Shortcuts(Ledger, Protocol):
 
     @staticmethod
     def window_method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """Return the same as :meth:`method`, for methods of windows."""
+        """Return the replacement of a method of windows, as :meth:`method` does."""
 
 
 class NativeTransport(Transport):
@@ -222,10 +225,10 @@ class NativeTransport(Transport):
     """
 
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
-        """Return native code that starts plain ops of the communicator; None: there is none.
+        """Return native code that starts plain ops of the communicator; None: there is no native code.
 
         The core calls this once, before the first op, if the transport carries all messages and collectives. ``line``
-        is the communicator as the native code sees it; the ring keeps ``entries``. If this raises, the communicator is
-        not formed.
+        is the part of the communicator that the native code uses; the ring keeps ``entries`` entries. If this raises,
+        the communicator is not formed.
         """
         return None

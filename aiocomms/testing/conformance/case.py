@@ -25,12 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
-    """Mark a check with the numbers of ranks on which it runs: once for each number.
+    """Mark a check with numbers of ranks. The check runs once with each number.
 
-    A check names only numbers that can decide something. One rank has no peer, and two ranks have one peer each. Of
-    three ranks, one may have no part in a message or an error of the other two. Four is a power of two. Seven is
-    neither a power of two nor even. Both decide the schedules of collectives, so other checks name them as ``more``
-    only.
+    A check names only numbers of ranks that can change its result. One rank has no peer, and two ranks have one peer
+    each. With three ranks, one rank may have no part in a message or an error of the other two. Four is a power of two.
+    Seven is neither a power of two nor even. Four and seven ranks matter for the schedules of collectives, so other
+    checks name these numbers as ``more`` only.
 
     :param more: the numbers of ranks on which the check runs with ``--full`` only.
     """
@@ -62,7 +62,10 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The times at which this rank called and left an operation that no rank may leave before all have called it."""
+    """The times at which this rank called and left an operation.
+
+    No rank may leave the operation before all ranks have called it.
+    """
 
     what: str
     called: float
@@ -83,7 +86,7 @@ class Outcome(NamedTuple):
 
 
 class CaseBoard:
-    """The notes that the ranks of one check send each other by a channel beside the transport that is tested."""
+    """The notes that the ranks of one check send each other. They use another channel than the tested transport."""
 
     def __init__(self, publish: Callable[[int, str], None] = lambda rank, note: None) -> None:
         self._events: dict[tuple[int, str], anyio.Event] = {}
@@ -110,7 +113,8 @@ class Case:
     """One rank's part of one check.
 
     A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. It fails
-    if it raises. By :meth:`agree` and :meth:`synchronised` it hands over values that are compared between the ranks.
+    if it raises. Through :meth:`agree` and :meth:`synchronised` a check hands over values, which the suite compares
+    between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:
@@ -145,13 +149,13 @@ class Case:
         return data.Slot(content, content.dtype, content.shape, self.comm.device)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> data.Slot:
-        """Make a tensor on the communicator's device for an operation to write."""
+        """Make a tensor on the communicator's device, which an operation can write."""
         return data.Slot(None, dtype, shape, self.comm.device)
 
     # ---------------------------------------------------------------------------------------- order and agreement
 
     def tell(self, note: str) -> None:
-        """Send a note to every rank by a channel beside the transport that is tested."""
+        """Send a note to every rank, by another channel than the tested transport."""
         self._board.tell(self.rank, note)
 
     def tell_blocking(self, note: str) -> None:
@@ -163,7 +167,7 @@ class Case:
         self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:
-        """Wait for a note of some ranks; of all other ranks if none are named."""
+        """Wait for a note of each given rank, or of all other ranks if none is given."""
         for rank in by or [r for r in range(self.size) if r != self.rank]:
             await self._board.told(rank, note)
 
@@ -173,11 +177,13 @@ class Case:
         await self.told(note)
 
     def agree(self, what: str, value: object) -> None:
-        """Hand over a value, or the content of a tensor, on which all ranks must agree, in the order of the calls."""
+        """Hand over a value, or the content of a tensor. All ranks must hand over equal values in the same order."""
         self.agreed.append((what, data.checksum(value) if isinstance(value, Tensor) else value))
 
     def synchronised(self, what: str, called: float) -> None:
-        """Record the end of an operation on this rank that no rank may leave before all ranks have called it.
+        """Record that an operation has ended on this rank.
+
+        No rank may leave such an operation before all ranks have called it.
 
         :param called: ``time.monotonic()`` before the call; all ranks of a machine share that clock.
         """
@@ -191,7 +197,7 @@ class Case:
             raise unittest.SkipTest(f"{self.place.transport} does not carry {family!r}")
 
     def need_any_order(self) -> None:
-        """Skip the check if a message that waits delays the messages after it."""
+        """Skip the check if a waiting message delays later messages."""
         self.need("p2p")
         if self.capabilities("p2p").fifo:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
@@ -203,7 +209,7 @@ class Case:
             raise unittest.SkipTest(f"{self.place.transport} carries no probes")
 
     def atomics(self) -> bool:
-        """Return whether windows have atomics on this device. Windows in GPU memory may have none."""
+        """Return whether windows have atomics on this device. Windows in GPU memory may have no atomics."""
         return "rma" not in self.comm.transports or ops.FetchAdd in self.capabilities("rma").ops
 
     def need_atomics(self) -> None:
@@ -236,7 +242,7 @@ class Case:
         return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
-        """Return whether the transport carries an operation natively, so that the core does not lower it to others."""
+        """Return whether the transport carries an operation natively: the core does not lower this operation."""
         return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
@@ -251,7 +257,7 @@ class Case:
 
 
 async def all_blocked() -> None:
-    """Wait until every other task of the loop waits. On asyncio, anyio's own function looks only every 0.1 s."""
+    """Wait until every other task of the loop waits. On asyncio, anyio's own function checks this only every 0.1 s."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -265,13 +271,13 @@ async def all_blocked() -> None:
 
 
 async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
-    """Await within a scope, and note the result."""
+    """Await an object within a cancel scope, and record the result."""
     with scope:
         outcome.append(await awaitable)
 
 
 async def cancel_await(awaitable: Awaitable[object]) -> None:
-    """Start a task that awaits something, and cancel the task once it waits."""
+    """Start a task that awaits something, and cancel the task when it waits."""
     scope, outcome = anyio.CancelScope(), list[object]()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait_for, awaitable, scope, outcome)
@@ -281,7 +287,7 @@ async def cancel_await(awaitable: Awaitable[object]) -> None:
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:
-    """Accept a transport's refusal of a dtype, but raise it for the dtypes that every transport must carry."""
+    """Accept that a transport refuses a dtype. Raise the error for a dtype that every transport must carry."""
     if dtype in (torch.float32, torch.uint8):
         raise error
 

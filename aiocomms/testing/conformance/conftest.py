@@ -19,12 +19,15 @@ from aiocomms.testing.conformance.world import World, verdict
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Register the options if the suite is named by its path; if it is named by its package, the plug-in does that."""
+    """Register the options if the command names the suite by its path.
+
+    If the command names the package, the plug-in registers the options.
+    """
     pluginmanager.import_plugin(options.__name__)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each check on the transports, loops and numbers of ranks on which it decides something."""
+    """Run each check on the transports, loops and numbers of ranks that can change its result."""
     if "case" in metafunc.fixturenames:
         sizes, more = getattr(metafunc.function, "ranks", ((2,), ()))
         named = {name: metafunc.definition.get_closest_marker(name) is not None for name in ("loops", "core", "memory")}
@@ -40,7 +43,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Yield the world of this process. Each rank replaces it by its :class:`Case`; pytest groups checks by world."""
+    """Yield the world of this process.
+
+    Each rank replaces the world by its :class:`Case`; pytest groups checks by world.
+    """
     place: Place = request.param
     world: World = Processes(place) if place.processes else Tasks(place)
     yield world
@@ -49,7 +55,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def comm() -> None:
-    """Return None in this process: each rank replaces it by its communicator."""
+    """Return None in this process: each rank replaces None by its communicator."""
 
 
 @pytest.hookimpl(tryfirst=True)

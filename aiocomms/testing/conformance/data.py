@@ -46,23 +46,23 @@ _GUARD = 3
 
 
 class WrongData(AssertionError):  # noqa: N818 - the name explains the failure in every trace
-    """The error of an operation that has delivered wrong data, or has written where it must not."""
+    """The error of an operation that has delivered wrong data, or has written to memory that it must not write."""
 
 
 # Contents and results are computed once for all ranks of a process.
 
 
 def forget() -> None:
-    """Forget the contents and results of a check that is over."""
+    """Forget the contents and results of a check that has ended."""
     for function in (bits, numbers, _reduced):
         function.cache_clear()
 
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random bit patterns, NaNs among them, for operations that only move data. Do not change them.
+    """Return random bit patterns, including NaNs, for operations that only move data. Do not change them.
 
-    :param key: the values on which the content depends beside the seed; the same on every rank.
+    :param key: the values that decide the content, together with the seed; the same on every rank.
     """
     pool = _bools(seed) if dtype == torch.bool else _bits(seed)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -74,9 +74,9 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
 
 @functools.lru_cache(maxsize=None, typed=True)
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random numbers: integers over their whole range, others between 1/2 and 2 in magnitude, of either sign.
+    """Return random numbers: integers of the whole range, and other numbers of magnitude 1/2 to 2 and of either sign.
 
-    :param key: the values on which the content depends beside the seed; the same on every rank.
+    :param key: the values that decide the content, together with the seed; the same on every rank.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return bits(seed, dtype, shape, *key)
@@ -134,7 +134,7 @@ def _poison(nbytes: int, device: torch.device) -> Tensor:
 class Slot:
     """A tensor inside a larger allocation, whose other bytes no code may write.
 
-    The tensor holds ``content``, or if that is None a pattern that no result equals.
+    The tensor holds ``content``. If ``content`` is None, the tensor holds a pattern that no result equals.
     """
 
     def __init__(self, content: Tensor | None, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:
@@ -186,7 +186,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class ExpectedResult(NamedTuple):
-    """A result, and the allowance by which each element may differ from it; None: not at all."""
+    """A result, and the allowance by which each element may differ from it; None: no difference is allowed."""
 
     value: Tensor
     allowance: Tensor | None

@@ -54,8 +54,8 @@ def cells(
 
     :param subjects: the chosen transports.
     :param loops: the chosen loops.
-    :param sizes: the chosen numbers of ranks; None: all that the check names.
-    :param full: whether the check runs in every chosen place, also where it decides nothing.
+    :param sizes: the chosen numbers of ranks; None: all numbers that the check names.
+    :param full: whether the check runs in every chosen place, also in places that cannot change its result.
     """
     return [
         Cell(subject, loop, size)

@@ -88,14 +88,14 @@ class _Member:
         far_end.close()
 
     def send(self, *message: object) -> None:
-        """Send a message to the process. If the process is gone, the wait for its answer finds that."""
+        """Send a message to the process. If the process is gone, the wait for its answer reports the loss."""
         try:
             self.pipe.send(message)
         except OSError:
             pass
 
     def died(self) -> str:
-        """Describe how the process ended, with what it wrote to its file."""
+        """Describe how the process ended, and include the text that it wrote to its file."""
         self._process.join(STOP)
         return f"its process ended with {self._process.exitcode}\n{self._dump.read_text()}"
 

@@ -26,7 +26,10 @@ _POOLS = ("AnyIO worker thread", "Trio thread")
 
 
 class Tasks(World):
-    """A world that runs each check in a new loop, on one thread. It abandons a thread whose loop a check blocks."""
+    """A world that runs each check in a new loop, on one thread.
+
+    If a check blocks the loop, the world abandons the thread.
+    """
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -80,7 +83,7 @@ class _Thread:
         return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
 
     def end(self) -> None:
-        """End the thread. It must not run a function."""
+        """End the thread. The thread must not be running a function."""
         self._functions.put(None)
         self._thread.join()
 
@@ -155,7 +158,7 @@ class _Resources:
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """Describe the threads and descriptors that are new, after 4 seconds in which they may go away."""
+        """Wait at most 4 seconds until new threads and descriptors are gone, and describe those that remain."""
         for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]

@@ -146,7 +146,10 @@ def carried(comm: Communicator, name: str) -> bool:
 def refuse(
     comm: Communicator, name: str, wrong: Arguments, parameter: str, error: type[Exception] = ArgumentError
 ) -> None:
-    """Call an operation with one wrong argument: it must raise an error that names it, and start nothing."""
+    """Call an operation with one wrong argument.
+
+    The call must raise an error that names the argument, and start nothing.
+    """
     before = pending(comm)
     arguments = {**GOOD[name](comm), **wrong}
     try:
@@ -175,7 +178,7 @@ async def still_works(comm: Communicator, name: str) -> None:
 
 
 def wrong_calls(comm: Communicator, name: str) -> Iterator[tuple[Arguments, str, type[Exception]]]:
-    """Generate the wrong arguments of an operation, with the name that the error must give and the error's class."""
+    """Generate wrong arguments of an operation, the name that the error must contain, and the error's class."""
     for parameter, value in {**GOOD[name](comm), "timeout": None}.items():
         for wrong in WRONG.get(parameter, []):
             yield {parameter: wrong}, parameter, ArgumentError
@@ -217,7 +220,7 @@ async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_se
 
 
 def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
-    """Arguments that are each right alone, but do not fit each other."""
+    """Arguments that are each right alone, but do not fit together."""
     c, n = comm, comm.size
     flat = tensor(c, COUNT * n)
     shared, scalar = tensors(c), torch.ones((), device=c.device)
@@ -297,7 +300,7 @@ async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communica
 async def test_operator_undefined_for_the_dtype_is_refused_before_anything_is_sent(
     comm: Communicator, case: Case
 ) -> None:
-    """Every reducing operation refuses such an operator before it sends anything."""
+    """Every reducing operation refuses an operator that the dtype does not support, before it sends anything."""
     undefined = [
         (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
         (ReduceOp.AVG, torch.bool), (ReduceOp.PREMUL_SUM(2.0), torch.int64), (ReduceOp.BAND, torch.float32),

@@ -31,7 +31,10 @@ SHAPE = (3, 2)
 
 
 class Foreign:
-    """An array of a library that is neither torch nor NumPy. It can export its memory, and imports nothing."""
+    """An array of a library that is neither torch nor NumPy.
+
+    The array can export its memory; the library cannot import other memory.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -94,7 +97,7 @@ def each(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def arguments(comm: Any, name: str) -> dict[str, Any]:
-    """Return arguments that fit on all ranks, with content of this rank."""
+    """Return arguments that fit together on all ranks. Their content depends on this rank."""
     good = {key: each(value, lambda it: it + comm.rank) for key, value in GOOD[name](comm).items()}
     return {**good, "root": comm.size - 1} if "root" in good else good
 
@@ -204,7 +207,7 @@ async def test_broadcast_carries_every_numpy_dtype_and_shape(comm: Communicator,
 
 @ranks(2)
 async def test_read_only_array_is_accepted_as_input_and_refused_as_output(comm: Communicator, case: Case) -> None:
-    """A read-only array may only be an argument that its operation just reads."""
+    """A read-only array may only be an argument that the operation does not write."""
     KINDS[0].need(comm)
     case.need("p2p")
     fixed = np.full(4, comm.rank, np.float32)
@@ -290,7 +293,7 @@ async def test_stream_of_arrays_delivers_new_tensors(comm: Communicator, case: C
 async def test_functional_forms_return_the_library_of_their_input(
     comm: Communicator, case: Case, kind: ArrayLibrary
 ) -> None:
-    """The results are of the input's kind, or tensors for a library that cannot import them."""
+    """The results have the input's array type, or are tensors if the library cannot import tensors."""
     kind.need(comm)
     content = torch.arange(4.0, device=comm.device) + comm.rank
     array = kind.make(content)

@@ -188,7 +188,10 @@ async def test_recv_message_whose_into_fails_leaves_the_message(comm: Communicat
 @ranks(3)
 @pytest.mark.parametrize("first", ["named", "any"])
 async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case: Case, first: str) -> None:
-    """The receive from a named rank takes that rank's message, whichever was called first. The other takes the next."""
+    """The receive from a named rank takes that rank's message, whichever receive was called first.
+
+    The other receive takes the next message.
+    """
     case.need_arrivals()
     if comm.rank == 2:
         await case.told("named", 0)
@@ -211,7 +214,7 @@ async def test_recv_from_a_named_rank_precedes_recv_any(comm: Communicator, case
 
 @ranks(2)
 async def test_recv_any_and_probe_match_in_call_order(comm: Communicator, case: Case) -> None:
-    """A probe reports a message that no receive before it takes."""
+    """A probe reports a message that no earlier receive takes."""
     case.need_arrivals()
     if comm.rank:
         await case.told("posted", 0)

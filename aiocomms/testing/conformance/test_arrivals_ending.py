@@ -30,7 +30,7 @@ SHORT = 0.1
 
 
 def waiting(comm: Any, tag: int = 0) -> list[Work[Any]]:
-    """Return one op of each kind, for which no message has come."""
+    """Return one op of each kind that still waits for a message."""
     buffer = torch.zeros(SHAPE, dtype=torch.int32, device=comm.device)
     return [comm.recv_any(buffer, tag=tag), comm.recv_message(tag=tag), comm.probe(tag=tag)]
 
@@ -242,7 +242,10 @@ async def test_recv_any_fails_when_its_communicator_closes_or_aborts(comm: Commu
 
 @ranks(2)
 async def test_recv_any_fails_when_its_lane_ends_and_other_lanes_go_on(comm: Communicator, case: Case) -> None:
-    """The lane's receives and probes end on both ranks. Those of other lanes and of the communicator stay pending."""
+    """The lane's receives and probes end on both ranks.
+
+    Receives and probes of other lanes and of the communicator stay pending.
+    """
     case.need_arrivals()
     lane, beside = comm.lane("given up"), comm.lane("goes on")
     works, left = waiting(lane), comm.lane("closed").recv_message()

@@ -24,19 +24,19 @@ SHAPE = (6,)
 
 
 def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
-    """Post a receive on rank 1 for which rank 0 has not sent a message yet."""
+    """Post a receive on rank 1 before rank 0 sends the message."""
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.recv(slot.tensor, 0, tag)
 
 
 async def send_when_told(comm: Communicator, case: Case, note: str = "cancelled", tag: int = 0) -> None:
-    """Do rank 0's part: send when rank 1 has sent a note."""
+    """Do rank 0's part: send the message when rank 1 has sent a note."""
     await case.told(note, 1)
     await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, tag)
 
 
 async def expect_in_next(comm: Communicator, case: Case, withdrawn: Slot, tag: int = 0) -> None:
-    """Do rank 1's part: the next receive gets the message, and the buffer of the withdrawn one is not written."""
+    """Do rank 1's part: the next receive gets the message, and the withdrawn receive's buffer is not written."""
     case.tell("cancelled")
     slot, work = incoming(comm, case, tag)
     await work
@@ -174,7 +174,7 @@ async def test_cancel_of_a_completed_recv_returns_false(comm: Communicator, case
 async def test_cancel_of_recv_that_races_with_its_message_loses_none(
     comm: Communicator, case: Case, count: int
 ) -> None:
-    """The message goes to the next receive if cancel returns True, and to this one if it returns False."""
+    """The next receive gets the message if cancel returns True; otherwise the cancelled receive gets it."""
     case.need("p2p")
     draw = random.Random(f"{case.seed}")
     for turn in range(30):
@@ -234,7 +234,7 @@ async def test_awaiter_cancelled_as_the_recv_completes_loses_no_message(comm: Co
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, case: Case, count: int) -> None:
-    """The await of a send is cancelled and its tensor dropped; the whole message arrives all the same."""
+    """The await of a send is cancelled, and the sent tensor is dropped; the whole message still arrives."""
     case.need("p2p")
     contents = [case.bits(torch.int32, (count,), i) for i in range(3)]
     if comm.rank == 1:
@@ -261,7 +261,7 @@ async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, cas
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 async def test_cancelled_collective_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """One rank's await is cancelled before the others call: the collective completes everywhere, as does the next."""
+    """One rank's await is cancelled before the others call: this collective and the next one complete on all ranks."""
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
         want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))
@@ -363,7 +363,10 @@ async def test_cancelling_200_recvs_leaves_the_next_message_intact(comm: Communi
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator, case: Case) -> None:
-    """Awaits are cancelled at any point of a collective and an exchange: nothing is lost, and the next one is right."""
+    """Awaits are cancelled at any point of a collective and an exchange.
+
+    No data is lost, and later operations are right.
+    """
     case.need_any_order()
     draw = random.Random(f"{case.seed} {comm.rank}")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

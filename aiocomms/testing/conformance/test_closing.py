@@ -29,7 +29,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """Make the grace of a close endless: a close that waits for its end hangs."""
+    """Make the grace time of a close endless, so that a close that waits for its end hangs."""
     core.CLOSE_GRACE = math.inf
     try:
         yield
@@ -38,7 +38,7 @@ def no_grace() -> Iterator[None]:
 
 
 def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tensor]]:
-    """Start receives that no message will match, or else collectives that not all ranks will call."""
+    """Start receives that no message will match, or collectives that not all ranks will call."""
     if "p2p" in comm.transports:
         return [comm.recv(ones(comm), peer, tag) for tag in range(count)]
     return [comm.all_reduce(ones(comm)) for _ in range(count)]
@@ -200,7 +200,10 @@ async def test_cancelled_close_releases_everything(comm: Communicator, case: Cas
 @pytest.mark.clock
 @ranks(2)
 async def test_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
-    """The scope cancels every await, also in the close. The close still releases everything, without waiting."""
+    """The scope cancels every await, also each await in the close.
+
+    The close still releases everything, without waiting.
+    """
 
     async def cycle(number: int) -> None:
         other = await case.open(f"cycle {number}")

@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting
 
 
 def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
-    """Start a trial; return None if the transport refuses the dtype, and is allowed to."""
+    """Start a trial; return None if the transport refuses a dtype that it may refuse."""
     try:
         return EVERY[name](comm, case, setting)
     except UnsupportedOperation as error:
@@ -49,7 +49,7 @@ async def check_all(name: str, comm: Communicator, case: Case, settings: Iterabl
 
 
 def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Setting]:
-    """Choose some of the settings if there are many ranks, to save time: different ones for each dtype."""
+    """Choose only some of the settings if there are many ranks, to save time. Each dtype gets different settings."""
     step = max(1, size // 2)
     return settings[data.ALL_DTYPES.index(dtype) % step :: step]
 
@@ -144,7 +144,7 @@ async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, cas
 
 @ranks(2, 3, 7)
 async def test_half_precision_is_accumulated_in_float32(comm: Communicator, case: Case) -> None:
-    """A small number added to a large one would be lost in rounding in half precision."""
+    """Rounding in half precision would lose a small number that is added to a large number."""
     for dtype, much in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         if case.rounds_each_step(dtype):
             continue
@@ -158,7 +158,7 @@ async def test_half_precision_is_accumulated_in_float32(comm: Communicator, case
 
 @ranks(1, 2, 3, 4, 7)
 async def test_collectives_in_place_are_right(comm: Communicator, case: Case) -> None:
-    """An input may be this rank's part of the output, or the output a part of the input."""
+    """An input may be this rank's part of the output, or the output may be a part of the input."""
     everyone, root = range(comm.size), comm.size - 1
     contents = [case.bits(torch.int32, (13,), r) for r in everyone]
     outs = [case.full(contents[r]) if r == comm.rank else case.empty(torch.int32, (13,)) for r in everyone]

@@ -36,7 +36,7 @@ class EndpointPair(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def connected(comm: Communicator, case: Case) -> AsyncIterator[EndpointPair]:
-    """Connect rank 0 with rank 1, which accepts, and close the endpoints when both ranks are done."""
+    """Connect rank 0 to rank 1, which accepts the connection. Close the endpoints when both ranks are done."""
     case.need("p2p")
     transport, device = case.place.transport, case.place.device
     async with open_endpoint(transport, device, timeout=case.place.deadline) as here:
@@ -70,7 +70,7 @@ async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
 @pytest.mark.memory
 @ranks(2)
 async def test_peers_exchange_tensors_objects_and_streams(comm: Communicator, case: Case) -> None:
-    """Tensors, objects and streams pass in both directions. Each end knows the other's address."""
+    """Tensors, objects and streams pass in both directions. Each end knows the address of the other end."""
     async with connected(comm, case) as (here, peer):
         other = 1 - comm.rank
         sent, got = case.full(case.bits(torch.float32, (PART,), comm.rank)), case.empty(torch.float32, (PART,))
@@ -121,7 +121,10 @@ async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator
 @pytest.mark.memory
 @ranks(2)
 async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicator, case: Case) -> None:
-    """Each peer uses several regions of the other one in its own order. The owners revoke them in another order."""
+    """Each peer uses several regions of the other one in its own order.
+
+    The owners revoke the regions in another order.
+    """
     async with connected(comm, case) as (here, peer):
         slots = [case.full(torch.zeros(4, dtype=torch.int64)) for _ in range(5)]
         regions = [here.register(slot.tensor) for slot in slots]
@@ -183,7 +186,10 @@ async def test_revoked_region_completes_pending_ops_and_refuses_new_ones(comm: C
 
 @ranks(2)
 async def test_leased_blocks_are_read_filled_and_given_back(comm: Communicator, case: Case) -> None:
-    """Rank 0 reads and fills leased blocks, whole and in part. One hand-over is cancelled, and one is dropped."""
+    """Rank 0 reads and fills leased blocks, whole and in part.
+
+    One hand-over of a block is cancelled, and another is dropped.
+    """
     if comm.device.type != "cpu":
         raise unittest.SkipTest("pools are on the CPU")
     async with connected(comm, case) as (here, peer):
@@ -286,7 +292,7 @@ async def test_region_refuses_access_beyond_its_rights_and_bounds(comm: Communic
 @pytest.mark.memory
 @ranks(2)
 async def test_forged_foreign_or_expired_descriptor_raises_region_error(comm: Communicator, case: Case) -> None:
-    """Forged, foreign and expired descriptors are refused, and values that are no descriptors."""
+    """Forged, foreign and expired descriptors are refused, and so are values that are no descriptors."""
     async with connected(comm, case) as (here, peer):
         slot = case.full(torch.zeros(8))
         if comm.rank == 1:

@@ -22,9 +22,10 @@ ALLOWED = 2
 
 
 async def wakeups() -> tuple[int, float]:
-    """Count how often the loop's thread went to sleep while its only task slept, and the seconds for which it ran.
+    """Count how often the loop's thread went to sleep while its only task slept.
 
-    The result is the least of several windows: a virtual machine's kernel may count time that the host takes away.
+    Count also the seconds of the thread's run time. The result is the smallest value of several intervals: a virtual
+    machine's kernel may count time that the host takes away.
     """
     counts, ran = [], []
     for _ in range(6):
@@ -38,7 +39,7 @@ async def wakeups() -> tuple[int, float]:
 
 
 async def expect_silence(case: Case, note: str) -> None:
-    """Verify that the loop does not wake up. All ranks do this together, as they may share a thread."""
+    """Verify that the loop does not wake up. All ranks call this together, because they may share a thread."""
     await case.meet(f"before {note}")
     if case.rank == 0 or case.place.processes:
         count, ran = await wakeups()

@@ -56,7 +56,7 @@ async def reduced(comm: Any, value: float, count: int = 3) -> None:
 
 
 def shuffled(case: Case, things: Any, *key: object) -> list[Any]:
-    """Return another order on each rank."""
+    """Return the items in a different order on each rank."""
     mixed = list(things)
     random.Random(f"{case.seed} {case.rank} {key}").shuffle(mixed)
     return mixed
@@ -83,7 +83,7 @@ async def test_lanes_match_collectives_called_in_another_order_on_each_rank(comm
 @pytest.mark.core
 @ranks(3, more=(2, 7))
 async def test_lanes_awaited_in_another_order_on_each_rank_never_deadlock(comm: Communicator, case: Case) -> None:
-    """Each rank begins the lanes in another order, and awaits the collectives of a lane one after the other."""
+    """Each rank begins the lanes in a different order, and awaits the collectives of a lane one after the other."""
     case.need_any_order()
 
     async def follow(key: str) -> None:
@@ -123,7 +123,7 @@ async def test_equal_keys_name_one_lane(comm: Communicator, case: Case) -> None:
 
 @ranks(2, 3)
 async def test_collectives_of_one_lane_match_in_call_order(comm: Communicator, case: Case) -> None:
-    """Small and large collectives of one lane, all called at once."""
+    """Each rank calls small and large collectives of one lane, all at once."""
     case.need_any_order()
     lane = comm.lane("ordered")
     sizes = [(1, 20_011, 0, 300)[i % 4] for i in range(40)]

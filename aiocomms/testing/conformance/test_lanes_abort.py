@@ -122,7 +122,7 @@ async def test_lane_abort_releases_a_send_that_is_never_received(comm: Communica
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_lane_abort_reaches_a_rank_that_has_used_no_lane(comm: Communicator, case: Case) -> None:
-    """The rank learns of it when it uses its first lane."""
+    """The rank learns of the abort when it uses its first lane."""
     case.need_any_order()
     if comm.rank == 0:
         comm.lane("early").abort("before anybody called")
@@ -174,7 +174,7 @@ async def test_lane_abort_from_another_thread_ends_the_lane(comm: Communicator, 
 
 @ranks(3, more=(2,))
 async def test_failing_requests_leave_other_lanes_right(comm: Communicator, case: Case) -> None:
-    """Every fifth request fails on one rank, before one of its collectives; all others are right."""
+    """Every fifth request fails on one rank, before one of its collectives; all other requests get right results."""
     case.need_any_order()
     same = random.Random(case.seed)
     plan = {key: (same.randrange(comm.size), same.randrange(4)) for key in range(0, 60, 5)}

@@ -85,7 +85,10 @@ async def test_collective_sizes_that_differ_lose_the_communicator(comm: Communic
 async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
     comm: Communicator, case: Case, what: str
 ) -> None:
-    """Calls of the same size could mix silently. Each rank gets an error instead, from a message or the deadline."""
+    """Collectives of the same size could mix their data silently.
+
+    Each rank gets an error instead, from a message or the deadline.
+    """
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
         "operation": (lambda c: c.all_reduce(number(comm, 1)), lambda c: c.broadcast(number(comm, 1), 0)),

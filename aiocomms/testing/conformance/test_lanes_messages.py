@@ -18,7 +18,7 @@ ALIKE = (18868, 23721, 50482, 61701)
 
 @ranks(2)
 async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, case: Case) -> None:
-    """A transport that cuts tags would mix these lanes."""
+    """A transport that shortens tags would mix these lanes."""
     case.need_any_order()
     numbers = [number_of(key) for key in ALIKE]
     assert (numbers[0] - numbers[1]) % 2**32 == 0 and numbers[2] >> 32 == numbers[3] >> 32, f"{numbers} are not alike"
@@ -36,7 +36,7 @@ async def test_lanes_whose_keys_share_tag_bits_stay_apart(comm: Communicator, ca
 
 @ranks(2)
 async def test_messages_of_a_lane_match_only_that_lane(comm: Communicator, case: Case) -> None:
-    """Messages of a lane match neither the communicator's nor another lane's."""
+    """Messages of a lane match no receive of the communicator or of another lane."""
     case.need_any_order()
     tags = (0, 1, -1, 2**31 - 1, -(2**31))
     views: list[Any] = [comm, comm.lane("a"), comm.lane(b"a"), comm.lane(7)]
@@ -51,7 +51,7 @@ async def test_messages_of_a_lane_match_only_that_lane(comm: Communicator, case:
 
 @ranks(2)
 async def test_messages_of_one_lane_and_tag_keep_their_order(comm: Communicator, case: Case) -> None:
-    """Some messages wait for their receives, and some find them posted."""
+    """Some messages wait for their receives, and for others the receive is already posted."""
     case.need_any_order()
     lane = comm.lane("ordered messages")
     values = range(12)

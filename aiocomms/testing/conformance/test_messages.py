@@ -28,7 +28,7 @@ def neighbours(comm: Communicator) -> tuple[int, int]:
 @pytest.mark.memory
 @ranks(2, 3, more=(4, 7))
 async def test_messages_of_all_sizes_arrive_bit_for_bit(comm: Communicator, case: Case) -> None:
-    """Messages of all sizes go around a ring at once."""
+    """Messages of all sizes go around a ring of ranks at the same time."""
     case.need_any_order()
     right, left = neighbours(comm)
     for dtype in data.ALL_DTYPES:
@@ -138,7 +138,7 @@ async def test_recv_matches_by_source_rank(comm: Communicator, case: Case) -> No
 @ranks(2)
 @pytest.mark.parametrize("count", [1, 100, 2049, 40_009])
 async def test_tensor_may_be_overwritten_once_its_send_is_done(comm: Communicator, case: Case, count: int) -> None:
-    """A tensor may be changed once its send is done, also if that is before the receive is posted."""
+    """A program may change a tensor after its send is done, even before the receive is posted."""
     case.need("p2p")
     content = case.bits(torch.int32, (count,))
     if comm.rank == 0:
@@ -164,7 +164,10 @@ async def test_tensor_may_be_overwritten_once_its_send_is_done(comm: Communicato
 async def test_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds the part that fits. The send succeeds, and the next message is right."""
+    """The receive fails, and its buffer holds the part of the message that fits.
+
+    The send succeeds, and the next message is right.
+    """
     case.need("p2p")
     sent, room = sizes
     content, after = case.bits(torch.int32, (sent,)), case.bits(torch.int32, (6,))
@@ -228,7 +231,7 @@ async def test_concurrent_tasks_with_their_own_tags_stay_apart(comm: Communicato
 
 @ranks(2, 3)
 async def test_messages_never_match_collectives_or_objects(comm: Communicator, case: Case) -> None:
-    """Messages of tensors, of collectives and of objects are never taken for each other, whatever the tag."""
+    """Messages of tensors, of collectives and of objects never match each other, whatever the tag."""
     case.need_any_order()
     right, left = neighbours(comm)
     slots = {tag: case.empty(torch.uint8, (256,)) for tag in range(4)}
@@ -249,7 +252,10 @@ async def test_messages_never_match_collectives_or_objects(comm: Communicator, c
 
 @ranks(2, 3, more=(7,))
 async def test_batch_exchanges_tensors_with_every_rank(comm: Communicator, case: Case) -> None:
-    """Every rank exchanges tensors with every other; the result is the list of tensors in the order added."""
+    """Every rank exchanges tensors with every other rank.
+
+    The result lists the tensors in the order of their addition.
+    """
     case.need("p2p")
     others = [r for r in range(comm.size) if r != comm.rank]
     slots = {r: case.empty(torch.float32, (r + 2,)) for r in others}

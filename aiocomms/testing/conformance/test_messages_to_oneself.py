@@ -49,7 +49,7 @@ def can(comm: Communicator, case: Case) -> bool:
 @ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_self_send_and_recv_match_whichever_is_posted_first(comm: Communicator, case: Case, early: str) -> None:
-    """A sent tensor may be changed once its send is done, and only the buffer of the receive is written."""
+    """A program may change a tensor after its send is done, and only the receive's buffer is written."""
     if not can(comm, case):
         return
     for dtype in data.ALL_DTYPES:
@@ -133,7 +133,7 @@ async def test_object_sent_to_self_arrives_as_a_copy(comm: Communicator, case: C
 
 @ranks(3, more=(1, 2))
 async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: Case) -> None:
-    """An exchange of all ranks with all needs no special case for this rank."""
+    """An exchange of every rank with every rank needs no special case for this rank."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.float32, (r + 2,)) for r in range(comm.size)]
@@ -151,7 +151,10 @@ async def test_batch_to_all_ranks_includes_this_rank(comm: Communicator, case: C
 async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
     comm: Communicator, case: Case, early: str, sizes: tuple[int, int]
 ) -> None:
-    """The receive fails, and its buffer holds the part that fits. The send succeeds, and the next message is right."""
+    """The receive fails, and its buffer holds the part of the message that fits.
+
+    The send succeeds, and the next message is right.
+    """
     if not can(comm, case):
         return
     content, after = case.bits(torch.int32, sizes[:1]), case.bits(torch.int32, SHAPE)
@@ -198,7 +201,7 @@ async def test_self_recv_of_another_dtype_loses_the_communicator(comm: Communica
 @pytest.mark.clock
 @ranks(2, more=(1,))
 async def test_self_recv_is_withdrawn_by_cancel_task_or_deadline(comm: Communicator, case: Case) -> None:
-    """The receive is withdrawn by ``cancel``, with its task, or at its deadline: then it never takes a message."""
+    """A receive withdrawn by ``cancel``, by its task's cancellation or at its deadline never takes a message."""
     if not can(comm, case):
         return
     slots = [case.empty(torch.int32, SHAPE) for _ in range(3)]

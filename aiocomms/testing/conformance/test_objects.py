@@ -25,7 +25,7 @@ VALUES: list[Any] = [
 
 
 def same(got: Any, want: Any) -> None:
-    """Check that two objects are equal, also in their types."""
+    """Check that two objects are equal and have equal types."""
     assert type(got) is type(want), f"got {got!r}, wanted {want!r}"
     if isinstance(want, torch.Tensor):
         data.same_bits(got, want)
@@ -75,7 +75,10 @@ async def test_objects_match_by_tag_in_order(comm: Communicator, case: Case) -> 
 async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_is_done(
     comm: Communicator, case: Case
 ) -> None:
-    """The object's tensors belong to the operation until it is done, as in ``send``. The rest may change at once."""
+    """The object's tensors belong to the operation until it is done, as in ``send``.
+
+    The rest of the object may change at once.
+    """
     case.need("p2p")
     if comm.rank == 0:
         value = {"list": [1, 2], "tensor": torch.ones(300_000)}
@@ -93,7 +96,7 @@ async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_i
 
 
 def large(case: Case, rank: int) -> Any:
-    """Return an object with large tensors, bytes and texts, some not contiguous or conjugate, and an empty tensor."""
+    """Return an object with large tensors, bytes and texts. Some tensors are not contiguous, conjugate or empty."""
     bits = case.bits(torch.float32, (300, 500), "large", rank)
     return {
         "matrix": bits,
@@ -121,7 +124,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_large_tensors_bytes_and_texts_in_an_object_arrive_in_new_memory(comm: Communicator, case: Case) -> None:
-    """Large values arrive unchanged in new memory. They do not mix, and do not disturb later messages."""
+    """Large values arrive unchanged in new memory. The values do not mix, and do not disturb later messages."""
     case.need("p2p")
     everyone = [large(case, r) for r in range(comm.size)]
     mine, expected = everyone[comm.rank], [plain(obj) for obj in everyone]
@@ -189,7 +192,7 @@ async def test_concurrent_object_collectives_stay_apart(comm: Communicator, case
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_pickle_carries_any_object_when_every_rank_allows_it(comm: Communicator, case: Case) -> None:
-    """Ranks can send any object that pickles if every rank concerned allows pickle."""
+    """Ranks can send any object that pickle can encode, if every rank concerned allows pickle."""
     case.need("p2p")
     value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

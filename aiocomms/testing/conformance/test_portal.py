@@ -33,7 +33,7 @@ Body = Callable[[Portal, Case], None]
 
 
 async def in_thread(body: Body, form: str, comm: Communicator, case: Case) -> None:
-    """Run a synchronous check on a thread, on a portal or on a communicator of its own."""
+    """Run a synchronous check in a thread, with a portal or with a communicator of its own."""
     await anyio.to_thread.run_sync(functools.partial(_with_portal if form == "portal" else _alone, body, comm, case))
 
 
@@ -53,7 +53,7 @@ def _alone(body: Body, comm: Communicator, case: Case) -> None:
 
 
 def synchronous(body: Body) -> Any:
-    """Turn a synchronous function into a check that runs in each form."""
+    """Turn a synchronous function into a check that runs once with a portal and once with a communicator of its own."""
 
     @functools.wraps(body)
     async def check(comm: Communicator, case: Case, form: str) -> None:
@@ -71,7 +71,10 @@ def ones(comm: Portal, *shape: int) -> torch.Tensor:
 @ranks(2, more=(3,))
 @synchronous
 def test_portal_matches_every_collective_in_call_order(comm: Portal, case: Case) -> None:
-    """The thread calls all collectives before it waits for the first one. They match in the order of the calls."""
+    """The thread calls all collectives before it waits for the first one.
+
+    The collectives match in the order of the calls.
+    """
     whole: Any = comm
     trials = []
     for index, start in enumerate(EVERY.values()):
@@ -189,7 +192,10 @@ def test_portal_stream_carries_structured_items(comm: Portal, case: Case) -> Non
 @ranks(2, more=(3,))
 @synchronous
 def test_portal_lanes_of_threads_overtake_each_other(comm: Portal, case: Case) -> None:
-    """Each thread has its own lane, and lanes overtake each other. The last rank starts the threads in reverse."""
+    """Each thread has its own lane, and lanes overtake each other.
+
+    The last rank starts the threads in reverse order.
+    """
     case.need_any_order()
     failed: list[BaseException] = []
 

@@ -85,7 +85,10 @@ async def test_each_wait_signal_takes_one_signal_of_its_rank(comm: Communicator,
 @pytest.mark.clock
 @ranks(2)
 async def test_cancelled_or_late_wait_signal_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """``cancel``, cancellation of the awaiter, and the deadline withdraw the wait. The next wait gets the signal."""
+    """The wait is withdrawn by ``cancel``, by cancellation of the awaiter, and by the deadline.
+
+    The next wait gets the signal.
+    """
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:
         await case.told("withdrawn", 1)

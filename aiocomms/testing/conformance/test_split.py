@@ -18,7 +18,7 @@ SHAPE = (6,)
 
 
 async def split(comm: Communicator, case: Case, ranks: list[int], name: str | None = None) -> Communicator:
-    """Split, and have the case verify that the child is closed."""
+    """Split the communicator, and let the case verify that the child is closed."""
     child = await comm.split(ranks, name)
     assert child is not None
     case.opened.append(child)
@@ -45,7 +45,10 @@ async def test_split_with_all_ranks_forms_an_equal_communicator(comm: Communicat
 @pytest.mark.core
 @ranks(2)
 async def test_split_takes_timeout_and_hints_of_its_own_or_the_parents(comm: Communicator, case: Case) -> None:
-    """The defaults are those with which the parent was formed. A wrong value is refused before anything is sent."""
+    """The defaults are the values with which the parent was formed.
+
+    A wrong value is refused before anything is sent.
+    """
     formed, members = comm.timeout, [0, 1]
     comm.set_timeout(77)
     own: list[tuple[float | None, dict[str, Any]]] = [
@@ -107,7 +110,10 @@ async def test_create_group_by_its_members_alone_forms_a_communicator(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(2, 4, 7))
 async def test_several_splits_form_concurrently(comm: Communicator, case: Case) -> None:
-    """Several children form at once, independently of each other. One rank may be in no child."""
+    """Several child communicators form at once, independently of each other.
+
+    A rank may belong to no child communicator.
+    """
     first = comm.rank - comm.rank % 2
     members = [r for r in (first, first + 1) if r < comm.size]
     child = await split(comm, case, members)
@@ -137,7 +143,7 @@ async def test_split_returns_none_on_ranks_that_stay_out(comm: Communicator, cas
 
 @ranks(3, more=(4,))
 async def test_collectives_of_a_child_in_reversed_order_are_right(comm: Communicator, case: Case) -> None:
-    """The first rank becomes the last."""
+    """The first rank becomes the last rank of the child."""
     child = await split(comm, case, [*range(1, comm.size), 0])
     for name in EVERY:
         settings = [Setting(torch.int32, (5,), root, ReduceOp.MAX, name) for root in range(child.size)]

@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, r
 
 
 async def opened(comm: Communicator, case: Case, capacity: int = 8, name: str = "") -> TensorStream:
-    """Open a stream to the other of two ranks."""
+    """Open a stream between two ranks."""
     case.need_any_order()
     return await comm.open_stream(1 - comm.rank, capacity, name)
 
@@ -58,7 +58,7 @@ async def test_stream_carries_any_shape_and_dtype_both_ways(comm: Communicator, 
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 async def test_stream_send_waits_until_the_receiver_has_room(comm: Communicator, case: Case, capacity: int) -> None:
-    """A sender sends as many tensors as the other end holds, and one more for each tensor that is taken there."""
+    """A sender sends as many tensors as the other end can hold, and one more when the receiver takes one."""
     stream = await opened(comm, case, capacity)
     sent: list[int] = []
 
@@ -116,9 +116,9 @@ async def test_send_eof_ends_one_direction_after_all_items(comm: Communicator, c
 @pytest.mark.core
 @ranks(2)
 async def test_closed_stream_raises_here_and_breaks_at_the_other_end(comm: Communicator, case: Case) -> None:
-    """Every call on the closed end raises. On the other end, sends and receives break after a while.
+    """Every call on the closed end raises. On the other end, sends and receives raise an error after a while.
 
-    ``send_eof`` ends a stream regularly. A close without it does not.
+    ``send_eof`` ends a stream regularly. A close without ``send_eof`` does not.
     """
     stream = await opened(comm, case, 2)
     if comm.rank == 0:
@@ -167,7 +167,7 @@ def same(got: Page, want: Page) -> None:
 @pytest.mark.core
 @ranks(2)
 async def test_stream_carries_mappings_and_dataclasses_both_ways(comm: Communicator, case: Case) -> None:
-    """Mappings and dataclasses have small and large tensors, some not contiguous."""
+    """Mappings and dataclasses have small and large tensors, and some of these are not contiguous."""
     case.need("p2p")
     pages: ItemStream[Page] = await comm.open_stream(1 - comm.rank, 2, "pages", items=Page)
     mappings = await comm.open_stream(1 - comm.rank, 2, "mappings", items=dict[str, Any])
@@ -283,7 +283,7 @@ async def test_cancelled_stream_send_delivers_a_whole_item_or_none(comm: Communi
 @pytest.mark.core
 @ranks(2)
 async def test_streams_match_by_name_and_order_of_opening(comm: Communicator, case: Case) -> None:
-    """Streams are matched by name; streams of one name are paired in the order opened."""
+    """Streams are matched by name; streams of one name are paired in the order in which they are opened."""
     streams = [await opened(comm, case, 4, name) for name in ("a", "b", "a", "")]
     for turn in range(3):
         for i in reversed(range(4)):

@@ -35,7 +35,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
     """Start an operation with its own deadline, and verify that it fails by this deadline.
 
-    :param otherwise: the communicator's deadline for an operation that names none; it is far away.
+    :param otherwise: the communicator's deadline for an operation without its own deadline; it is far in the future.
     """
     began = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -249,7 +249,10 @@ async def test_communicator_timeout_is_the_default_of_its_ops(comm: Communicator
 @ranks(2, more=(3,))
 @pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
 async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Communicator, case: Case, said: str) -> None:
-    """The other ranks wait for rank 0 without a deadline. Rank 0 calls once another op of theirs has timed out."""
+    """The other ranks wait for rank 0 without a deadline.
+
+    Rank 0 calls the op after another op of the other ranks has timed out.
+    """
     case.need("p2p")
     content, timeout = case.bits(torch.int32, SHAPE).to(comm.device), comm.timeout
     own = None if said == "by the operation" else COMM_TIMEOUT
@@ -319,7 +322,10 @@ async def test_abandoned_await_leaves_the_collective_pending(comm: Communicator,
 @pytest.mark.clock
 @ranks(2)
 async def test_deadline_passes_while_the_loop_is_busy(comm: Communicator, case: Case) -> None:
-    """The peer gets the timeout while rank 0 blocks its loop: until the peer posts a note, or the store's wait ends."""
+    """The peer gets the timeout while rank 0 blocks its loop.
+
+    Rank 0 blocks until the peer posts a note, or until the wait at the store ends.
+    """
     case.need_processes()
     if comm.rank == 0:
         work = comm.all_reduce(ones(comm), timeout=SHORT)

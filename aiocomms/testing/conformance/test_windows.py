@@ -30,7 +30,7 @@ PART = 11
 @pytest.mark.memory
 @ranks(1, 2, 3, more=(4, 7))
 async def test_every_rank_puts_every_dtype_to_every_rank(comm: Communicator, case: Case) -> None:
-    """Every rank writes its part of every rank's window, for every dtype."""
+    """Every rank writes its own section of every rank's window, for every dtype."""
     for dtype in data.ALL_DTYPES:
         slot, win = await window(comm, case, dtype, PART * comm.size)
         contents = [case.bits(dtype, (PART,), r) for r in range(comm.size)]
@@ -63,7 +63,10 @@ async def test_every_rank_gets_from_every_rank(comm: Communicator, case: Case) -
 @pytest.mark.memory
 @ranks(1, 2, 3)
 async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicator, case: Case) -> None:
-    """One operation puts runs of a tensor to other places of a part, and one gets them. Runs may be none, or empty."""
+    """One operation puts runs of a tensor to other offsets of a rank's window, and one operation gets these runs.
+
+    There may be no runs, and a run may be empty.
+    """
     there = (comm.rank + 1) % comm.size
     for dtype in (torch.uint8, torch.int16, torch.float64):
         slot, win = await window(comm, case, dtype, 4 * PART)
@@ -91,7 +94,7 @@ async def test_runs_are_put_and_got_each_between_its_own_places(comm: Communicat
 @ranks(2, 3, more=(1, 7))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 async def test_concurrent_fetch_add_loses_no_addition(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
-    """No addition is lost, and each returns the value before it."""
+    """No addition is lost, and each addition returns the value before the addition."""
     case.need_atomics()
     slot, win = await window(comm, case, dtype, 3)
     works = [win.fetch_add(comm.size - 1, 1, 1) for _ in range(20)]
@@ -165,7 +168,10 @@ async def test_window_calls_of_one_rank_take_effect_in_call_order(comm: Communic
 
 @ranks(3, more=(2,))
 async def test_put_up_to_the_last_element_succeeds_and_beyond_it_is_refused(comm: Communicator, case: Case) -> None:
-    """Parts differ in size; the last element can be written, nothing beyond it can, and an empty put is legal."""
+    """Ranks expose parts of different sizes.
+
+    A put to the last element and an empty put succeed; a put beyond the part fails.
+    """
     sizes = [5 * r for r in range(comm.size)]
     slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
     assert win.sizes == sizes
@@ -250,7 +256,7 @@ async def test_window_close_waits_for_accesses_of_all_ranks(comm: Communicator, 
 
 @ranks(2)
 async def test_exception_in_the_window_block_leaves_without_waiting_for_peers(comm: Communicator, case: Case) -> None:
-    """Rank 1 stays in its body until rank 0's error is raised. It can still use the window, which then closes."""
+    """Rank 1 stays in its body until rank 0's error is raised. Rank 1 can still use the window, which then closes."""
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
         with pytest.raises(ZeroDivisionError):

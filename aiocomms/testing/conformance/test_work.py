@@ -31,7 +31,10 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 def late(comm: Communicator, case: Case) -> tuple[Slot, Work[torch.Tensor]]:
-    """Start a broadcast on rank 1 that stays pending until rank 1 sends the note ``"go"``, on which rank 0 calls it."""
+    """Start a broadcast on rank 1.
+
+    The broadcast stays pending until rank 1 sends the note ``"go"``: then rank 0 calls the broadcast, too.
+    """
     assert comm.rank == 1
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.broadcast(slot.tensor, 0)
@@ -90,7 +93,7 @@ async def test_many_awaiters_get_the_same_result(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2)
 async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicator, case: Case) -> None:
-    """Each callback is called once, on the loop's thread, after the end of the op, whether added before or after it."""
+    """Each callback is called once, on the loop's thread, after the end of the op, even if it was added later."""
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -257,7 +260,7 @@ async def test_wait_blocking_on_another_thread_returns_the_result(comm: Communic
 @pytest.mark.clock
 @ranks(2)
 async def test_wait_blocking_on_the_loops_thread_makes_progress(comm: Communicator, case: Case) -> None:
-    """Synchronous code makes the transport's progress itself."""
+    """Synchronous code drives the transport's progress itself."""
     case.need_processes()
     if comm.rank == 0:
         await serve(comm, case)
@@ -328,7 +331,7 @@ async def test_hooks_run_once_for_each_operation(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_post_hook_learns_start_and_outcome_of_each_operation(comm: Communicator, case: Case) -> None:
-    """Each operation that reaches a pre-hook reaches the post-hooks once, also if it could not be posted."""
+    """Each operation that reaches a pre-hook reaches the post-hooks once, even if it could not be posted."""
     told: list[tuple[int, str, bool]] = []
     before = time.monotonic()
 

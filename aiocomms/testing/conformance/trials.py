@@ -89,7 +89,7 @@ def reducing(start: Start) -> Start:
 
 
 def ragged(shape: Shape, *which: int) -> Shape:
-    """Vary a shape by rank or pair of ranks: a few elements more along the first dimension."""
+    """Vary a shape for each rank or pair of ranks: add a few elements along the first dimension."""
     more = sum(which) % 4
     return (shape[0] + more, *shape[1:]) if shape else (more,)
 

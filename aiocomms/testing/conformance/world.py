@@ -26,7 +26,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class World(ABC):
-    """The ranks on which checks are run."""
+    """The ranks on which checks run."""
 
     def __init__(self, place: Place) -> None:
         self.place = place

@@ -35,7 +35,7 @@ class _InOrder(dict[Any, None]):
 
 
 def replace_backend() -> None:
-    """Replace these parts for simulated programs from now on."""
+    """Replace parts of anyio's asyncio backend for simulated programs, from now on."""
     if not _installed:
         CancelScope.__init__ = _begin_in_order  # type: ignore[method-assign, assignment]
         AsyncIOBackend.run_sync_in_worker_thread = _in_simulated_thread  # type: ignore[method-assign]

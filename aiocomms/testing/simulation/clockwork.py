@@ -43,7 +43,7 @@ class Clockwork:
         return self._coming[0].time if self._coming else float("inf")
 
     def at(self, when: float, timeline: Timeline | None, call: Callable[..., object], *args: Any) -> None:
-        """Schedule a call at some time, in a process or in none."""
+        """Schedule a call at some time, in a process or outside all processes."""
         when = max(when, self.time)
         if timeline is not None and timeline.slowness:
             when += timeline.slowness * self.random.random()
@@ -63,11 +63,11 @@ class Clockwork:
 
     @property
     def to_come(self) -> list[Occurrence]:
-        """The scheduled calls, in no order."""
+        """The scheduled calls, in no particular order."""
         return list(self._coming)
 
     def a_moment(self) -> float:
-        """Draw the seconds that a switch of threads takes."""
+        """Draw the random number of seconds that a switch of threads takes."""
         return _MOMENT * self.random.random()
 
     def note(self, who: object, what: str) -> None:
@@ -110,7 +110,7 @@ class Timeline:
         return max(self._least, self.says_at(self.clockwork.time))
 
     def says_at(self, time: float) -> float:
-        """Return the time of the process's monotonic clock at some time of the world."""
+        """Convert a time of the world to the time of the process's monotonic clock."""
         return self._begins + time * self._rate
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
@@ -130,5 +130,5 @@ class Timeline:
         call(*args)
 
     def report(self, context: dict[str, Any]) -> None:
-        """Record an error without a caller."""
+        """Record an error that cannot be raised to a caller."""
         self.unraised.append(context)

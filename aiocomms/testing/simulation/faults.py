@@ -17,7 +17,7 @@ _SHORT, _LONG = 1e-3, 20.0
 
 
 def changed(record: Any, first: int = 0) -> str:
-    """Return the fields of a dataclass that differ from their defaults, as a call passes them.
+    """Return the fields of a dataclass that differ from their defaults, as the text of arguments in a call.
 
     :param first: the index of the first of these fields.
     """
@@ -29,10 +29,11 @@ def changed(record: Any, first: int = 0) -> str:
 class Faults:
     """The numbers of faults in a history.
 
-    :param deaths: the number of ranks that die, as by SIGKILL.
-    :param restarts: whether a rank that has died restarts; :attr:`.SimulatedRank.restarts` tells it so.
-    :param pauses: the number of ranks that stop for 1 ms to 20 s, as by SIGSTOP.
-    :param slow: the number of ranks whose events are up to 50 ms late from some time on.
+    :param deaths: the number of ranks that die, as after SIGKILL.
+    :param restarts: whether a rank that has died restarts. The program finds the number of restarts in
+        :attr:`.SimulatedRank.restarts`.
+    :param pauses: the number of ranks that stop for 1 ms to 20 s, as after SIGSTOP.
+    :param slow: the number of ranks that become slow at some time: each later event is up to 50 ms late.
     :param cuts: the number of pairs of ranks whose connections are cut.
     :param partitions: the number of pairs of ranks between which no traffic passes for 1 ms to 20 s, in one direction
         or in both.
@@ -74,7 +75,7 @@ class Faults:
         return any(getattr(self, name) for name in _KINDS)
 
     def plan(self, seed: int, ranks: int, within: float) -> list[SimulatedFault]:
-        """Return the faults of a seed, in the order of their times.
+        """Draw the faults of a seed, and return them in the order of their times.
 
         :param within: the seconds within which the faults happen.
         """
@@ -173,8 +174,9 @@ def _arguments(kind: str, draw: Random, ranks: int, restarts: bool) -> tuple[Any
 def kept(plan: list[SimulatedFault], chosen: Mapping[int, int] | None) -> list[SimulatedFault]:
     """Return the chosen faults of a plan.
 
-    :param chosen: the numbers of the faults, each with how often to halve its duration; None: all faults, unchanged.
-    :raises ArgumentError: the plan has no fault of such a number.
+    :param chosen: the numbers of the chosen faults, and how often to halve the duration of each; None: all faults,
+        unchanged.
+    :raises ArgumentError: the plan has no fault with a chosen number.
     """
     if chosen is None:
         return plan

@@ -10,11 +10,11 @@ from aiocomms.testing.simulation.world import JOB, SimulatedWorld
 
 
 class SimulatedRank(NamedTuple):
-    """The place of the running program.
+    """The description of the running program's rank in a simulation.
 
     :param rank: the program's rank.
     :param ranks: the number of ranks.
-    :param restarts: how often the rank has been started before.
+    :param restarts: the number of earlier starts of the rank.
     :param world: the world. Its methods ``kill``, ``pause``, ``slow``, ``cut``, ``part`` and ``lose_store`` inject
         faults at the time of the call.
     """
@@ -25,9 +25,9 @@ class SimulatedRank(NamedTuple):
     world: SimulatedWorld
 
     def launched_as(self, job: str, rank: int, size: int) -> None:
-        """Join one of several jobs: ``new_comm()`` then finds the job's ranks, as by the environment of a launcher.
+        """Join one of several jobs. ``new_comm()`` then finds the job's ranks, as it does under a launcher.
 
-        :param job: the job's name. Each job has a store of its own.
+        :param job: the job's name. Each job has its own store.
         :param rank: this process's rank in the job.
         :param size: the number of ranks in the job.
         """
@@ -35,7 +35,7 @@ class SimulatedRank(NamedTuple):
 
 
 def here() -> SimulatedRank:
-    """Return the place of the running program in its simulation.
+    """Return the description of the running program's rank in its simulation.
 
     :raises SimulationError: no simulation runs.
     """

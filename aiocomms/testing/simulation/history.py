@@ -20,9 +20,10 @@ def simulate(
 ) -> History:
     """Run a distributed program in one thread and in virtual time. A seed decides its history.
 
-    :param program: an async function that each rank runs. ``aiocomms.new_comm()`` in it forms the communicator.
+    :param program: an async function that each rank runs. In this function ``aiocomms.new_comm()`` forms the
+        communicator.
     :param ranks: the number of ranks.
-    :param seed: the seed of all random decisions, or the text of the seed in the notes of a failed history.
+    :param seed: the seed of all random decisions, or the seed's text from the notes of a failed history.
     :param faults: the faults to inject; None: no faults.
     :param latency: the least and the greatest latency of a message, in seconds.
     :param longest: the virtual seconds that the history may take.
@@ -46,12 +47,12 @@ def explore(
     latency: tuple[float, float] = LATENCY,
     longest: float = LONGEST,
 ) -> int:
-    """Run a program with many seeds until one fails, and shrink that history to the faults that it needs.
+    """Run a program with many seeds until a history fails, and shrink that history to the faults that it needs.
 
     The search leaves out faults as long as the history fails with the same type of error. Then it halves durations,
     such as those of pauses. The notes of the error name the seed with which :func:`simulate` repeats that history.
 
-    :param seeds: the seeds, or their number. The other parameters are those of :func:`simulate`.
+    :param seeds: the seeds, or the number of seeds. The other parameters are those of :func:`simulate`.
     :returns: the number of histories.
     :raises Exception: the error of the shrunk history, as :func:`simulate` raises it.
     """

@@ -81,11 +81,11 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         _set_running_loop(self)
 
     def tasks(self) -> list[SimulatedTask]:
-        """Return the tasks that have not ended, in the order in which they were made."""
+        """Return the tasks that have not ended, in the order in which they were created."""
         return [task for made in self._made if (task := made()) is not None and not task.done()]
 
     def report_unseen(self) -> None:
-        """Report the errors of tasks that were never retrieved, as asyncio does when it collects such a task."""
+        """Report the errors of tasks that no code has retrieved. asyncio reports them when it deletes the task."""
         for task in filter(None, [made() for made in self._made]):
             if task.done() and task._log_traceback:
                 task._log_traceback = False

@@ -16,7 +16,7 @@ _WORDS: Final = {_END: "goodbye", _WELCOME: "welcome"}
 
 
 def describe(frame: Any) -> str:
-    """Return a text for a frame that is the same in every run."""
+    """Describe a frame by a text that is the same in every run."""
     if type(frame) is object:
         return _WORDS[frame]
     return repr(frame) if isinstance(frame, int | str | bytes) else type(frame).__name__
@@ -72,7 +72,7 @@ class SimulatedConduit:
             self._network.carry(self.other, frame)
 
     def unhear(self) -> None:
-        """Keep arriving frames until the next :meth:`hear`."""
+        """Store arriving frames until the next :meth:`hear`."""
         self._on_frame = None
 
     def ping(self) -> None:
@@ -202,7 +202,7 @@ class SimulatedNetwork:
     # -------------------------------------------------------------------------------------- events of the world
 
     def carry(self, to: SimulatedConduit, frame: Any) -> None:
-        """Schedule the arrival of a frame after the latency, and after all frames that were sent before."""
+        """Schedule the arrival of a frame after the latency, and after all frames that were sent earlier."""
         world = self._clockwork
         if to.process.over or to.cut:
             return
@@ -224,7 +224,7 @@ class SimulatedNetwork:
         return not standing and all(self._parted[pair] <= now for pair in parted)
 
     def arrived(self, end: SimulatedConduit, frame: Any) -> None:
-        """Note in the trace that a frame has arrived."""
+        """Record in the trace that a frame has arrived."""
         if frame is not _PING and frame is not _PONG:
             self._clockwork.note(end.process, f"hears {describe(frame)} of {end.other.process}")
 

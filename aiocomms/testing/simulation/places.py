@@ -8,7 +8,10 @@ from typing import Any
 
 
 def of_program(frame: FrameType) -> bool:
-    """Return whether a frame is of the program, not of this library, the standard library or an installed package."""
+    """Return whether a frame belongs to the program.
+
+    Frames of this library, the standard library and installed packages do not belong to the program.
+    """
     path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
     ours = module == "aiocomms" or module.startswith(("aiocomms.", "aiocomms_"))
     return not ours and not path.startswith("<") and "/lib/python" not in path
@@ -20,7 +23,10 @@ def line(frame: FrameType) -> str:
 
 
 def waits_at(coroutine: Any) -> str:
-    """Return the innermost line of the program in a suspended coroutine, or else the innermost of all; empty: none."""
+    """Return the innermost line of the program in a suspended coroutine.
+
+    Without a line of the program, return the innermost line; without a line, an empty text.
+    """
     frames = list(_frames(coroutine))
     own = [frame for frame in frames if of_program(frame)]
     return line((own or frames)[-1]) if frames else ""

@@ -38,7 +38,7 @@ class SimulatedWatchdog(deadlines.Watchdog):
 
     @property
     def leaving(self) -> list[Any]:
-        """The ending threads: none, as no thread outlives its calls."""
+        """The ending threads. There are none, because no thread outlives its calls."""
         return []
 
     def wake_by(self, deadline: float) -> None:
@@ -118,14 +118,17 @@ class Process(Timeline):
         return [name for name, comms in opened.items() if not all(comm.aborted for comm in comms)]
 
     def waiting(self) -> str:
-        """Describe the tasks that wait, and their lines. The library's tasks appear only if there are no others."""
+        """Describe the waiting tasks and the lines at which they wait.
+
+        The library's tasks appear only if no other task waits.
+        """
         tasks = self.loop.tasks()
         own = [task for task in tasks if in_program(task.get_coro())]
         words = [f"task {task.get_name()!r} waits at {waits_at(task.get_coro())}" for task in own or tasks]
         return f"{self}: {'; '.join(words) or 'no task of it waits'}"
 
     def idle(self, coming: Occurrence) -> bool:
-        """Return whether a scheduled call is one that no task waits for."""
+        """Return whether no task waits for a scheduled call."""
         if self.over:
             return True
         if coming.call != self._punctually:
@@ -137,7 +140,7 @@ class Process(Timeline):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the program, or the first one without a caller; None if there is none."""
+        """The error of the program, or the first error that no call has raised; None if there is no error."""
         main = self.main
         if main is not None and main.cancelled():
             return SimulationError(f"the program of {self} has cancelled itself")

@@ -35,7 +35,7 @@ _installed: list[bool] = []
 
 
 def refuse(what: str) -> SimulationError:
-    """Return the error for a call that cannot be simulated, with the line of the program that made it."""
+    """Return the error for a call that cannot be simulated. The error names the program's line with the call."""
     return SimulationError(f"{what} cannot be simulated: {_line()}")
 
 
@@ -56,7 +56,7 @@ def watched() -> bool:
 
 @contextmanager
 def calls_audited() -> Iterator[None]:
-    """Audit sleeps and starts of threads, which are no audit events of Python before 3.13 and 3.12."""
+    """Audit sleeps and thread starts. Python itself audits sleeps since 3.13 and thread starts since 3.12."""
     with ExitStack() as stack:
         for owner, name, event in _UNHEARD if sys.version_info < (3, 13) else ():
             stack.enter_context(_heard(owner, name, event))

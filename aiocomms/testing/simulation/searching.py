@@ -27,7 +27,9 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Return the number of a seed, and the kept faults: how often each is halved, by the fault's number; None: all.
+    """Return the number of a seed, and a dict of the kept faults; None: all faults.
+
+    The dict says for a fault's number how often the fault's duration is halved.
 
     :raises ArgumentError: the seed is wrong.
     """
@@ -47,7 +49,7 @@ def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
 
 
 def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    """Return the seeds; for an int, so many seeds from 0 on.
+    """Return the seeds. An int is the number of seeds, which begin at 0.
 
     :raises ArgumentError: ``seeds`` is neither an int of at least 1 nor an iterable of seeds.
     """
@@ -62,7 +64,7 @@ def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
 
 
 def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHistory | None]:
-    """Run histories until one fails; return how many have passed, and the failed one, shrunk, or None."""
+    """Run histories until one fails. Return the number of passed histories, and the failed history, shrunk, or None."""
     count = 0
     for seed in seeds:
         number, chosen = read_seed(seed)
@@ -73,9 +75,9 @@ def search(trial: SimulatedTrial, seeds: Iterable[int]) -> tuple[int, FailedHist
 
 
 def attempt(trial: SimulatedTrial, seed: int, chosen: Mapping[int, int] | None) -> FailedHistory | None:
-    """Run the history of one seed; if it fails, and its faults are not chosen already, shrink it.
+    """Run the history of one seed. If it fails, shrink it, unless the seed already chooses its faults.
 
-    :raises ArgumentError: there is no fault of a chosen number.
+    :raises ArgumentError: there is no fault with a chosen number.
     """
     plan: list[SimulatedFault] = []
     kept(trial.faults.plan(seed, trial.ranks, 1.0), chosen)  # A fault that does not exist is the caller's mistake.

@@ -16,7 +16,7 @@ from aiocomms.testing.simulation.network import KEEPALIVE, SimulatedNetwork
 
 
 class StoreService:
-    """The service of one store. It answers at once until it dies."""
+    """The service of one store. The service answers at once until it dies."""
 
     def __init__(self, process: Timeline | None = None) -> None:
         """Begin with an empty store.
@@ -38,7 +38,7 @@ class StoreService:
 
 
 class SimulatedStore(JobStore):
-    """The client of a store. A partition between its process and the serving process delays the answers."""
+    """The client of a store. A partition between the client's process and the store's process delays the answers."""
 
     def __init__(self, service: StoreService, network: SimulatedNetwork, running: Callable[[], Timeline]) -> None:
         """Use a service.

@@ -68,10 +68,10 @@ def _virtual_time(now: Callable[[], float], wall: Callable[[], float]) -> Iterat
 def simulated_surroundings(
     running: Callable[[], Timeline | None], now: Callable[[], float], wall: Callable[[], float]
 ) -> Iterator[None]:
-    """Simulate the surroundings of a program within the context.
+    """Simulate the clocks and other surroundings of a program within the context.
 
     :param running: returns the running process, or None.
-    :param now: returns the time of its monotonic clock.
+    :param now: returns the time of the running process's monotonic clock.
     :param wall: returns the seconds since 1970.
     """
     replace_backend()

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class Killed(BaseException):
-    """The exception that ends a thread where it waits: its process has died, or the history is over."""
+    """The exception that ends a waiting thread when its process has died or the history is over."""
 
 
 class _Runner:
@@ -100,7 +100,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def on_one_processor() -> Iterator[None]:
-    """Keep this thread and the runners on the current processor, unless torch uses several threads."""
+    """Keep this thread and the simulated threads on the current processor, unless torch uses several threads."""
     if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         yield
         return
@@ -174,7 +174,7 @@ class SimulatedEvent:
             self._timeline.soon(thread.resume)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See :class:`threading.Event`. A wait on the loop's thread is refused, as it would block the loop."""
+        """See :class:`threading.Event`. A wait on the loop's thread is refused, because it would block the loop."""
         thread: SimulatedThread | None = getattr(_here, "thread", None)
         if self._set:
             return True
@@ -192,7 +192,7 @@ class SimulatedEvent:
 
 
 def started(timeline: Timeline, target: Callable[[], object]) -> None:
-    """Start a thread of a process. It begins to run a moment later."""
+    """Start a thread of a process. The thread begins to run a moment later."""
     thread = SimulatedThread(timeline, target)
     _alive[thread] = None
     timeline.soon(thread.resume)

@@ -37,10 +37,10 @@ Program = Callable[[], Awaitable[Any]]
 class History:
     """The record of one run of a program in a simulation.
 
-    :param seed: the seed as text. If faults were left out, it has the numbers of the kept ones: ``"7/0,2"``.
+    :param seed: the seed as text. If faults were left out, the seed has the numbers of the kept faults: ``"7/0,2"``.
     :param seconds: the virtual seconds that the history took.
     :param results: the results of the program on each rank; None for a rank that has died.
-    :param faults: the faults, in words.
+    :param faults: the faults, as text.
     :param trace: the events, as lines of text.
     """
 

@@ -197,7 +197,7 @@ class SimulatedWires:
         self._network = network
 
     def find(self, host: str) -> Callable[[ReceptionDriver], SimulatedReception]:
-        """See :meth:`Wires.find`. Any name counts as this host's, so that a program runs unchanged."""
+        """See :meth:`Wires.find`. Any name counts as a name of this host, so that a program runs unchanged."""
         if not host or _everywhere(host):
             raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
         return functools.partial(SimulatedReception, self._network, host)

@@ -63,7 +63,7 @@ class SimulatedWorld(Clockwork):
     # ------------------------------------------------------------------------------------- course of the history
 
     def wall_at(self, time: float) -> float:
-        """Return a time of the world in seconds since 1970."""
+        """Convert a time of the world to seconds since 1970."""
         return EPOCH + time
 
     def lines(self) -> list[str]:
@@ -74,7 +74,7 @@ class SimulatedWorld(Clockwork):
         """Run the program on all ranks, until all processes have ended or one has failed.
 
         :param longest: the virtual seconds that the history may take.
-        :raises SimulationError: a rank has not ended by then, or all ranks wait and nothing can happen.
+        :raises SimulationError: a rank has not ended within ``longest``, or all ranks wait and nothing can happen.
         """
         self._program = program
         for rank in range(self.ranks):
@@ -90,7 +90,7 @@ class SimulatedWorld(Clockwork):
                 return
 
     def step(self) -> None:
-        """Make the next call, and run its process until it waits."""
+        """Make the next call, and run the call's process until it waits."""
         coming = self.next()
         if coming is None:
             return
@@ -112,7 +112,7 @@ class SimulatedWorld(Clockwork):
         return not paused and all(isinstance(it.timeline, Process) and it.timeline.idle(it) for it in self.to_come)
 
     def enter(self, process: Process | None) -> None:
-        """Make a process the running one; None: no process runs."""
+        """Make a process the running process; None: no process runs."""
         if process is not self.current:
             self.current = process
             _set_running_loop(None if process is None else process.loop)
@@ -131,7 +131,7 @@ class SimulatedWorld(Clockwork):
         return process
 
     def left(self, process: Process) -> None:
-        """Note that a process has ended by itself."""
+        """Record that a process has ended by itself."""
         process.end()
         self._living -= 1
         self.note(process, "ends")
@@ -144,7 +144,7 @@ class SimulatedWorld(Clockwork):
         return next((process for process in self.alive() if process.rank == rank), None)
 
     def kill(self, rank: int, restart: float | None = None) -> None:
-        """Kill a rank as by SIGKILL: none of its code runs any more, not even a ``finally`` block.
+        """Kill a rank as SIGKILL does: none of its code runs any more, not even a ``finally`` block.
 
         :param restart: the seconds until the rank restarts; None: it does not restart.
         """
@@ -158,13 +158,13 @@ class SimulatedWorld(Clockwork):
                 self.start(rank, restart)
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Stop a rank for some seconds, as by SIGSTOP."""
+        """Stop a rank for some seconds, as SIGSTOP does."""
         if (process := self.living(rank)) is not None:
             self.note(process, "stands still")
             process.paused_until = max(process.paused_until, self.time + seconds)
 
     def slow(self, rank: int, seconds: float) -> None:
-        """Make each later event of a rank up to ``seconds`` late."""
+        """Delay each later event of a rank by up to ``seconds``."""
         if (process := self.living(rank)) is not None:
             self.note(process, "is slow")
             process.slowness = seconds
@@ -180,7 +180,7 @@ class SimulatedWorld(Clockwork):
         self.network.cut_between(one, other)
 
     def lose_store(self) -> None:
-        """Kill the launcher's store for good."""
+        """Kill the launcher's store permanently."""
         self.note("the store", "dies")
         self._services[0].dead = True
 
