@@ -303,8 +303,8 @@ class InFlight:
     """The pending works of one communicator, kept with their tensors until they are done.
 
     Other threads read them. ``list(dict)`` copies the keys in one call that runs no Python code, so neither another
-    thread nor a finalizer can change the dictionary meanwhile. ``list(dict.items())`` allocates a tuple for each item,
-    so it gives no such protection.
+    thread nor a finalizer can change the dictionary during the copy. ``list(dict.items())`` allocates a tuple for each
+    item, so it gives no such protection.
 
     There are few different timeouts, so each has its own queue, which is in the order of the deadlines. An op costs one
     insertion and one deletion, however many ops are pending.
@@ -437,7 +437,10 @@ class InFlight:
         return self.due() > now and max(silent, default=0.0) < self.heartbeat.period
 
     def expire(self, now: float) -> float:
-        """See :class:`Watched`. Iterate over copies, because the loop's thread changes the queues meanwhile."""
+        """See :class:`Watched`.
+
+        Iterate over copies, because the loop's thread may change the queues during the iteration.
+        """
         earliest = float("inf")
         if self:
             self.heartbeat.look(now)

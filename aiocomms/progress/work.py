@@ -195,7 +195,9 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
             raise error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank) from None
 
     def wait_blocking(self, timeout: float | None = None) -> T_co:
-        """Wait in synchronous code, on any thread. On the loop's own thread the call drives the transports meanwhile.
+        """Wait in synchronous code, on any thread.
+
+        On the loop's own thread the call drives the transports while it waits.
 
         :param timeout: the longest wait in seconds; None: no limit.
         :returns: the result of the op, as ``await`` does.

@@ -156,10 +156,10 @@ class Driver(Worker):
     def stream(self, plan: Any, *, priority: float = 0, timeout: arguments.Timeout = None) -> AsyncGenerator[Any]:
         """Run a plan whose ``execute`` is an async generator function, and yield the items that it yields on this rank.
 
-        The plan waits until the caller takes an item, for at most half of the communicator's deadline. The other ranks
-        wait meanwhile in their next operation. Items of other ranks are ignored. The plan is cancelled on every rank
-        when the iterator is closed or dropped, or when its task is cancelled. ``contextlib.aclosing`` closes it at
-        once.
+        The plan waits until the caller takes an item, for at most half of the communicator's deadline. During this
+        wait, the other ranks wait in their next operation. Items of other ranks are ignored. The plan is cancelled on
+        every rank when the iterator is closed or dropped, or when its task is cancelled. ``contextlib.aclosing`` closes
+        it at once.
 
         :param plan: see :meth:`run`, also for the other parameters and errors.
         :param timeout: seconds from the first request for an item.

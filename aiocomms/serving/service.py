@@ -72,7 +72,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
 
         :param execute: an async function, or an async generator function, that carries out a plan on this rank. The
             other ranks pass their functions to :meth:`work`.
-        :param max_running: the number of plans that may run at once, at least 1; the others wait. None: any number.
+        :param max_running: the number of plans that may run at once, at least 1; further plans wait. None: any number.
         :param max_waiting: the number of plans that may wait for their turn, at least 0. Further calls raise
             :class:`~aiocomms.errors.ServiceBusyError`. None: any number.
         :raises ArgumentError: this rank is not rank 0, or a number is out of range.

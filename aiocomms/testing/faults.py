@@ -104,8 +104,8 @@ def kill(
 ) -> Fault:
     """Kill the process of a rank with SIGKILL, during a call. The parameters are those of :func:`delay`.
 
-    In a simulation, the rank dies as by ``here().world.kill``. Ranks that share a process, as in ``local_world``, only
-    simulate the death: every op of this communicator fails on the rank itself with a
+    In a simulation, the rank dies as after a call of ``here().world.kill``. Ranks that share a process, as in
+    ``local_world``, only simulate the death: every op of this communicator fails on the rank itself with a
     :class:`~aiocomms.errors.CommAbortedError`. The other ranks always get a :class:`~aiocomms.errors.PeerDiedError`.
 
     :raises ArgumentError: an argument is wrong, or the fault could never hit a call.

@@ -20,8 +20,8 @@ T = TypeVar("T")
 async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], Awaitable[T]]) -> list[T]:
     """Run ``fn(comm)`` on every rank at once, each in its own task, where ``get_comm`` finds the rank's communicator.
 
-    When one rank fails, the others are cancelled. The error of the failed rank is raised unchanged, with a note that
-    names the rank. So ``pytest.raises(CommTimeoutError)`` catches it.
+    When one rank fails, all other ranks are cancelled. The error of the failed rank is raised unchanged, with a note
+    that names the rank. So ``pytest.raises(CommTimeoutError)`` catches it.
 
     :param world: the communicators, one for each rank.
     :param fn: an async function.

@@ -163,7 +163,7 @@ class Case:
         self._store.set(f"{self.name}/{note}", "")
 
     def wait_blocking(self, note: str) -> None:
-        """Wait for a note of :meth:`tell_blocking`. The loop does not run meanwhile."""
+        """Wait for a note of :meth:`tell_blocking`. The loop does not run during this wait."""
         self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:

@@ -261,7 +261,7 @@ async def test_cancelled_send_delivers_the_whole_message(comm: Communicator, cas
 @pytest.mark.memory
 @ranks(2, 3, more=(7,))
 async def test_cancelled_collective_completes_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """One rank's await is cancelled before the others call: this collective and the next one complete on all ranks."""
+    """One rank's await is cancelled before other ranks call: this collective and the next one complete on all ranks."""
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
         want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))

@@ -80,7 +80,10 @@ async def test_concurrent_aclose_calls_all_return(comm: Communicator, case: Case
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_close_waits_for_a_pending_collective(comm: Communicator, case: Case) -> None:
-    """Rank 0 closes before the others call the collective. The collective still completes on all ranks."""
+    """Rank 0 closes the communicator before the other ranks call the collective.
+
+    The collective still completes on all ranks.
+    """
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE, comm.rank))
     outs = [case.empty(torch.int32, SHAPE) for _ in range(comm.size)]

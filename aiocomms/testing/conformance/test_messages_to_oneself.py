@@ -179,7 +179,7 @@ async def test_self_recv_of_another_size_fails_and_the_next_message_arrives(
 @ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_self_recv_of_another_dtype_loses_the_communicator(comm: Communicator, case: Case, early: str) -> None:
-    """The communicator is lost, as by any receive whose message has another dtype."""
+    """The communicator is lost, as after any receive whose message has another dtype."""
     if not can(comm, case):
         return
     if comm.rank:

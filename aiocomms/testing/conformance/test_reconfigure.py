@@ -48,7 +48,10 @@ async def test_reconfigure_closes_its_predecessor_and_can_be_repeated(comm: Comm
 @pytest.mark.memory
 @ranks(3, more=(4,))
 async def test_reconfigure_to_fewer_ranks_shuts_out_the_others(comm: Communicator, case: Case) -> None:
-    """A rank that is left out learns that the others have closed the communicator, and cannot reconfigure it."""
+    """A rank that is left out learns that the other ranks have closed the communicator.
+
+    It cannot reconfigure the communicator.
+    """
     old = await case.open("old")
     left = [rank for rank in range(comm.size) if rank != 1]
     if comm.rank == 1:

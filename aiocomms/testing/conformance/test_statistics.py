@@ -100,7 +100,10 @@ async def test_statistics_count_ops_that_a_hook_refused(comm: Communicator, case
 
 @ranks(2, more=(3,))
 async def test_statistics_count_failed_ops_by_reason(comm: Communicator, case: Case) -> None:
-    """Rank 0 aborts the communicator while the others' ops are pending. Statistics are available afterwards, too."""
+    """Rank 0 aborts the communicator while ops of the other ranks are pending.
+
+    Statistics are available afterwards, too.
+    """
     own = await case.open("to be aborted")
     if comm.rank == 0:
         await case.told("pending")

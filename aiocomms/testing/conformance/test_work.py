@@ -93,7 +93,10 @@ async def test_many_awaiters_get_the_same_result(comm: Communicator, case: Case)
 @pytest.mark.core
 @ranks(2)
 async def test_done_callback_runs_once_on_the_loop_after_the_op(comm: Communicator, case: Case) -> None:
-    """Each callback is called once, on the loop's thread, after the end of the op, even if it was added later."""
+    """Each callback is called once, on the loop's thread, after the end of the op.
+
+    This holds for a callback that is added before or after that end.
+    """
     if comm.rank == 0:
         await serve(comm, case)
         return

@@ -85,7 +85,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return [task for made in self._made if (task := made()) is not None and not task.done()]
 
     def report_unseen(self) -> None:
-        """Report the errors of tasks that no code has retrieved. asyncio reports them when it deletes the task."""
+        """Report the errors of tasks that no code has retrieved.
+
+        This corresponds to asyncio's report when it collects a task.
+        """
         for task in filter(None, [made() for made in self._made]):
             if task.done() and task._log_traceback:
                 task._log_traceback = False
