@@ -88,7 +88,7 @@ class HandedLease(Handle):
             same number of leased blocks of this endpoint.
         :param part: an index into a block's first dimension, such as a layer. With a part, ``into`` has one dimension
             less. Without a part, whole blocks are read.
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``into``. If this raises, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
         :raises LeaseError: the owner has taken the blocks back, or they were given back.
@@ -102,7 +102,7 @@ class HandedLease(Handle):
         :param source: a source of the same form as ``into`` of :meth:`read`. The program may change it when the call
             returns.
         :param part: as in :meth:`read`. A program can write one layer while it computes the next one.
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``source``.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was written.
         :raises LeaseError: the blocks are not :attr:`writable`, the owner has taken them back, or they were given back.
@@ -115,7 +115,7 @@ class HandedLease(Handle):
 
         Afterwards a message can tell the owner's program that, for example, a layer is complete.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :raises LeaseError: the owner has taken the blocks back, or they were given back.
         :raises CommError: the connection is lost or closed.
         """

@@ -199,7 +199,7 @@ class Peer(Handle):
         """Open a region of the other endpoint. If the region is open already, return the same handle.
 
         :param descriptor: the :attr:`Region.descriptor` of the region.
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :raises ArgumentTypeError: the descriptor is not bytes.
         :raises RegionError: the other endpoint did not make the descriptor, or the region has expired or is revoked.
         :raises CommTimeoutError: the other endpoint has not answered in time; the connection stays usable.
@@ -260,7 +260,7 @@ class Peer(Handle):
 
         The other endpoint receives it by :meth:`wait_signal`.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :raises CommTimeoutError: the puts have not arrived in time.
         :raises CommError: the connection is lost or closed.
         """

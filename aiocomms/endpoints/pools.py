@@ -193,7 +193,7 @@ class Pool(Handle):
         At the end of the body, the lease takes its hand-overs back. The blocks become free once no borrower uses them.
 
         :param count: the number of blocks.
-        :param timeout: the seconds to wait for the blocks, None for no deadline; by default the endpoint's.
+        :param timeout: the seconds to wait for the blocks; None: no deadline. The default is the endpoint's timeout.
         :raises ArgumentError: the pool has fewer blocks.
         :raises CommTimeoutError: not enough blocks were free in time.
         :raises CommClosedError: the endpoint is closed.

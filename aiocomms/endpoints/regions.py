@@ -230,7 +230,7 @@ class RemoteRegion(Described):
         :param tensor: a tensor of any shape, with the region's dtype. Do not change the tensor until the work is done.
         :param offset: the first element to write.
         :param hints: advice to the transport.
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         :raises RegionError: the region is not writable or no longer usable; nothing was sent.
@@ -253,7 +253,7 @@ class RemoteRegion(Described):
         :param tensor: the tensor to read into, of any shape, with the region's dtype.
         :param offset: the first element to read.
         :param hints: advice to the transport.
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the region has too few elements; nothing was sent.
         :raises RegionError: the region is not readable or no longer usable; nothing was sent.
@@ -288,7 +288,7 @@ class RemoteRegion(Described):
     def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until all puts so far are visible to the owner.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: the work; its result is None.
         :raises RegionError: the region is no longer usable.
         """

@@ -112,8 +112,8 @@ class Source(Party):
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
         :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype. The function
             runs in a thread, on parts of any shape, so it must work elementwise. None: torch converts, with rounding.
-        :param timeout: the deadline of each phase in seconds, None for no deadline; by default the communicator's
-            deadline.
+        :param timeout: the deadline of each phase in seconds; None: no deadline. The default is the
+            communicator's timeout.
         :raises ArgumentError: an argument is wrong, or the tensors lack something that the target needs.
         :raises MoveLostError: another rank could not connect to the target.
         :raises CommError: this rank could not connect, or the communicator is lost or closed.
@@ -211,7 +211,7 @@ class Source(Party):
         on all ranks, and the target keeps its current version.
 
         :param version: a number above every version that the target has had.
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: the version is not above all earlier ones; all ranks raise this error, and nothing was
             written.
         :raises MismatchError: the ranks have passed different versions; nothing was written.

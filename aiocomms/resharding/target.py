@@ -101,7 +101,7 @@ class Target(Party):
         :param here: an endpoint to which nothing else connects. The endpoint must stay open as long as the target.
         :param version: the version of the tensors' values, at least 0. If ranks pass different versions, for example
             because a rank is new, no version is current until a source has moved one.
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises CommError: the communicator is lost or closed.
         """
@@ -156,7 +156,7 @@ class Target(Party):
         The step makes a broadcast from rank 0 on the communicator, in the order of calls. The weights stay unchanged
         until the end of the block.
 
-        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's deadline.
+        :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises CommError: the communicator is lost or closed.
         """
         self._check("step")
