@@ -251,10 +251,10 @@ sbom: .venv-sbom/setup.stamp
 changelog: $(VENV)/setup.stamp
 	@$(BIN)/towncrier build --draft --version "$(or $(VERSION),next)"
 
-## Changelog, version and tag, in three commits, of which the last begins the next version: make release VERSION=0.1.0
+## Changelog, version and tag, in three commits, of which the last begins the next version: make release VERSION=0.2.0
 NEXT ?= $(shell echo "$(VERSION)" | awk -F. '{ print $$1 "." $$2 + 1 ".0" }').dev0
 release: $(VENV)/release.stamp
-	@test -n "$(VERSION)" || { echo "say which: make release VERSION=0.1.0" >&2; exit 1; }
+	@test -n "$(VERSION)" || { echo "say which: make release VERSION=0.2.0" >&2; exit 1; }
 	@test -z "$$(git status --porcelain)" || { echo "commit or remove what is changed, or new" >&2; exit 1; }
 	$(BIN)/towncrier build --yes --version "$(VERSION)"
 	git commit --quiet --message "Changes of $(VERSION)"
