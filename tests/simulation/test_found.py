@@ -222,7 +222,7 @@ def test_reconfigure_without_a_newcomer_names_the_rank_that_closed(uses: bool, w
 
 
 def test_newcomers_that_come_before_the_survivors_meet_are_admitted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without connections, only its claim tells that the second rank has died."""
+    """The transport has no connections here, so only its claim tells that the second rank has died."""
     monkeypatch.setattr(NetTransport, "side_channel", lambda self: None)
 
     async def program() -> float:
