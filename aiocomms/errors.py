@@ -317,7 +317,7 @@ class MoveTimeoutError(CommTimeoutError):
 
 
 class SimulationError(RuntimeError):
-    """Raised when a simulated program uses something that cannot be simulated, or breaks a rule of the simulation."""
+    """Raised when a program cannot be simulated, hangs in the simulation, or leaves a communicator open."""
 
 
 def wrong_thread(what: str) -> RuntimeError:

@@ -90,8 +90,7 @@ def connect_store(
     :param timeout: the deadline for the connection, in seconds, and then the store's default timeout.
     :returns: a store object that only the caller uses.
     :raises ArgumentError: the host does not resolve, is a wildcard or loopback address, or is another machine. The same
-        error is raised if the port is in use. The same error is raised if other hosts could reach the store and the job
-        has no token.
+        error is raised if the port is in use, or if other hosts could reach the store and the job has no token.
     :raises StoreLostError: no server answered at the address in time.
     :raises AuthError: the server at the address has another token.
     :raises ProtocolError: the server is a store of another version, or no store of a job at all.

@@ -182,8 +182,7 @@ class Batch(Handle):
 
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
-        :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
-            fails, unmatched receives are withdrawn, and the work fails when all other parts have ended.
+        :returns: one work for the whole batch; its result is the list of the tensors, in the order added.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
         """
         if not self._parts:

@@ -81,7 +81,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The findings about a missed deadline, which the late rank sends to the other ranks."""
+    """The findings about a missed deadline. The rank whose deadline passed sends them to the other ranks."""
 
     report: str
     """The text that says where the ranks were; empty: nothing was found."""

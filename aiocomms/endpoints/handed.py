@@ -47,7 +47,7 @@ class HandedLease(Handle):
     def select(self, places: Sequence[int]) -> HandedLease:
         """Return a handle for the blocks at ``places``, which are indices into this lease.
 
-        This does not split the hand-over: :meth:`give_back` of either handle gives all its blocks back.
+        This does not split the hand-over: :meth:`give_back` of either handle gives back all blocks of the hand-over.
 
         :raises ArgumentError: a place is out of range.
         """

@@ -91,8 +91,8 @@ class WebService(Handle):
     async def probes(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer ``/healthz``, ``/readyz`` and ``/metrics``. This is an ASGI application that can be mounted anywhere.
 
-        ``/healthz`` answers 200 while the service runs or recovers, ``/readyz`` while it takes plans. Otherwise both
-        answer 503 and the reason. ``/metrics`` has the metrics of this service and of the rest of Prometheus' default
+        ``/healthz`` answers 200 while the service runs or recovers, ``/readyz`` while it takes plans. Otherwise each
+        answers 503 and the reason. ``/metrics`` has the metrics of this service and of the rest of Prometheus' default
         registry.
         """
         if scope["type"] != "http":
@@ -155,7 +155,7 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     :param awaitable: the awaitable, such as ``driver.run(plan)``.
     :returns: the result of the awaitable.
     :raises ClientLeftError: the client has disconnected, so an answer would not arrive.
-    :raises ArgumentError: the request's body was not read. This also raises an exception of the awaitable.
+    :raises ArgumentError: the request's body was not read. An exception of the awaitable is raised unchanged.
     """
     receive: Receive = getattr(client, "receive", client)
     raised: list[Exception] = []

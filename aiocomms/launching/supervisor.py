@@ -312,7 +312,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
-    """Return the environment variables of one process: the variables that torchrun sets, and one of aiocomms."""
+    """Return the environment variables of one process: those of torchrun that torch needs, and one of aiocomms."""
     node, local = divmod(deed.rank, job.ranks)
     return {
         "RANK": str(deed.rank),

@@ -45,7 +45,7 @@ class Conduit(Protocol):
     def hear(self, on_frame: Callable[[Any], object], on_end: Callable[[bool], object]) -> None:
         """Start to receive frames, beginning with the frames that have arrived already.
 
-        :param on_frame: called with each frame, on the event loop's thread, also while the loop's tasks wait.
+        :param on_frame: called with each frame, on the event loop's thread, even if all tasks of the loop wait.
         :param on_end: called once when the other end is gone; its argument is true if that end closed the connection.
         """
 

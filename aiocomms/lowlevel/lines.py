@@ -53,7 +53,9 @@ class LineCall(Protocol):
     """A call of an endpoint."""
 
     def run(self) -> EndpointLine:
-        """Connect, and prove that this process belongs to the job. Block until the end or a :meth:`hang_up`.
+        """Connect, and prove that this process belongs to the job.
+
+        Block until this is done, or until :meth:`hang_up` is called.
 
         :raises PeerDiedError: no endpoint listens at the address.
         :raises CommTimeoutError: the endpoint does not answer.

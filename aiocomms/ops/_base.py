@@ -111,7 +111,7 @@ _READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
 
 
 def size_of(op: Op) -> int:
-    """Return the bytes of an op's main tensor on this rank; 0 if it has none, as a barrier, a batch or an object."""
+    """Return the bytes of an op's main tensor on this rank; 0 for a barrier, a batch or an object, which have none."""
     try:
         return _READ_SIZE[type(op)](op)
     except KeyError:

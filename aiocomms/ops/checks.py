@@ -58,7 +58,7 @@ class Members(Protocol):
 
 
 class CheckedComm(Members, Protocol):
-    """The attributes of a communicator that are needed to check tensors."""
+    """The attributes of a communicator that are needed to check ops."""
 
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None

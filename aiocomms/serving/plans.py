@@ -164,7 +164,7 @@ class Plan:
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether each op that the plan has called gets its match from the other ranks.
+        """Return whether a failure of the plan leaves no op without its match: it has a lane, or has called no op.
 
         :param there: the same answer from another rank, which has ended the plan. This rank checks its own calls.
         """

@@ -138,7 +138,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param rounds_each_step: dtypes whose sums the transport rounds after each rank's contribution, and not only at the
         end.
     :param lanes: the collectives that a :class:`~aiocomms.transport.LaneTransport` takes in lanes; the core lowers all
-        other collectives to messages.
+        other collectives of lanes to messages.
     :param spin: the number of turns of the loop for which :meth:`Transport.progress` is polled before the loop waits
         for the descriptor; 0 if completions come from another thread or from the peer's own call.
     """
@@ -372,9 +372,9 @@ class Transport(ABC):
     def last_heard(self) -> Sequence[float] | None:
         """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each rank for a new sign.
 
-        Any thread may call this from time to time while works are pending. None: the transport need not ask, or it
-        cannot ask. A rank must answer without its event loop and without its interpreter's lock. An exception means
-        that the transport is broken.
+        The core calls this from time to time, on any thread, while works are pending. None: the transport need not ask,
+        or it cannot ask. A rank must answer without its event loop and without its interpreter's lock. An exception
+        means that the transport is broken.
         """
         return None
 

@@ -45,9 +45,9 @@ class LaneTransport(Transport):
 
     @abstractmethod
     def forget_lane(self, lane: int, rank: int) -> None:
-        """Drop all data of a lane that has arrived from a rank.
+        """Drop everything of a lane that has arrived from a rank.
 
         That rank has aborted the lane, and sends nothing more in it. The core calls this after :meth:`give_up_lane`,
-        once for each living rank. All data that the rank sent in the lane before its abort has arrived here before this
-        call. An exception means that the transport is broken.
+        once for each living rank. Everything that the rank did in the lane before its abort is visible here, as it is
+        to the receiver of a later message from that rank. An exception means that the transport is broken.
         """

@@ -107,7 +107,7 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run on the loop a coroutine function that closes an object. If the loop refuses it, the object is already closed.
+    """Run on the loop a coroutine function that closes an object. If the loop refuses it, nothing is left to close.
 
     :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     """

@@ -49,7 +49,7 @@ class GroupSide:
 
 
 class GroupComms:
-    """The communicators of a group. If one of the two is lost, the other is aborted. Any thread may use them."""
+    """A group's communicators, for the CPU and a GPU. The loss of one aborts the other. Any thread may use them."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ _ROOT = 0
 
 
 def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float | None, all_ranks: bool) -> None:
-    """Send a message to rank 0 and wait for its answer; on rank 0, answer all ranks, or name the missing ranks.
+    """Send a message to rank 0 and wait for its answer. Rank 0 receives all messages, and answers them.
 
     :param number: the number of this barrier, the same on all ranks.
     :param seconds: the deadline of each receive; None for no deadline.

@@ -96,7 +96,7 @@ async def test_object_may_be_changed_after_send_object_and_its_tensors_once_it_i
 
 
 def large(case: Case, rank: int) -> Any:
-    """Return an object with large tensors, bytes and texts. Some tensors are not contiguous, conjugate or empty."""
+    """Return an object with large tensors, bytes and texts. Some tensors are empty, conjugate or not contiguous."""
     bits = case.bits(torch.float32, (300, 500), "large", rank)
     return {
         "matrix": bits,
