@@ -335,7 +335,7 @@ def closed_by(rank: int) -> CommAbortedError:
 
 
 def gone(rank: int | None, why: str = "its connection broke unexpectedly") -> PeerDiedError:
-    """Return the error of a communicator that has lost rank ``rank``; None: the rank is unknown."""
+    """Return the error of a communicator that has lost a rank, which is None if it is unknown."""
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} has died or was cut off: {why}", peer=rank)
 
 

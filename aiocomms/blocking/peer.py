@@ -27,7 +27,9 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 class BlockingPeer(Handle):
-    """An :class:`aiocomms.Peer` for every thread except that of its event loop: the connection to another endpoint.
+    """The connection to another endpoint: an :class:`aiocomms.Peer` in blocking form.
+
+    Any thread but the event loop's may use it.
 
     Each method has the arguments, the result and the errors of the peer's method of the same name. If the peer's method
     returns a :class:`~aiocomms.Work`, this method returns a :class:`~aiocomms.BlockingWork`. If the peer's method is a
@@ -147,7 +149,7 @@ class BlockingPeer(Handle):
 
 
 class BlockingRegion(Handle):
-    """An :class:`aiocomms.Region` for every thread except that of its event loop. ``with`` revokes it."""
+    """An :class:`aiocomms.Region` in blocking form. Any thread but the event loop's may use it. ``with`` revokes it."""
 
     tensor: Tensor
     descriptor: bytes

@@ -193,9 +193,9 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offsets: the first element of each run in the part of ``dst``: a list, or an int64 tensor on the CPU,
-            which is faster.
-        :param starts: the first element of each run in the tensor; as many as ``offsets``.
+        :param offsets: for each run, the index of its first element in the part of ``dst``, as a list or an int64
+            tensor on the CPU. A tensor is faster.
+        :param starts: for each run, the index of its first element in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
@@ -220,8 +220,8 @@ class Window(Handle):
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
-        :param offsets: the first element of each run in the part of ``src``, as in :meth:`put_v`.
-        :param starts: the first element of each run in the tensor; as many as ``offsets``.
+        :param offsets: for each run, the index of its first element in the part of ``src``, as in :meth:`put_v`.
+        :param starts: for each run, the index of its first element in the tensor; as many as ``offsets``.
         :param count: the number of elements of each run.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.

@@ -72,7 +72,7 @@ def order_stream(parts: Sequence[WorkPart]) -> None:
 class WorkStep:
     """The last part of a work: a step that runs once after the other parts, on any thread.
 
-    A thread that waits for the step waits for the other parts first, so that Ctrl-C withdraws a receive.
+    :meth:`wait` first waits for the other parts, so Ctrl-C can interrupt and withdraw a receive among them.
     """
 
     def __init__(self, parts: Sequence[WorkPart], call: Callable[[], object]) -> None:
