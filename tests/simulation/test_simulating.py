@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import subprocess
@@ -435,6 +436,10 @@ async def runs_a_program():
     subprocess.run(["true"], check=True)  # noqa: ASYNC221  # runs_a_program
 
 
+async def sends_a_signal():
+    os.kill(os.getpid(), 0)  # sends_a_signal
+
+
 async def serves():
     await asyncio.start_server(print, "127.0.0.1", 0)  # serves
 
@@ -450,7 +455,7 @@ async def waits_on_the_loop():
 
 
 @pytest.mark.parametrize(
-    "program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, serves, meets_in_a_file]
+    "program", [starts_a_thread, connects, blocks_the_loop, runs_a_program, sends_a_signal, serves, meets_in_a_file]
 )
 def test_what_cannot_be_simulated_is_refused_with_its_line(program):
     with pytest.raises(SimulationError, match="cannot be simulated") as caught:

@@ -14,11 +14,14 @@ from typing import Any, Final
 from aiocomms.errors import SimulationError
 from aiocomms.testing.simulation.places import line, of_program
 
+_SIGNAL: Final = "a signal to a process (here().world.kill(rank) ends a rank)"
 _EVENTS: Final = {
     "_thread.start_new_thread": "a thread of the system",
     "_thread.start_joinable_thread": "a thread of the system",
     "os.fork": "another process",
     "os.forkpty": "another process",
+    "os.kill": _SIGNAL,
+    "os.killpg": _SIGNAL,
     "os.posix_spawn": "another process",
     "os.system": "another process",
     "socket.bind": "a socket",
