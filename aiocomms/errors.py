@@ -180,7 +180,8 @@ class CommAbortedError(CommError):
 class CommTimeoutError(CommError, TimeoutError):
     """Raised when an operation's deadline passed; the error names the missing ranks, if the transport knows them.
 
-    The communicator is poisoned on every rank, unless the operation was an unmatched receive or wait.
+    The communicator is poisoned on every rank, unless the operation was a receive or a wait (for a message or a
+    signal) that nothing had matched.
 
     :param late: the missing ranks, the same on every rank; empty if they are unknown. If one rank is missing, ``peer``
         is that rank.
@@ -275,8 +276,8 @@ class ClientLeftError(CommError):
 class ProtocolError(CommError):
     """Raised when received bytes violate the protocol: a stranger or a broken peer has sent them.
 
-    A transport drops the connection. If the bytes are of an object, only its receive fails, and the communicator stays
-    usable.
+    The transport drops the connection. If the bytes belong to an object, only the receive of the object fails, and the
+    communicator stays usable.
     """
 
 
@@ -285,9 +286,10 @@ class AuthError(ProtocolError):
 
 
 class RegionError(CommError):
-    """Raised when a region of another endpoint is forged, foreign, expired or revoked, or forbids the operation.
+    """Raised when a region's descriptor is forged, foreign or expired, or the region is revoked.
 
-    Nothing was read or written. The connection with that endpoint stays usable.
+    It is also raised when the region forbids the operation. Nothing was read or written. The connection with the
+    region's endpoint stays usable.
     """
 
 
@@ -301,7 +303,7 @@ class LeaseError(CommError):
 class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
-    A close or an abort has the same effect. The message names the rank.
+    The same error is raised if a rank closes or aborts. The message names the rank.
 
     The target's old version stays current. The communicators stay usable, except one that is itself lost.
     """
@@ -335,7 +337,7 @@ def closed_by(rank: int) -> CommAbortedError:
 
 
 def gone(rank: int | None, why: str = "its connection broke unexpectedly") -> PeerDiedError:
-    """Return the error of a communicator that has lost a rank, which is None if it is unknown."""
+    """Return the error of a communicator that has lost a rank. ``rank`` is None if the lost rank is unknown."""
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} has died or was cut off: {why}", peer=rank)
 
 

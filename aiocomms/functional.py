@@ -79,7 +79,7 @@ def reduce(tensor: Given, root: int, op: ReduceOp | str = ReduceOp.SUM, group: A
 
 
 def scan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
-    """Give each rank the reduction of the tensors of ranks 0 to its own rank, inclusive.
+    """Give each rank the reduction of its own tensor and the tensors of all lower ranks.
 
     :param op: see :func:`all_reduce`.
     """
@@ -126,7 +126,7 @@ def scatter(tensor: TensorLike | None, src: int, group: AnyGroup = None) -> Work
 
 
 def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
-    """Reduce all ranks' tensors, cut the result along dimension 0 into ``size`` equal chunks, and give each rank one.
+    """Reduce all ranks' tensors, and give each rank one of ``size`` equal chunks of the result, cut along dimension 0.
 
     :param op: see :func:`all_reduce`.
     """

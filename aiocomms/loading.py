@@ -49,7 +49,7 @@ async def loaded(name: str) -> None:
 
 
 def load_now(name: str) -> None:
-    """Import a module, and the modules of ``_WITH``, for asyncio. Call this on a thread where no event loop runs."""
+    """Import a module and the modules of ``_WITH``, for use with asyncio. Call this on a thread that has no loop."""
     if not {name, "asyncio"} <= _loaded:
         _load([name, *_WITH], "asyncio")
 

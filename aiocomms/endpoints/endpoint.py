@@ -158,7 +158,7 @@ class Endpoint(Handle):
             use the tensor during the move. Memory that is shared already (``share_memory_()``) is not moved.
         :param read: whether others may read the region.
         :param write: whether others may write the region.
-        :param lifetime: the seconds for which others may use the region; None: until it is revoked.
+        :param lifetime: the seconds for which others may use the region; None: until the region is revoked.
         :raises ArgumentError: an argument is wrong.
         """
         self._check("register")
@@ -204,9 +204,10 @@ class Endpoint(Handle):
     def handed(self) -> HandedLeases:
         """Return an iterator of the leases that other endpoints hand over to this one, in the order of arrival.
 
-        ``async for handed in here.handed():`` gives each lease to one task, and ends when this endpoint is closed. The
-        iterator skips a lease that was taken back in the meantime, or whose connection is over. An owner has at most
-        1,024 hand-overs under way. The owner takes a lease back at its deadline if no task takes the lease.
+        Several tasks may loop ``async for handed in here.handed():``. Each lease goes to one of these tasks. The loops
+        end when this endpoint is closed. The iterator skips a lease that its owner has taken back, or whose connection
+        is over. An owner has at most 1,024 hand-overs under way. If no task takes a lease, the owner takes the lease
+        back at the deadline of the hand-over.
         """
         return HandedLeases(self._counter)
 

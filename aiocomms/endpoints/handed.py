@@ -30,8 +30,8 @@ Places = Sequence[int] | Tensor
 class HandedLease(Handle):
     """Blocks that another endpoint has handed over; made by :meth:`Endpoint.handed`.
 
-    ``async with`` gives the blocks back. If the body raises an exception, the lease drops the blocks, and tells the
-    owner the reason.
+    ``async with`` gives the blocks back at the end of its body. If the body raises an exception, the blocks are
+    released without an answer, and the owner gets the exception's text as the reason.
     """
 
     def __init__(self, peer: Peer, incoming: Incoming, blocks: tuple[int, ...]) -> None:
@@ -47,7 +47,7 @@ class HandedLease(Handle):
     def select(self, places: Sequence[int]) -> HandedLease:
         """Return a handle for the blocks at ``places``, which are indices into this lease.
 
-        This does not split the hand-over: :meth:`give_back` of either handle gives back all blocks of the hand-over.
+        Both handles belong to one hand-over: :meth:`give_back` of either handle gives back all blocks of the hand-over.
 
         :raises ArgumentError: a place is out of range.
         """
@@ -85,13 +85,13 @@ class HandedLease(Handle):
         """Read the blocks, and check that the hand-over lasted during the whole read.
 
         :param into: a tensor of :attr:`shape` and of the blocks' dtype; a list with a tensor for each block; or the
-            same number of leased blocks of this endpoint.
+            same number of blocks of this endpoint, as a :class:`Lease` or a selection from one.
         :param part: an index into a block's first dimension, such as a layer. With a part, ``into`` has one dimension
             less. Without a part, whole blocks are read.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
-        :returns: ``into``. If this raises, the content of ``into`` is undefined.
+        :returns: ``into``. If this call raises an error, the content of ``into`` is undefined.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was read.
-        :raises LeaseError: the owner has taken the blocks back, or they were given back.
+        :raises LeaseError: the owner has taken the blocks back, or this endpoint has given them back.
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("read", into, part, timeout)
@@ -105,7 +105,8 @@ class HandedLease(Handle):
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``source``.
         :raises ArgumentError: an argument is wrong, or does not fit; nothing was written.
-        :raises LeaseError: the blocks are not :attr:`writable`, the owner has taken them back, or they were given back.
+        :raises LeaseError: the blocks are not :attr:`writable`, the owner has taken them back, or this endpoint has
+            given them back.
         :raises CommError: the connection is lost or closed.
         """
         return await self._move("write", source, part, timeout)
@@ -116,7 +117,7 @@ class HandedLease(Handle):
         Afterwards a message can tell the owner's program that, for example, a layer is complete.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
-        :raises LeaseError: the owner has taken the blocks back, or they were given back.
+        :raises LeaseError: the owner has taken the blocks back, or this endpoint has given them back.
         :raises CommError: the connection is lost or closed.
         """
         incoming = self._incoming
@@ -139,7 +140,7 @@ class HandedLease(Handle):
         :param answer: the object that :meth:`Peer.hand_over` returns to the owner. It must be an object that
             :meth:`Peer.send_object` accepts, of at most 256 KiB.
         :raises ArgumentError: the answer cannot be sent; the blocks are not given back.
-        :raises LeaseError: the owner has taken the blocks back, or they were given back already.
+        :raises LeaseError: the owner has taken the blocks back, or this endpoint has already given them back.
         :raises CommError: the connection is lost or closed.
         """
         try:

@@ -62,7 +62,7 @@ class Counter:
 
 
 class Outgoing:
-    """A hand-over of this endpoint's blocks to the other one."""
+    """A hand-over of this endpoint's blocks to the other endpoint."""
 
     def __init__(self, of: HandOvers, lease: Lease, number: int, slot: int, lent: Lent) -> None:
         self.lease, self.number, self.slot, self.lent = lease, number, slot, lent
@@ -79,7 +79,7 @@ class Outgoing:
     async def take_back(self, why: str) -> None:
         """Recall the blocks, and wait until the hand-over has ended.
 
-        If the borrower has not released the blocks after 5 s, treat its connection as lost.
+        If the borrower has not released the blocks after 5 s, treat the connection as lost.
         """
         self.why = self.why or why
         self._of.step(self, lending.recall(self.lent), LeaseError(f"the lease was taken back: {self.why}"))
@@ -119,7 +119,7 @@ class Incoming:
     def check(self) -> None:
         """Check that the blocks are usable.
 
-        :raises CommError: they are not.
+        :raises CommError: the blocks are not usable.
         """
         if self.borrowed.state is not Borrowing.OPEN:
             self.told = True
@@ -134,7 +134,7 @@ class Incoming:
         self._step(lending.done(self.borrowed))
 
     def end(self, answer: bytes | None, error: CommError | None) -> None:
-        """Release the blocks as soon as no operation is under way. Only the first call counts."""
+        """Release the blocks as soon as no operation is under way. Only the first call has an effect."""
         if self.borrowed.state is Borrowing.OPEN:
             self.answer, self.error = answer, error
             self._step(lending.end(self.borrowed))
@@ -246,7 +246,7 @@ class HandOvers:
     def step(self, out: Outgoing, step: LentStep, error: CommError | None = None) -> None:
         """Enter the next state of a hand-over, and carry out its actions.
 
-        :param error: the error that the hand-over gets if its blocks were still lent.
+        :param error: the error of the hand-over if the blocks were still lent before this step.
         """
         if error is not None and out.lent.state is Out.LENT:
             out.error = error
@@ -390,7 +390,7 @@ class HandOvers:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def begin(self) -> None:
-        """Note that the connection is formed, and recall the blocks that the other endpoint holds from earlier ones."""
+        """Note that the connection is formed, and recall blocks that the borrower holds from earlier connections."""
         self._counter.connected[self._borrower] = self
         self.recall_held()
 

@@ -68,7 +68,7 @@ def _to(lent: Lent, state: Out, *actions: Do) -> LentStep:
 
 
 def recall(lent: Lent) -> LentStep:
-    """Recall the blocks, because the program was cancelled, a deadline has passed, or the lease ends."""
+    """Recall the blocks, because the program's call was cancelled, its deadline has passed, or the lease ends."""
     return _to(lent, Out.RECALLED, Do.RECALL) if lent.state is Out.LENT else (lent, ())
 
 
@@ -90,7 +90,7 @@ def returned(lent: Lent) -> LentStep:
 def parted(lent: Lent) -> LentStep:
     """Note that the borrower has released the blocks because it knows that the connection is over.
 
-    If this end has not noticed the loss yet, the hand-over ends when this end notices it. The loss is then its reason.
+    If this end has not noticed the loss yet, the hand-over ends when this end notices the loss, which is the reason.
     """
     if lent.state in (Out.LENT, Out.RECALLED):
         return Lent(False, lent.state), ()
@@ -100,7 +100,7 @@ def parted(lent: Lent) -> LentStep:
 def cut(lent: Lent, *, in_order: bool) -> LentStep:
     """Note that the connection is over.
 
-    :param in_order: True if the borrower closed the connection. A borrower releases the blocks before it closes.
+    :param in_order: True if the borrower closed the connection. Before that, the borrower has released the blocks.
     """
     if lent.state not in (Out.LENT, Out.RECALLED):
         return lent, ()
@@ -167,7 +167,7 @@ def done(borrowed: Borrowed) -> BorrowedStep:
 
 
 def end(borrowed: Borrowed) -> BorrowedStep:
-    """Release the blocks when the program gives them back or drops them, or the owner takes them back."""
+    """Release the blocks when the program gives them back or drops them, or when the owner takes them back."""
     if borrowed.state is not Borrowing.OPEN:
         return borrowed, ()
     return _settle(Borrowed(borrowed.busy, borrowed.wrote, Borrowing.ENDING))

@@ -23,9 +23,9 @@ class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - programs call the clas
     Await it to get an :class:`Endpoint`, or write ``async with open_endpoint(...) as here:``, which closes the endpoint
     at the end of the body.
 
-    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from some of the families
-        ``"collectives"``, ``"p2p"`` and ``"rma"`` to names. The transport must be the same on all endpoints that
-        connect to each other.
+    :param transport: a transport's name; ``"auto"`` for the best available one; or a mapping from some families of
+        operations (``"collectives"``, ``"p2p"``, ``"rma"``) to transports' names. Endpoints that connect to each
+        other must have the same transport.
     :param device: the device of all tensors.
     :param host: the address of this host at which others connect. The default admits only processes of this host. If
         other hosts can reach the address, the job must have a token.

@@ -53,8 +53,9 @@ class End(enum.Enum):
 class Peer(Handle):
     """A connected endpoint; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
-    The two endpoints form a communicator of two ranks, with the deadlines, errors, records and rules of a communicator.
-    The loss of one connection does not affect other peers. ``async with`` closes the connection.
+    The two endpoints form a communicator of two ranks. It has the same deadlines, errors, records of operations and
+    rules as every communicator. The loss of one connection does not affect other peers. ``async with`` closes the
+    connection.
     """
 
     _signals: Window
@@ -108,9 +109,9 @@ class Peer(Handle):
 
     @property
     def name(self) -> str:
-        """The name of the other endpoint and the beginning of its number, for example ``decode@1f60c2b7``.
+        """The other endpoint's name, then the beginning of that endpoint's number, for example ``decode@1f60c2b7``.
 
-        If the other endpoint has no name, this is only the first 8 hexadecimal digits of its number.
+        If the other endpoint has no name, this is only the first 8 hexadecimal digits of the number.
         """
         return self._address.name
 
@@ -121,7 +122,7 @@ class Peer(Handle):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of each family's transport."""
+        """The names of the transports, by the family of operations that each one carries."""
         return self._comm.transports
 
     @property
@@ -291,9 +292,10 @@ class Peer(Handle):
             256 KiB.
         :param write: True if the other endpoint fills the blocks; this program must not use them meanwhile. False if
             the other endpoint reads the blocks; this program may only read them meanwhile.
-        :param timeout: the seconds until the other endpoint must have given the blocks back, None for no deadline; by
-            default the endpoint's.
-        :returns: the answer that the other program passed to :meth:`HandedLease.give_back`; its writes are visible.
+        :param timeout: the deadline in seconds for the other endpoint to give the blocks back; None: no deadline. The
+            default is the endpoint's timeout.
+        :returns: the answer that the other program passed to :meth:`HandedLease.give_back`. All writes of the other
+            program are visible by then.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises LeaseError: the other program has dropped the blocks, or the lease has ended.
         :raises CommTimeoutError: the blocks were not given back in time. If the other endpoint does not release them

@@ -30,7 +30,7 @@ SLOTS: Final = 1024
 
 
 class LentBlocks(Protocol):
-    """The part of a hand-over that its lease uses."""
+    """The methods of a hand-over that its lease uses."""
 
     @property
     def ended(self) -> bool:
@@ -181,8 +181,8 @@ class Pool(Handle):
     def held(self) -> int:
         """The number of blocks whose lease has ended, but into which a borrower may still write.
 
-        The reason is that the connection was lost, and the borrower's process may be alive. The blocks become free once
-        the borrower has released them or its process has ended.
+        Blocks are held if the connection was lost, and the borrower's process may still be alive. They become free once
+        the borrower has released them, or its process has ended.
         """
         return self._held
 
@@ -190,11 +190,12 @@ class Pool(Handle):
     async def lease(self, count: int = 1, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Lease]:
         """Lease blocks for an ``async with`` body. Tasks get blocks in the order of their calls.
 
-        At the end of the body, the lease takes its hand-overs back. The blocks become free once no borrower uses them.
+        At the end of the body, the lease takes back all blocks that are handed over. Its blocks become free once no
+        borrower uses them.
 
         :param count: the number of blocks.
         :param timeout: the seconds to wait for the blocks; None: no deadline. The default is the endpoint's timeout.
-        :raises ArgumentError: the pool has fewer blocks.
+        :raises ArgumentError: the pool has fewer than ``count`` blocks.
         :raises CommTimeoutError: not enough blocks were free in time.
         :raises CommClosedError: the endpoint is closed.
         """

@@ -27,7 +27,7 @@ Given = TypeVar("Given", bound=TensorLike)
 
 
 async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-    """Run all calls concurrently until each has ended, and then raise the first error."""
+    """Run all calls concurrently until each has ended, and then raise the first error, if there is one."""
     errors: list[CommError] = []
 
     async def run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -109,8 +109,8 @@ class Region(Handle):
         When this returns, no connected endpoint reads or writes the region. An endpoint whose connection was lost
         earlier may still write if its process lives.
 
-        :param timeout: the seconds until all other endpoints have released the region, None for no deadline; by default
-            the endpoint's.
+        :param timeout: the deadline in seconds for all other endpoints to release the region; None: no deadline. The
+            default is the endpoint's timeout.
         :raises ArgumentError: ``timeout`` is not valid; nothing was revoked.
         :raises CommTimeoutError: an endpoint did not release the region in time. The connection with that endpoint is
             lost. While its process lives, its operations under way may still complete.
@@ -228,7 +228,7 @@ class RemoteRegion(Described):
         """Write a tensor into the region.
 
         :param tensor: a tensor of any shape, with the region's dtype. Do not change the tensor until the work is done.
-        :param offset: the first element to write.
+        :param offset: the index, in the region, of the first element to write.
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: the work; its result is ``tensor``.
@@ -251,7 +251,7 @@ class RemoteRegion(Described):
         """Read from the region into a tensor.
 
         :param tensor: the tensor to read into, of any shape, with the region's dtype.
-        :param offset: the first element to read.
+        :param offset: the index, in the region, of the first element to read.
         :param hints: advice to the transport.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: the work; its result is ``tensor``.

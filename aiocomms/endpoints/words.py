@@ -30,7 +30,7 @@ class Refuse(msgspec.Struct, tag=1, array_like=True):
 
 
 class Grant(msgspec.Struct, tag=2, array_like=True):
-    """A consent to the leader's :class:`Ask`, after which the leader opens the region."""
+    """A consent to an :class:`Ask` of the leader (rank 0), which then opens the region."""
 
     question: int
     number: int

@@ -53,11 +53,11 @@ class WebService(Handle):
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        """Drive the service on rank 0 while the application runs, for the ``lifespan=`` of Starlette and others.
+        """Drive the service on rank 0 while the application runs. Pass this method as ``lifespan=`` to the framework.
 
-        If the service cannot go on, for example because no process replaces a lost rank in time, this sends SIGTERM to
-        the process. The web server's signal handler then ends the server. A launcher that restarts ranks starts this
-        rank again.
+        If the service cannot go on, for example because no process replaces a lost rank in time, this method sends
+        SIGTERM to this process. The web server's signal handler then ends the server. A launcher that restarts ranks
+        starts this rank again.
 
         :raises CommError: the service could not go on.
         """
@@ -89,7 +89,9 @@ class WebService(Handle):
             anyio.run(self.work)
 
     async def probes(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer ``/healthz``, ``/readyz`` and ``/metrics``. This is an ASGI application that can be mounted anywhere.
+        """Answer ``/healthz``, ``/readyz`` and ``/metrics``.
+
+        This method is an ASGI application, which can be mounted anywhere.
 
         ``/healthz`` answers 200 while the service runs or recovers, ``/readyz`` while it takes plans. Otherwise each
         answers 503 and the reason. ``/metrics`` has the metrics of this service and of the rest of Prometheus' default
@@ -146,7 +148,9 @@ async def _end_with(driver: Driver) -> None:
 
 
 async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
-    """Await an awaitable for a client, and cancel it when the client disconnects. Web frameworks do not cancel it.
+    """Await an awaitable for a client, and cancel the awaitable when the client disconnects.
+
+    Web frameworks themselves do not cancel it.
 
     Read the body of the request before this call, so that the next message of the client is its disconnection. A
     framework that reads the body for the handler's arguments, such as FastAPI, has already read it.

@@ -49,7 +49,7 @@ class Instrumentable(Protocol):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport that carries each family."""
+        """The names of the transports, by the family of operations that each one carries."""
 
     def statistics(self) -> Statistics:
         """See :meth:`Communicator.statistics`."""
@@ -62,7 +62,7 @@ class Instrumentable(Protocol):
 
 
 class Traceable(Instrumentable, Protocol):
-    """An :class:`Instrumentable` whose ops can be traced from their calls."""
+    """An :class:`Instrumentable` that also runs a hook at the call of each op."""
 
     def register_pre_hook(self, fn: Any) -> Hook:
         """See :meth:`Communicator.register_pre_hook`."""
@@ -79,7 +79,7 @@ def instrumentable(comm: Any, also: str = "") -> None:
 
 
 def part_of(op: Op, lane: str = "") -> str:
-    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty for the program."""
+    """Return the part of this library that has called an op: ``stream_`` or ``service_``; empty for a program's op."""
     if getattr(op, "channel", USER) != USER:
         return "stream_"
     return "service_" if lane == SERVICE_LANE else ""
@@ -108,7 +108,7 @@ class MetricRow(NamedTuple):
 
 
 class Tally:
-    """The counts of one communicator's ops by kind. A post-hook counts until :meth:`remove`.
+    """The counts of one communicator's ops by kind. A post-hook counts until :meth:`remove` is called.
 
     The hook writes the counts on the event loop's thread. Any thread may read.
     """
@@ -183,13 +183,11 @@ class Lateness:
         self._last: float | None = None
 
     def look(self) -> float | None:
-        """Return the delay of the last callback; of a pending callback, the delay so far.
+        """Return the delay of the last callback. If that callback is pending, return its delay so far.
 
-        If none is pending, submit another.
+        If no callback is pending, also submit the next one. Safe on any thread.
 
-        Safe on any thread.
-
-        :returns: seconds; None: unknown, as at the first look.
+        :returns: the delay in seconds; None if it is unknown, as at the first call.
         """
         asked, now = self._asked, clock.now()
         if asked is not None:

@@ -23,7 +23,7 @@ _SCOPE = "aiocomms"
 
 
 class Tracing(Handle):
-    """The registration that makes a span of each op called within a span; ``remove()`` ends it."""
+    """The registration that makes a span for each op that is called within a span; ``remove()`` ends it."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
@@ -61,12 +61,12 @@ class Tracing(Handle):
 
 
 def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
-    """Make a child span of each later op that is called within a span. The span lasts from the call to the op's end.
+    """Make a span for each later op that is called within a span, as a child of that span.
 
-    The span is created when the op has ended, and its start time is the time of the call.
+    The op's span lasts from the call to the op's end. It is created when the op has ended.
 
-    The provider's sampler decides whether the span is recorded. The default sampler of OpenTelemetry's SDK makes the
-    same decision as for the parent span. An op that is called outside a sampled span gets no span.
+    The provider's sampler decides whether the op's span is recorded. The default sampler of OpenTelemetry's SDK makes
+    the same decision as for the parent span. An op that is called outside a sampled span gets no span.
 
     :param comm: a :class:`~aiocomms.Communicator`, :class:`~aiocomms.Portal` or blocking communicator.
     :param tracer_provider: the provider of the tracer; None: the global one.
@@ -82,7 +82,7 @@ def _labels(name: str, rank: int) -> dict[str, Any]:
 
 
 class PlanTracing(Handle):
-    """The registration that makes spans of a service's plans and of their ops; :meth:`remove` ends it."""
+    """The registration that makes spans for a service's plans and their ops; :meth:`remove` ends it."""
 
     def __init__(self, service: Service, provider: TracerProvider | None) -> None:
         self._tracer, self._provider = trace.get_tracer(_SCOPE, __version__, provider), provider
@@ -125,13 +125,14 @@ def _fill(carrier: dict[str, str]) -> None:
 
 
 def trace_plans(service: Service, tracer_provider: TracerProvider | None = None) -> PlanTracing:
-    """Make a span, on this rank, of each plan that is called within a span, and of the plan's ops.
+    """Make spans, on this rank, for each plan that is called within a span, and for the plan's ops.
 
-    Call this on every rank.
+    Call this function on every rank.
 
     The global propagator writes the caller's context, which is sent to all ranks with the plan. So the plan's span is a
-    child of the caller's span on every rank, and the spans of the plan's ops are its children. The plan's span lasts
-    from the call of ``execute`` to its end. As with :func:`trace_ops`, a call outside a sampled span gets no span.
+    child of the caller's span on every rank, and the spans of the plan's ops are children of the plan's span. The
+    plan's span lasts while the call of ``execute`` runs. As with :func:`trace_ops`, a call outside a sampled span gets
+    no span.
 
     :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.
     :param tracer_provider: the provider of the tracer; None: the global one.

@@ -46,7 +46,7 @@ class Range:
 
 
 class Recording(Handle):
-    """The registration that makes a range of each op while a profiler runs; :meth:`remove` ends it."""
+    """The registration that makes a range for each op while a profiler runs; :meth:`remove` ends it."""
 
     def __init__(self, comm: Traceable) -> None:
         self._ranges: dict[int, Range] = {}  # The ranges of ops under way, by their numbers.

@@ -24,8 +24,8 @@ class Server(uvicorn.Server):
     """A ``uvicorn.Server`` that answers a request of each accepted connection before the server ends.
 
     uvicorn's own server closes a connection whose request it has not read, and the client sees a reset. This server
-    stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It closes
-    connections that stay open after an answer, which HTTP permits at any time.
+    stops listening, and waits up to :data:`LINGER` seconds until each connection has sent a request. It then
+    closes connections that stay open after an answer. HTTP permits that at any time.
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -47,7 +47,7 @@ class ForkServer:
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
-        """Tell the fork server to send a signal to a process. An ended process gets none."""
+        """Tell the fork server to send a signal to a process. A process that has ended gets no signal."""
         await self._send(["signal", key, number], [])
 
     async def _send(self, message: object, descriptors: Sequence[int]) -> None:
@@ -64,9 +64,10 @@ class ForkServer:
                     return
 
     async def hear(self) -> list[Any] | None:
-        """Wait for the next message: ``ready``, ``failed`` with a reason, or ``started``, ``refused``, ``ended``.
+        """Wait for the next message of the fork server.
 
-        :returns: the message, with a process's key after the last three words; None: the fork server has ended.
+        :returns: the message, or None if the fork server has ended. The message begins with ``ready``; with ``failed``
+            and a reason; or with ``started``, ``refused`` or ``ended`` and the key of a process.
         """
         while True:
             await anyio.wait_readable(self._socket)
@@ -82,7 +83,7 @@ class ForkServer:
     async def aclose(self) -> None:
         """End the fork server and all its processes, and wait until they have ended.
 
-        :meth:`hear` returns their ends meanwhile.
+        Meanwhile, :meth:`hear` returns the messages about the ends of processes.
         """
         with contextlib.suppress(OSError):  # The fork server may have ended.
             self._socket.shutdown(socket.SHUT_WR)

@@ -86,7 +86,7 @@ class HostProcesses:
         self._tasks.start_soon(self._hear_reports, process)
 
     async def signal(self, rank: int, number: int, *, replaced: bool = False) -> None:
-        """Send a signal to the process of a rank, if it has one.
+        """Send a signal to the process of a rank, if the rank has a process.
 
         :param replaced: True to tell the process first that another process takes its place.
         """

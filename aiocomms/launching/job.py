@@ -127,7 +127,7 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def place(name: str, text: str) -> At:
-    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT``, or ``PORT`` on the loopback address.
+    """Parse an address of the form ``HOST:PORT``, ``[HOST]:PORT`` or ``PORT``; the last one means the loopback address.
 
     :param name: the name of the option, for the error.
     :raises ArgumentError: ``text`` has another form.

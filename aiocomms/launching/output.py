@@ -46,7 +46,7 @@ def prefixes(size: int, *, coloured: bool) -> list[bytes]:
 
 
 def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Return whether to colour lines on a descriptor: it is a terminal, NO_COLOR is not set, and TERM is not "dumb"."""
+    """Return whether to colour lines: the descriptor is a terminal, NO_COLOR is not set, and TERM is not "dumb"."""
     return os.isatty(descriptor) and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -54,7 +54,7 @@ class Printer:
     """The printer of all ranks' output lines. A blocked terminal or pipe blocks the ranks, but not the event loop.
 
     :param size: the number of ranks.
-    :param folder: the folder for one file of output lines per process, without a prefix; None for no files.
+    :param folder: the folder in which each process gets a file of its output lines without prefixes; None: no files.
     """
 
     def __init__(self, size: int, folder: Path | None, environ: Mapping[str, str]) -> None:

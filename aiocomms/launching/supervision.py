@@ -71,20 +71,23 @@ class SupervisedRank:
         self.restarts = 0
         self.alive = False
         self.formed: dict[str, int] = {}
-        """The communicators that the process has formed, by name, and the last epoch of each."""
+        """The last epoch of each communicator that the process has formed, by the communicator's name."""
         self.leaving = False
         """True once the process was told to end, or has reported that it leaves: another one takes its place."""
         self.due = False
         """True during the pause before the start of the next process."""
         self.code: int | None = None
-        """The exit code of the last ended process, or minus the signal's number; None: no process has ended."""
+        """The exit code of the last ended process; None: no process has ended.
+
+        If a signal ended the process, this is minus the signal's number.
+        """
         self.order = 0
         """The position of that end among all ends."""
         self.begun: deque[float] = deque()
         """The times within the window when the process failed or left, and was restarted."""
 
     def allow(self, most: int, now: float) -> bool:
-        """Count a restart, and return whether the window has at most ``most`` restarts."""
+        """Count a restart, and return whether at most ``most`` restarts lie within the last :data:`WINDOW` seconds."""
         while self.begun and self.begun[0] <= now - WINDOW:
             self.begun.popleft()
         self.begun.append(now)
@@ -102,7 +105,7 @@ class Supervision:
     :param size: the number of ranks.
     :param restart: whether a failed rank is started again.
     :param most: the largest number of restarts of one rank within :data:`WINDOW` seconds.
-    :param grace: seconds between the signal to end a rank and SIGKILL.
+    :param grace: the seconds between SIGKILL and the earlier signal that asks a rank to end.
     """
 
     def __init__(self, size: int, *, restart: bool, most: int, grace: float) -> None:

@@ -39,7 +39,7 @@ class Called(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.op} of {', '.join(f'{self.dtype}{list(shape)}' for shape in self.shapes) or 'nothing'}"
 
     def fits(self, other: Called) -> bool:
-        """Return whether this call matches the other one."""
+        """Return whether this call matches the other call."""
         return (self.op, self.dtype) == (other.op, other.dtype) and (not self.alike or self.shapes == other.shapes)
 
 
@@ -72,7 +72,7 @@ def contributions(mine: Called, encoded: bytes, given: Mapping[int, tuple[bytes,
     :param mine: the call of this rank.
     :param encoded: the same call, encoded as this rank's header.
     :param given: the header and the data of each rank.
-    :raises MismatchError: ranks have called different ops.
+    :raises MismatchError: the calls of the ranks do not match.
     :raises ProtocolError: a contribution is malformed.
     """
     found = {}

@@ -63,7 +63,7 @@ class LiveGroup(Handle):
         """Open a lane, or return the open lane of that name. Each lane has its own order of calls.
 
         :param name: the lane's name, the same on all ranks, of 1 to 200 characters.
-        :raises ArgumentError: the name is not valid, or the group has 256 other lanes.
+        :raises ArgumentError: the name is not valid, or the group already has 256 other lanes.
         :raises CommClosedError: the group is closed.
         """
         try:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 class Partial(NamedTuple, Generic[T]):
     """The result of a collective, and the ranks that contributed to it.
 
-    ``ranks`` and ``number`` are the same on all ranks that get a result of this call.
+    ``ranks`` and ``number`` are the same on all ranks that get a result of the call.
     """
 
     value: T
@@ -99,7 +99,8 @@ class LiveLane(Handle):
         :param tensor: a tensor of the same dtype and shape on all ranks. After an error the tensor is unchanged, but
             after a LeftBehindError its content is undefined.
         :param op: the operator; AVG divides by the number of ranks in the result.
-        :param timeout: the seconds to wait for other ranks; None: while they live. The default is the group's timeout.
+        :param timeout: the seconds to wait for other ranks; None: as long as they live. The default is the group's
+            timeout.
         :returns: ``tensor``, with the reduction.
         :raises ArgumentError: an argument is wrong; nothing was contributed.
         :raises MismatchError: ranks have called different ops, or have passed different shapes; the lane stays usable.

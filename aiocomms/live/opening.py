@@ -26,8 +26,8 @@ class live_group(Opening["LiveGroup"]):  # noqa: N801 - programs call the class 
     job's store, which is slower and does not detect deaths.
 
     :param name: the group's name, the same on all ranks.
-    :param store: the store where the ranks meet, with ``rank`` and ``size``; as for :class:`aiocomms.new_comm`. The
-        group needs the store until it is closed.
+    :param store: the store where the ranks meet, as for :class:`aiocomms.new_comm`. Pass ``rank`` and ``size`` with it.
+        The group needs the store until the group is closed.
     :param rank: this rank.
     :param size: the number of places, at most 20.
     :param timeout: the deadline in seconds for forming the group, and the default deadline of ops. If None, ops wait

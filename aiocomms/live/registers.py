@@ -97,7 +97,7 @@ class Registers(Protocol):
         """
 
     async def tell(self, register: int | None) -> None:
-        """Wake all ranks that wait for a register; None wakes the ranks that wait for any register."""
+        """Wake all ranks that wait for ``register``; if it is None, wake all ranks that wait for some register."""
 
     def alive(self, holder: int) -> bool:
         """Return whether a process may be alive.

@@ -46,7 +46,7 @@ _UNWATCHED: Final = -1
 
 
 def size_of(size: int, capacity: int) -> int:
-    """Return the bytes of a group's memory. Pages that were never written take no memory."""
+    """Return the size of a group's memory in bytes. The kernel provides only the pages that were written."""
     return _AREAS + LANES * 2 * size * _stride(capacity)
 
 

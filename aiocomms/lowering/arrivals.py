@@ -136,7 +136,7 @@ class _Queue:
         return next((call for call in self.calls if src in call.sources), None)
 
     def seen(self, look: _Look) -> None:
-        """Handle a probe that has ended after its post returned."""
+        """Handle a probe that has ended after the call of ``post`` for it returned."""
         if self.looks.get(look.op.src) is look:
             self._handle(look)
             self.look(look.op.src)
@@ -191,7 +191,7 @@ class _AnyCall:
     def offer(self, message: ops.Message) -> bool:
         """Offer a message to the op.
 
-        :returns: whether the op tries to take the message; then the calls behind it must probe again.
+        :returns: True if the op tries to take the message. Then the ops behind it in the queue must probe again.
         """
         # The program sees the call's own tag, not the tag of the lane's message.
         named = message._replace(tag=cast("Any", self.work.op).tag)

@@ -57,7 +57,7 @@ _CODEC = ControlCodec[_GivenUp](_GivenUp, "the end of a lane", dialect=Dialect("
 
 
 class Stopping(Protocol):
-    """The part of a router that ends the ops of a lane."""
+    """The methods of a router that end the ops of a lane."""
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End all pending ops of a lane, and return the sends that may still be unmatched."""
@@ -199,7 +199,7 @@ class _Sink(_Message):
         self.ended = self.took = True
 
     def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`. A message of another size or dtype counts as taken, too."""
+        """See :meth:`aiocomms.transport.Completion.fail`. A message of another size or dtype counts as received."""
         self.ended = True
         self.took = isinstance(error, (MessageTruncatedError, MismatchError))
 

@@ -72,7 +72,7 @@ _fingerprints: dict[tuple[object, ...], int] = {}
 
 
 def collective_tags(number: int) -> list[int]:
-    """Return the tags of a lane's collectives, for all kinds that this process has called on any lane."""
+    """Return the tags of a lane's collectives, for all kinds of collectives that this process has called on lanes."""
     return [_ABOVE | (number + fingerprint) & _BITS for fingerprint in _fingerprints.values()]
 
 
@@ -99,9 +99,9 @@ class _LaneRun(Run):
         self._turn.look()
 
     def begin(self) -> None:
-        """Start the run after the run before it has ended.
+        """Start the run once the previous run of the lane has ended.
 
-        The program's call has returned, so an error ends the communicator.
+        The program's call has already returned and cannot raise an error. So an error ends the communicator.
         """
         self._posted = True
         self.advance()
@@ -170,7 +170,9 @@ class Turns(dict[int, _Turn]):
         turn.call(_LaneRun(self._comm, steps, work, turn))
 
     def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
-        """Return the ranks whose messages a collective waits for; before its turn, those of the current collective.
+        """Return the ranks whose messages a collective waits for.
+
+        Before its turn, these are the ranks whose messages the lane's current collective waits for.
 
         Thread-safe.
 

@@ -52,7 +52,7 @@ class Loopback:
             self._meet(*match, op, work)
 
     def take(self, op: ops.Take, work: Completion) -> None:
-        """Start a receive that does not wait."""
+        """Start a receive that does not wait for a message."""
         if (op.channel, op.tag) in self._sends:
             self.recv(op, work)
         else:

@@ -39,7 +39,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
 
 
 def find_check(transports: Iterable[Transport]) -> Callable[[object, bool], bool] | None:
-    """Return the first native check of tensors among the transports, or None."""
+    """Return the native check of tensors of the first transport that has such a check, or None."""
     checks = (transport.fast_check for transport in transports if isinstance(transport, NativeTransport))
     return next((check for check in checks if check is not None), None)
 

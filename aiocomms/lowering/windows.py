@@ -56,7 +56,7 @@ class _Window:
         self.check_closed()
 
     def check_closed(self) -> None:
-        """Complete the close if no service is left."""
+        """Complete the close of the window if no service is left."""
         if self.closing is not None and not self.serving:
             self.closing.complete()
 

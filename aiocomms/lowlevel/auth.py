@@ -32,7 +32,7 @@ def read_token(environ: Mapping[str, str]) -> bytes | None:
 
     :param environ: the environment, as ``os.environ``.
     :raises ArgumentError: both variables are set, the token is too short or too long, or the file cannot be read, or
-        other users can access it. In these cases the function never returns None.
+        other users can access it.
     """
     text, path = environ.get(_TOKEN), environ.get(_TOKEN_FILE)
     if text is not None and path is not None:
@@ -73,7 +73,7 @@ def check_exposed(what: str) -> None:
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """Return the HMAC-SHA256 of values. Each value's length is included, so that no two lists of values are alike."""
+    """Return the HMAC-SHA256 of values and their lengths. So ``"ab", "c"`` and ``"a", "bc"`` give different MACs."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     message = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
     return hmac.digest(key, message, "sha256")
@@ -125,7 +125,7 @@ class Seal:
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:
-        """Return a record of a rank for the store.
+        """Return a signed record of a rank, for the store.
 
         :raises ArgumentError: the value is longer than :data:`MAX_RECORD`.
         """

@@ -150,7 +150,10 @@ wall: Callable[[], float] = time.time
 event: Callable[[], ThreadEvent] = threading.Event
 """Make an event for which threads wait."""
 token_bytes: Callable[[int], bytes] = secrets.token_bytes
-"""Return unguessable random bytes, for values on which a program's course may depend. A simulation repeats them."""
+"""Return unguessable random bytes, for values that may change a program's course.
+
+A simulation with the same seed returns the same bytes.
+"""
 simulation: Simulation | None = None
 """The simulation that runs, or None."""
 

@@ -68,7 +68,7 @@ def misfit(
 
 
 def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
-    """Return the error of a communicator whose ranks call different collectives. The core adds the collective's number.
+    """Return the error of a communicator whose ranks disagree on a collective. The core adds the collective's number.
 
     :param theirs: the op that ``peer`` calls, as text.
     :param mine: the op that ``rank`` calls.

@@ -255,7 +255,7 @@ class Gate:
 
         :returns: a connection to each rank.
         :raises CommTimeoutError: the deadline has passed. The message names the ranks that did not connect.
-        :raises AuthError: the process at a rank's address does not prove to be that rank.
+        :raises AuthError: the process at a rank's address does not prove that it is that rank.
         """
         ends = clock.now() + seconds
         retry = 0.0

@@ -53,7 +53,7 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
 
     :param key: the key that only ranks of this communicator know.
     :param peer: the rank that accepts, or the name of a server.
-    :raises AuthError: the other side does not prove to be ``peer``.
+    :raises AuthError: the other side does not prove that it is ``peer``.
     :raises ProtocolError: the other side speaks another version, or another protocol.
     :raises RefusedError: the other side does not accept this rank.
     """
@@ -76,7 +76,7 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
 
     :param rank: this rank, or the name of this server.
     :param peers: the ranks that may connect.
-    :raises RefusedError: the other side does not prove to be one of ``peers``.
+    :raises RefusedError: the other side does not prove that it is one of ``peers``.
     """
     head = yield HEAD_BYTES
     if head != HANDSHAKE.head:

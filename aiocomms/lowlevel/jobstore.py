@@ -28,8 +28,8 @@ _LONGEST_PAUSE: Final = 0.05
 class JobStore(Store):
     """A ``torch.distributed.Store`` over the server of this process, or over a connection to another process's server.
 
-    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep this object.
-    When no reference is left, the store releases the server, or closes the connection.
+    torch's wrappers (``PrefixStore``) hold no reference to this object, so the user of a wrapper must keep a reference
+    to this object. When no reference is left, the store releases the server, or closes the connection.
     """
 
     host: str
@@ -62,14 +62,14 @@ class JobStore(Store):
         return self._server is not None and self._server.is_there
 
     def listening(self) -> contextlib.ExitStack:
-        """Enter :meth:`admitting`, and return the stack that exits it. Both block."""
+        """Enter :meth:`admitting`, and return the stack that exits it. The entry and the exit block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.admitting())
             return stack.pop_all()
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let new ranks connect within the context, if this process serves the store. Then the port is closed."""
+        """Let new ranks connect within the context, if this process serves the store. At its end the port is closed."""
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 
@@ -95,7 +95,7 @@ class JobStore(Store):
     # ------------------------------------------------------------------------------------ the methods of torch's stores
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.set``, which takes bytes as well."""
+        """See ``torch.distributed.Store.set``. The value may also be bytes."""
         self._ask("set", key, _raw(value))
 
     def get(self, key: str) -> bytes:
@@ -114,7 +114,7 @@ class JobStore(Store):
         return values  # type: ignore[return-value]  # No value is None.
 
     def append(self, key: str, value: str | bytes) -> None:
-        """See ``torch.distributed.Store.append``, which takes bytes as well."""
+        """See ``torch.distributed.Store.append``. The value may also be bytes."""
         self._ask("append", key, _raw(value))
 
     def add(self, key: str, amount: int) -> int:

@@ -16,9 +16,10 @@ CALLER: Final = 0
 
 
 class EndpointLine(Protocol):
-    """A connection to another endpoint, for one message after the other. Its calls block.
+    """A connection to another endpoint, for one message at a time. Its methods block.
 
-    The deadline of a call also limits the call's line. The line of a reception needs a call of :meth:`extend` first.
+    A line from :meth:`LineCall.run` has the deadline of that call. A line that a :class:`Reception` accepts
+    needs a deadline first: call :meth:`extend`.
     """
 
     host: str

@@ -345,7 +345,7 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """Return the user of the process at a connection's other end on this host; None if the kernel does not tell."""
+    """Return the user id of the process at a connection's other end on this host; None if the kernel does not tell."""
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

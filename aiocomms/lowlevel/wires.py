@@ -172,7 +172,10 @@ class SocketReception:
         return False
 
     def on_failure(self, error: CommError) -> None:
-        """See :class:`aiocomms.progress.driver.Served`. The driver has reported the error. No call is accepted then."""
+        """See :class:`aiocomms.progress.driver.Served`.
+
+        The driver has reported the error. From then on, no call is accepted.
+        """
 
     def _accept(self) -> bool:
         """Accept connections. Return False if there is no descriptor for them."""

@@ -146,7 +146,10 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
 
 
 def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
-    """Return the ranks that ``src`` names; None means any rank, on the CPU this rank too. The op's check is later."""
+    """Return the ranks that ``src`` names. None names all other ranks, and on the CPU this rank, too.
+
+    The op itself checks the ranks later.
+    """
     if src is None:
         own = device.type == "cpu"
         return tuple(rank for rank in range(group.size) if own or rank != group.rank)

@@ -103,7 +103,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """Return the field with the main tensor of a type of ops, such as an all_gather's input; None if it has none."""
+    """Return the name of the field with an op type's main tensor, such as all_gather's input; None if there is none."""
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 

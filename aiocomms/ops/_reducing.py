@@ -76,7 +76,10 @@ class Exscan(Scan, frozen=True, eq=False):
 
 
 class Reduce(_InPlace, frozen=True, eq=False):
-    """The op in which the root's ``tensor`` receives the reduction of all ranks' tensors. The others do not change."""
+    """The op in which the root's ``tensor`` receives the reduction of all ranks' tensors.
+
+    The tensors of other ranks do not change.
+    """
 
     name = kind = "reduce"
     if TYPE_CHECKING:  # mypy takes no descriptor from a base

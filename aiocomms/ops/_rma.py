@@ -266,7 +266,10 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
 
 
 class CompareSwap(_OnWindow, frozen=True, eq=False):
-    """An atomic write of ``value`` if the element equals ``expected``. The result is the element's old value."""
+    """An atomic write of ``value`` to an element of rank ``dst``'s part, if the element equals ``expected``.
+
+    The result is the element's old value.
+    """
 
     name = kind = "compare_swap"
     dst: int

@@ -33,11 +33,11 @@ def own_host() -> str:
 
 
 def check_reachable(who: str, host: str, their_node: str) -> None:
-    """Check that a process that listens on loopback is on this process's node.
+    """Check that another process can be reached: if it listens on loopback, it must be on this process's node.
 
-    :param who: the name of that process, with which the error's message begins.
-    :param host: the address at which it listens.
-    :raises ArgumentError: it listens on the loopback of another node.
+    :param who: the name of the other process, with which the error's message begins.
+    :param host: the address at which the other process listens.
+    :raises ArgumentError: the other process listens on the loopback of another node.
     """
     if host == LOOPBACK and their_node != node():
         raise ArgumentError(f"{who} is on node {their_node}, and this process on {node()}, {UNPROTECTED}")

@@ -31,7 +31,7 @@ class rendezvous(new_comm):  # noqa: N801 - The class is called like a function,
     :param name: the name of the rendezvous and of the communicator.
     :param rank: this actor's rank.
     :param size: the number of actors.
-    :param transport: as for :func:`aiocomms.new_comm`, like the parameters below.
+    :param transport: as for :func:`aiocomms.new_comm`.
     :param device: the device of all tensors.
     :param timeout: the deadline in seconds for the rendezvous, then for the forming of the communicator, and later the
         default deadline of ops. If None, the rendezvous and the forming have 600 s each, and ops have no deadline.

@@ -167,7 +167,7 @@ class RayTransport(_Manager):
     # -------------------------------------------------------------------------------------------------- at the source
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Tensor]) -> EndpointMetadata:
-        """Give access to the tensors to all processes that get the returned metadata.
+        """Make the tensors readable by all processes that get the returned metadata.
 
         :raises ValueError: a tensor is not contiguous, or not on the CPU.
         """
@@ -211,7 +211,7 @@ class RayTransport(_Manager):
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
     ) -> _FetchRequest:
-        """Start to read an object into the target's buffers or new tensors, and return at once."""
+        """Start to read an object into ``target_buffers``, or into new tensors if it is None. Return at once."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
         fetch = _Fetch(obj_id, tensors, meta)

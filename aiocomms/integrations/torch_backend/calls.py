@@ -20,7 +20,7 @@ _Method = Callable[..., GroupWork]
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
     """Wrap a method so that it accepts all of torch's argument forms.
 
-    The method's own last parameter is a :class:`How`.
+    The method's last parameter is a :class:`How`, which the wrapper makes from the caller's arguments.
 
     The wrapped method raises the errors that torch's users expect, and appears as a range in torch's profiler.
 

@@ -61,7 +61,7 @@ def tensor(value: Any) -> Tensor:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Accept a list of tensors, but not a tensor."""
+    """Accept a list of tensors, but not a single tensor."""
     _is(isinstance(value, Sequence))
     return [tensor(each) for each in value]
 
@@ -86,7 +86,9 @@ def tensor_in_list(value: Any) -> Tensor:
 
 
 def list_in_list(value: Any) -> list[Tensor]:
-    """Return the list of tensors in a one-element list, or an empty list where only the root has tensors.
+    """Return the one list of tensors in a list of lists.
+
+    If the outer list is empty, as on ranks other than the root, return an empty list.
 
     :raises ArgumentError: there are several lists.
     """

@@ -34,7 +34,7 @@ from aiocomms.lowlevel.handles import Handle
 def create(how: Any, options: Any) -> Group:
     """Create a group for ``torch.distributed``. All ranks of the group must call this.
 
-    If the group has the same transport as torch's default group, both share one engine and thread.
+    If the group has the same transport as torch's default group, both groups share one engine and thread.
 
     :param how: torch's options of the group: its store, ranks and timeout.
     :param options: the transport, as for :func:`aiocomms.new_comm`; None: the best available one.
@@ -159,7 +159,7 @@ class Group(Handle, dist.ProcessGroup):
             self.completer.close()
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Open the communicator of the GPU ``device_id``. torch calls this when it forms the group. Collective."""
+        """Open the communicator of a GPU. torch calls this, with ``device_id``, when it forms the group. Collective."""
         if device is not None:
             try:
                 with raising_as_torch_does():
@@ -170,7 +170,7 @@ class Group(Handle, dist.ProcessGroup):
             self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing. torch calls this on the ranks outside a new group, which only its own ranks form."""
+        """Do nothing: a new group is formed by its own ranks only. torch calls this on the other ranks."""
 
     options = None
     """The options that torch gives a split of this group."""
@@ -191,8 +191,8 @@ class Group(Handle, dist.ProcessGroup):
     ) -> Group | None:
         """See :func:`torch.distributed.split_group`, which supports the CPU since torch 2.15. Collective.
 
-        :param ranks: the members of the new group, as ranks of this group. They share its transport.
-        :param opts: None, because the new group has the transport of this group.
+        :param ranks: the members of the new group, as ranks of this group.
+        :param opts: must be None, because the new group has the transport of this group.
         :returns: the new group, or None on a rank outside it.
         """
         if opts is not None:
@@ -244,7 +244,7 @@ class Group(Handle, dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather_coalesced`.
 
-        The outputs are a list for each rank, which has an output for each input.
+        ``outputs`` holds a list for each rank. Each list holds an output for each input.
         """
         return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
@@ -314,7 +314,7 @@ class Group(Handle, dist.ProcessGroup):
     def barrier(self, how: How) -> GroupWork:
         """See :func:`torch.distributed.barrier`.
 
-        Waiting for the barrier blocks the thread, also if the group has GPU tensors.
+        A wait for the barrier blocks the thread, even if the group has GPU tensors.
         """
         its = CallTensors(self._side(how.device or torch.device("cpu")))
         return self._work([its.comm.barrier(timeout=how.timeout)], [], its, ordered=False)

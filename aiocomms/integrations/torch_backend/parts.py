@@ -23,16 +23,23 @@ class WorkPart(Protocol):
         """Block until the part has ended, and raise its error, or :class:`TimeoutError` after ``timeout`` seconds."""
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` when the part has ended. The callback counts as a waiting thread."""
+        """Call ``call()`` when the part has ended.
+
+        Ctrl-C in a thread that waits withdraws an unmatched receive only if no other thread waits for it. The callback
+        counts as such a thread.
+        """
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Call ``call()`` when the part has ended. The step does not count as a waiting thread."""
+        """Call ``call()`` when the part has ended.
+
+        The step does not count as a waiting thread; see :meth:`add_done_callback`.
+        """
 
 
 def when_done(parts: Sequence[WorkPart], call: Callable[[], object], *, waits: bool = True) -> None:
     """Call a function when all parts have ended: at once on this thread, or later on the thread that ends the last one.
 
-    :param waits: True if the function counts as a thread that waits for the parts.
+    :param waits: True if the function counts as a waiting thread; see :meth:`WorkPart.add_done_callback`.
     """
     left = [part for part in parts if not part.done()]
     if not left:
@@ -86,9 +93,9 @@ class WorkStep:
         self._calls: list[Callable[[], object]] = []
 
     def after(self, completer: Completer, *, here: bool) -> WorkStep:
-        """Run the step on the completer when its parts have ended.
+        """Run the step on the completer when the other parts have ended.
 
-        If ``here`` is true and they have ended already, run it at once.
+        If ``here`` is true and the other parts have ended already, run the step at once on this thread.
         """
         if here and all(part.done() for part in self._parts):
             self._run()

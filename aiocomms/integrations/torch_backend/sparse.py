@@ -32,9 +32,9 @@ def check(tensor: Tensor, op: ReduceOp, gpu: torch.device | None) -> None:
 
 
 def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
-    """Replace a tensor by the sum of all ranks' tensors. Block until then.
+    """Replace a tensor by the sum of all ranks' tensors. Blocks.
 
-    The ranks may have different numbers of elements.
+    The number of stored elements may differ between ranks.
 
     :param tensor: a tensor with the same shape, dtype and number of sparse dimensions on every rank.
     :param number: the number of this call, the same on all ranks. The number keeps the steps of concurrent calls apart.

@@ -28,7 +28,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return how many elements of a tensor each rank gets, from the row counts ``splits`` or in equal shares."""
+    """Return how many elements of a tensor each rank gets.
+
+    A rank gets ``splits[rank]`` rows; if ``splits`` is empty, all ranks get the same number of rows.
+    """
     rows = tensor.shape[0] if tensor.dim() else 0
     counts = [operator.index(part) for part in splits] or [rows // size] * size
     if not tensor.dim() or sum(counts) != rows:
@@ -66,9 +69,9 @@ class CallTensors:
         return _flat(copy)
 
     def parts(self, started: list[WorkPart], completer: Completer) -> list[WorkPart]:
-        """Return the started parts.
+        """Return the started parts, if there are no copies to copy back.
 
-        If there are copies, return a step that waits for these parts and copies the values back.
+        Otherwise return a step that waits for these parts, and then copies the values back.
         """
         if not self._copies:
             return started

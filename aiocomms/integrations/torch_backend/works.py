@@ -92,8 +92,8 @@ class GroupWork(CompoundWork):
         the operation is launched on the GPU. But messages, barriers, operations with non-contiguous tensors, and
         collectives that consist of messages have ended when this call returns.
 
-        :param timeout: the longest wait; with it, the thread also waits for the GPU. With 0 or less, the group's
-            deadline applies.
+        :param timeout: the longest wait. With a timeout above 0, the thread also waits for the GPU. With 0 or less, the
+            group's deadline applies.
         :returns: True.
         :raises torch.distributed.DistBackendError: the work failed, or was not done in time. In the second case the
             work goes on.

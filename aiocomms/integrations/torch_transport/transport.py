@@ -66,7 +66,7 @@ class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms. Any thread may use it.
 
     A transfer ends when the bytes are in the target memory. For a write, this is memory of the other end. No thread
-    polls for the end. If the other end's process dies, pending transfers fail with
+    polls a transfer. If the other end's process dies, pending transfers fail with
     :class:`aiocomms.errors.PeerDiedError`.
     """
 
@@ -198,8 +198,8 @@ class EndpointTransport(_Transport):
         """Give the other end access to a tensor. This is possible at any time.
 
         :param tensor: a contiguous, non-empty tensor on the CPU. This call moves its storage in place to shared memory.
-            The storage is never moved again, so other threads may use the tensor afterwards.
-        :returns: the memory. The same tensor memory has one registration.
+            The storage is never moved again, so after the call other threads may use the tensor.
+        :returns: a handle of the memory. If the memory is registered already, the handle shares that registration.
         :raises ArgumentError: the tensor is not as described, or an operation of aiocomms uses it, so that it cannot be
             moved.
         """
@@ -220,7 +220,9 @@ class EndpointTransport(_Transport):
         return Memory(registration)
 
     def unregister_memory(self, memory: Memory, *, timeout: float | None = None) -> None:
-        """Revoke memory. When this call returns, the other end neither reads nor writes the memory. Idempotent.
+        """Revoke the other end's access to memory. Idempotent.
+
+        When this call returns, the other end neither reads nor writes the memory.
 
         :raises ArgumentTypeError: the memory was not registered with this transport.
         :raises ArgumentError: a transfer of this end still uses the memory, which stays registered.
@@ -256,7 +258,7 @@ class EndpointTransport(_Transport):
         The first transfer with a remote buffer requests access from the other end, and blocks until the answer arrives,
         also with ``async_op``.
 
-        :returns: a work with ``async_op``, else 0 at the end of the transfer.
+        :returns: with ``async_op`` a work; otherwise 0, when the transfer has ended.
         :raises ArgumentError: an argument is wrong, or the view is too large. No byte was sent.
         :raises RegionError: the other end has not created the buffer, or has revoked the memory.
         :raises TimeoutError: the transfer took longer than ``timeout``, and goes on.
