@@ -215,7 +215,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class LeftBehindError(CommError):
-    """Raised when the other ranks of a live group have ended this call, and later ones, without this rank.
+    """Raised when the other ranks of a live group have completed a call, and later calls, without this rank.
 
     The lane stays usable: this rank's next call joins the call that is open at that time.
     """

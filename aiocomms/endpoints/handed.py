@@ -82,7 +82,7 @@ class HandedLease(Handle):
         return self._incoming.error
 
     async def read(self, into: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
-        """Read the blocks, and check that the hand-over lasted during the whole read.
+        """Read the blocks, and check afterwards that the hand-over has not ended meanwhile.
 
         :param into: a tensor of :attr:`shape` and of the blocks' dtype; a list with a tensor for each block; or the
             same number of blocks of this endpoint, as a :class:`Lease` or a selection from one.
@@ -99,8 +99,8 @@ class HandedLease(Handle):
     async def write(self, source: Given, part: int | None = None, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Write the blocks. The owner sees the data once the blocks are given back.
 
-        :param source: a source of the same form as ``into`` of :meth:`read`. The program may change it when the call
-            returns.
+        :param source: a source of the same form as ``into`` of :meth:`read`. The program may change the source again
+            when the call has returned.
         :param part: as in :meth:`read`. A program can write one layer while it computes the next one.
         :param timeout: the deadline in seconds; None: no deadline. The default is the endpoint's timeout.
         :returns: ``source``.

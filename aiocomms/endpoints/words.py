@@ -65,7 +65,7 @@ class Bye(msgspec.Struct, tag=6, array_like=True):
 
 
 class Here(msgspec.Struct, tag=7, array_like=True):
-    """The first note of an end of a connection, which says where its process runs."""
+    """The first note that each end of a connection sends; it says where the sender's process runs."""
 
     place: str
     """The host and its process-id namespace: ends in the same place may map each other's memory."""

@@ -33,7 +33,7 @@ class WebService(Handle):
 
     :param start: an async function, called once on each rank. It opens a communicator, loads the model, and returns the
         :class:`~aiocomms.serving.Service` and the function that carries out plans.
-    :param max_running: see :meth:`Service.drive`, which also has ``max_waiting``.
+    :param max_running: as for :meth:`Service.drive`, like ``max_waiting``.
     """
 
     def __init__(self, start: Start, max_running: int | None = None, max_waiting: int | None = None) -> None:

@@ -55,7 +55,7 @@ class HostProcesses:
     :param environment: the environment that the ranks inherit.
     :param listener: the listening socket for rank 0.
     :param tell: the function to call with each event.
-    :param tasks: the task group of the tasks that read the ranks' output. They end with the ranks.
+    :param tasks: the task group of the tasks that read the ranks' output. These tasks end with the ranks.
     """
 
     def __init__(

@@ -303,7 +303,10 @@ def _serve_rendezvous(at: At) -> list[TCPStore]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of all ranks, by default with one thread for torch's operations and a new job token."""
+    """Return the environment of all ranks.
+
+    Unless ``environ`` sets them, torch gets one thread for its operations, and the job gets a new token.
+    """
     given = dict(environ)
     given.setdefault("OMP_NUM_THREADS", "1")
     if "AIOCOMMS_TOKEN_FILE" not in given:

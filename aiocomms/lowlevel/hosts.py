@@ -88,10 +88,10 @@ def _ended(fd: int) -> bool:
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
     """Return the address at which ranks on other hosts reach this host; never a wildcard.
 
-    This is the address of the interface ``AIOCOMMS_IFACE``. If that variable is not set, it is the address on the route
-    to the store, to ``MASTER_ADDR``, or to another rank's host.
+    This is the address of the interface that ``AIOCOMMS_IFACE`` names. If that variable is not set, it is the address
+    on the route to the store, to ``MASTER_ADDR``, or to another rank's host.
 
-    :param names: the names or addresses of hosts with other ranks.
+    :param names: the names or addresses of the hosts on which other ranks run.
     :param store: the store at which the ranks met. All ranks can reach the store's host.
     :raises ArgumentError: no such address is found, or the job has no token, so that no port may be open to other
         hosts.

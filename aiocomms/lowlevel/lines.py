@@ -68,7 +68,7 @@ class LineCall(Protocol):
 
 
 class ReceptionDriver(Protocol):
-    """The part of :class:`aiocomms.progress.driver.LoopDriver` that serves a reception."""
+    """The methods of :class:`aiocomms.progress.driver.LoopDriver` that serve a reception."""
 
     def attach(self, transport: Any) -> None:
         """Serve an :class:`aiocomms.progress.driver.Served` object from now on."""

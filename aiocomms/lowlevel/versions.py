@@ -29,7 +29,7 @@ class Dialect(NamedTuple):
         return _HEAD.pack(self.magic, self.version)
 
     def other_version(self, data: bytes) -> int | None:
-        """Return the version of bytes of this format, if it is not this rank's version; else None."""
+        """Return the version of ``data`` if the data are of this format, but of another version; else None."""
         if len(data) < HEAD_BYTES:
             return None
         magic, version = _HEAD.unpack_from(data)

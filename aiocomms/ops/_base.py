@@ -72,11 +72,11 @@ class Op(msgspec.Struct, frozen=True, eq=False):
         return None
 
     def reads(self) -> Buffers:
-        """Return the names and tensors that the op reads."""
+        """Return the tensors that the op reads, with their names."""
         return []
 
     def writes(self) -> Buffers:
-        """Return the names and tensors that the op writes."""
+        """Return the tensors that the op writes, with their names."""
         return []
 
     def signature(self) -> tuple[object, ...]:

@@ -21,9 +21,9 @@ class rendezvous(new_comm):  # noqa: N801 - The class is called like a function,
     """Form a communicator with the other actors that call this with the same name; collective.
 
     Await it to get a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, like
-    :func:`aiocomms.new_comm`. The actors are in one namespace of Ray; drivers and tasks can take part, too. Rank 0's
-    process serves the store in which they meet, as long as the communicator lives. The same name may be used again at
-    once, with the same or other actors. When the call returns or is cancelled, no entry remains in Ray's own store.
+    :func:`aiocomms.new_comm`. The actors are in one namespace of Ray; drivers and tasks can take part, too. All meet
+    in a store that rank 0's process serves as long as the communicator lives. The same name may be used again at once,
+    with the same or other actors. When the call returns or is cancelled, no entry remains in Ray's own store.
 
     On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without a
     token, only actors on one host can meet.
