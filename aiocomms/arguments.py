@@ -1,4 +1,4 @@
-"""The checks of arguments that need no torch: this module loads quickly, because a loop may already run."""
+"""The checks of arguments. This module loads no torch, to load quickly: an event loop may already run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Timeout = float | timedelta | None
 
 
 class UseDefault(enum.Enum):
-    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, which type checkers can narrow to."""
+    """The type of :data:`COMM_TIMEOUT`: an enumeration with one member, so that type checkers can narrow to it."""
 
     COMM_TIMEOUT = "the communicator's timeout"
 
@@ -43,7 +43,7 @@ DEFAULT: Final = "world"
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""Seconds in which a communicator without a deadline must form, so that an error names ranks that never arrive."""
+"""The seconds in which a communicator without a deadline must form. The error names the ranks that never arrive."""
 SILENCE: Final = 5.0
 """The default for the seconds without a sign of life after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"
@@ -81,8 +81,8 @@ def as_int(value: Any) -> Any:
     """Return the int of a value with ``__index__``, such as an integer of NumPy or an ``IntEnum``.
 
     A bool, a tensor, an array, or a value without ``__index__`` is returned unchanged. Only functions that are rarely
-    called use this function. An op is first checked with the values that it has. If this check fails, the op's numbers
-    are converted and checked again, by :func:`aiocomms.ops.arrays.checked`.
+    called use this function. An op is first checked with the numbers that the caller gave. If this check fails,
+    :func:`aiocomms.ops.arrays.checked` converts these numbers and checks them again.
     """
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
@@ -212,6 +212,6 @@ def place(store: object, rank: object, size: object) -> None:
 
 
 def _is_store(value: object) -> bool:
-    """Return whether a value is a store. No value is one before torch is loaded."""
+    """Return whether a value is a store. Before torch is loaded, no value is a store."""
     store: Any = getattr(sys.modules.get("torch.distributed"), "Store", None)
     return store is not None and isinstance(value, store)

@@ -1,4 +1,4 @@
-"""Communicators of synchronous programs: portals whose loop runs in its own thread."""
+"""Communicators of synchronous programs: portals whose event loop runs in a separate thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints for synchronous programs, and for hosts that call from their own threads."""
+"""Endpoints for synchronous programs, and for frameworks that call from threads of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread with an event loop that opens something for a synchronous program, and runs while that is in use."""
+"""The thread with an event loop on which a synchronous program opens communicators and endpoints."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class LoopThread:
         return opened
 
     def enter(self) -> None:
-        """Note that one more communicator or endpoint uses the thread."""
+        """Count one more communicator or endpoint as a user of the thread."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Note that one communicator or endpoint no longer uses the thread, and end the thread after the last user."""
+        """Count one user less, and end the thread after the last user."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -95,13 +95,13 @@ class Use:
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread: LoopThread | None = thread
-        """The thread; None once it has been left."""
+        """The thread; None after :meth:`leave`."""
         self._lock = threading.RLock()  # A signal handler may close what it interrupts.
         thread.enter()
 
     @contextlib.contextmanager
     def ending(self, door: Door) -> Iterator[None]:
-        """Stop using the thread after the body, which closes the communicator or endpoint.
+        """Stop using the thread after the ``with`` body, which closes the communicator or endpoint.
 
         A second caller waits for the first.
 
@@ -154,7 +154,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """Close everything that the program has left open, as the interpreter ends."""
+    """Close, at the end of the interpreter, everything that the program has left open."""
     left = thread()
     if left is not None:
         pending.stand_still()

@@ -1,4 +1,4 @@
-"""The peers of a blocking endpoint, and their regions and windows, for threads without its event loop."""
+"""The peers and regions of a blocking endpoint. Any thread but the event loop's may use them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class BlockingPeer(Handle):
     def __init__(self, door: Door, peer: Peer) -> None:
         """Make the view of a peer, on the loop's thread.
 
-        :param door: the endpoint's door, through which the connection is closed: the connection's own door closes with
-            it.
+        :param door: the endpoint's door. The connection is closed through this door, because the connection's own door
+            closes with the connection.
         """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
         self._peer, self._other, self._door = peer, peer._other, door

@@ -1,4 +1,4 @@
-"""The board of a communicator: signed records that each rank leaves in the store, and that all its ranks can read.
+"""The board of a communicator: signed records of its ranks in the store, which all of them can read.
 
 Recovery and diagnosis use the board, on separate threads. Transports do not use it. Every call blocks as long as the
 store does.
@@ -16,7 +16,7 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 ANYBODY: Final = -1
-"""The number in place of a rank for the signer of records on which all ranks agree."""
+"""The number that stands for the signer, in place of a rank, in records on which all ranks agree."""
 
 
 class Board:

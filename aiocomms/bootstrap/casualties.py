@@ -3,11 +3,11 @@
 The store and its notices may be older than this run of the job. A waiting rank believes
 
 * notices that are written while it waits;
-* an earlier notice of a process on the same host, if that process failed after this rank's process was started. This
-  holds only until this process first meets other ranks. Only times on one host can be compared.
+* an earlier notice of a process on the same host, if that process failed after this rank's process was started. It
+  believes such a notice only until its own process first meets other ranks. Only times on one host can be compared.
 
-A process that replaces a failed rank withdraws the failed rank's notice. So notices and their readers belong to one
-run.
+A process that replaces a failed rank withdraws the failed rank's notice. So a believed notice and its reader belong to
+the same run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from aiocomms.lowlevel.hosts import host_id
 KEY: Final = "aiocomms/failed"
 """The key of the list of failed ranks, in the launcher's store, without a prefix."""
 PATIENCE: Final = 1.0
-"""The seconds for which a failing process tries to write its notice, and between two looks of a waiting rank."""
+"""The seconds for which a failing process tries to write its notice. A waiting rank pauses as long between looks."""
 _STAYS: Final = 2
-"""The number of looks for which rank 0 waits after it finds a notice, as it may serve the store to the other ranks."""
+"""The number of looks for which rank 0 waits after it finds a notice: it may serve the store to the other ranks."""
 _LOOKS: Final = 1000
 """The largest number of looks per second of all ranks of a communicator together."""
 _LONGEST: Final = 2000
 """The largest number of characters of an error in a notice."""
 _TORCHS: Final = "aiocomms.integrations.torch_backend"
-"""The module with which a program uses torch's store for the rendezvous."""
+"""A program that has loaded this module uses torch's store for the rendezvous."""
 
 
 class Casualty(msgspec.Struct, array_like=True):
@@ -61,12 +61,12 @@ _CASUALTIES = ControlCodec[Casualty](Casualty, "what has ended a rank")
 
 
 class Casualties:
-    """The reader of the other ranks' failure notices, for a rank that waits for them. Each call blocks."""
+    """The reader of failure notices, for a rank that waits for the other ranks. Each call blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """Begin, before the first look.
 
-        :param store: the store at which the ranks meet. The notices are in the store below its prefixes.
+        :param store: the store at which the ranks meet. The notices are in the store that remains without its prefixes.
         """
         self._store = at_the_bottom(store)
         self._rank = rank
@@ -182,17 +182,17 @@ def _started() -> float:
 
 
 def _stat(process: int) -> tuple[int, float]:
-    """Return a process's parent and its start time in seconds, see proc_pid_stat(5)."""
+    """Return the parent and the start time in seconds of a process, see proc_pid_stat(5)."""
     _, _, stat = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")
     fields = stat.split()
     return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _helps(launch: Launch) -> bool:
-    """Return whether a rank, not the launcher, has started this process, so that its end is not the rank's end.
+    """Return whether a rank, not the launcher, has started this process, so that this process's end is not the rank's.
 
-    Then an ancestor runs the same Python, and has a rank in its initial environment. A shell, or a tool that binds a
-    rank to cores, may stand between a rank and its launcher.
+    In that case an ancestor of this process runs the same Python, and has a rank in its initial environment. A shell,
+    or a tool that binds a rank to cores, may stand between a rank and its launcher.
     """
     mark, process = f"{MARKS[launch.launcher]}=".encode(), os.getpid()
     mine = Path("/proc/self/exe").readlink()

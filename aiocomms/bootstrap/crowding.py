@@ -1,8 +1,8 @@
-"""The warning that torch's threads of all ranks on one host outnumber its processors.
+"""The warning that all ranks on one host together have more of torch's threads than the host has processors.
 
 By default torch makes as many threads in each rank as the host has processors. The threads of one rank then delay the
-event loops of other ranks. A rank without ``OMP_NUM_THREADS`` adds its threads to a number in the store after the
-rendezvous. So all threads are counted when a communicator is formed.
+event loops of other ranks. After the rendezvous, a rank without ``OMP_NUM_THREADS`` adds the number of its threads to a
+counter in the store. So all threads are counted when a communicator is formed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.hosts import host_id
 
 _RANK: Final = 1 << 32
-"""The value that one rank adds to the number in the store, besides its threads."""
+"""The value that each rank adds to the counter in the store, besides the number of its threads."""
 _log = logging.getLogger("aiocomms")
 _counted: dict[int, object] = {}
-"""The claims of counted processes, by pid. Ranks that are tasks or threads of one process share torch's threads."""
+"""The counted processes by pid, with a mark of the rank that counts each. Ranks in a process share torch's threads."""
 
 
 def may_crowd(size: int) -> bool:

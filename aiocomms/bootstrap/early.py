@@ -1,6 +1,7 @@
 """The hook for an exception that ends a rank before the rendezvous. It tells the other ranks, which wait.
 
-:mod:`aiocomms` imports this module if a launcher has started a rank, so this module imports only the standard library.
+:mod:`aiocomms` imports this module if a launcher has started this process as a rank, so this module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MARKS: Final = {
     "MPICH": "PMI_RANK",
     "Slurm": "SLURM_PROCID",
 }
-"""The environment variable in which each launcher gives a process its rank."""
+"""The environment variables in which the launchers give a process its rank."""
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -39,7 +40,7 @@ def has_met() -> bool:
 
 
 def meets() -> None:
-    """Note that this process has met the other ranks."""
+    """Record that this process has met the other ranks."""
     _Start.has_met = True
 
 

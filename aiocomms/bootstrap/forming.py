@@ -1,10 +1,11 @@
 """Failure notices while a communicator forms: if one rank cannot form its part, all others stop waiting.
 
-Forming ranks wait for each other in the store, and in a transport for connections. A rank that fails in between arrives
-nowhere, and no connection shows its failure while its process lives.
+Ranks that form a communicator wait for each other in the store, and in a transport for connections. If a rank fails
+between these two waits, no connection shows its failure while its process lives.
 
-The ranks use the successor of a communicator once all its ranks, including newcomers, have reported that they formed
-it. So an attempt has the same end on all ranks, and the first decision on it counts: carried out, or given up.
+The ranks use the successor of a communicator once all the successor's ranks, including newcomers, have reported that
+they formed it. So an attempt has the same end on all ranks. The first decision on the attempt counts: carried out, or
+given up.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from aiocomms.transport import Transport
 _PAUSE: Final = 0.1
 """The seconds between two looks for a failure of another rank; less if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""The seconds in which a store must answer why a rank has closed its connections. Then it counts as lost."""
+"""The seconds in which a store must answer why a rank has closed its connections. A later store counts as lost."""
 _PARTS: Final = 16
-"""The least number of looks within the timeout: recovery waits for late ranks for only a quarter of the time."""
+"""The least number of looks within the timeout, because recovery waits only a quarter of it for late ranks."""
 _LOOKS: Final = 1000
 """The largest number of looks per second of all ranks of a communicator together."""
 _KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
-"""The errors that the other ranks find by themselves, or have reported."""
+"""The errors that this rank does not report: the other ranks find them by themselves, or have reported them."""
 FORMS_AGAIN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError)
 """The errors of an attempt after which the surviving ranks make another attempt."""
 _END: Final = "end"
@@ -205,7 +206,7 @@ def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
 
 
 def _renumbered(error: CommError, members: Sequence[int]) -> CommError:
-    """Return an error of a new communicator with ranks of the communicator that is split."""
+    """Return an error of a new communicator, with its ranks numbered as in the communicator that is split."""
     copy = error.about()
     late = error.late if isinstance(error, CommTimeoutError) else ()
     named = late or (() if error.peer is None else (error.peer,))

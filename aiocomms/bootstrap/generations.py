@@ -1,17 +1,17 @@
 """The arrival of ranks at a store that may hold keys of an earlier run.
 
-A store may keep the keys of a crashed run, such as the store of a launcher that restarts ranks, or a reused file. So
-each rank gives every arrival a random name, and writes the name in place of its last one. A record under such a name is
-newer than the name, and its writer was there at the same time. So
+Some stores keep the keys of a crashed run: for example a reused file, or the store of a launcher that restarts ranks.
+So each rank gives every arrival a random name, and writes the name in place of its last one. A record under such a name
+is newer than the name, and its writer was present at the same time as the named rank. So
 
-1. rank 0 writes its name, and each rank that reads the name adds its own name to a list under it;
+1. rank 0 writes its name, and each rank that reads the name adds its own name to a list under rank 0's name;
 2. once the list has a name of every rank, rank 0 signs these names. A rank that finds its name among them has met the
    others.
 
-If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long calls the roll. A rank that
-answers under the name of that call is present, even if rank 0 is not. Keys of a process that is gone do not count as a
-rank, nor do records without the job's token. Names, lists and the statement of rank 0 have the same format in every
-version from 3 on. So ranks of two versions can report that their versions differ.
+If rank 0 is gone, the list has no effect, because no rank signs it. A rank that waits long calls the roll: it asks
+every rank to answer. A rank that answers under the name of that call is present, even if rank 0 is not. Keys of a
+process that is gone do not count as a rank, nor do records without the job's token. Names, lists and the statement of
+rank 0 have the same format in every version from 3 on. So ranks of two versions can report that their versions differ.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Arrival:
         """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
         :param seconds: the time after which ``given_up`` will be set.
-        :returns: a text that is the same on all ranks, and that differs for all other arrivals on this store; an empty
-            text if ``given_up`` was set.
+        :returns: a text that is the same on all ranks, and that no other meeting at this store has; an empty text if
+            ``given_up`` was set.
         :raises ArgumentError: another process has arrived as this rank.
         :raises CommAbortedError: a rank has failed before it arrived.
         :raises AuthError: the record of a rank that sees this rank is not signed, or the record under this rank's name
@@ -163,8 +163,8 @@ class Arrival:
     def _heard(self, leader: bytes, names: bytes) -> str:
         """Return the key of the meeting that rank 0 reports, or raise the error that it reports.
 
-        Rank 0 names this arrival, so its process was present after this rank arrived. Only now is another token or
-        another version of rank 0 an error.
+        Rank 0 names this arrival, so the process of rank 0 was present after this rank arrived. Only now is it an error
+        if rank 0 has another token or another version.
         """
         said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
         if said is None or said["digest"] != _digest(names):
@@ -179,7 +179,7 @@ class Arrival:
         self._answered = leader
 
     def _list(self, leader: str) -> str:
-        """Return the key of the list of ranks that have seen this arrival of rank 0, one list for each size."""
+        """Return the key of the list of ranks that have seen this arrival of rank 0, one for each number of ranks."""
         return f"here/{self._size}/{leader}"
 
     def _taken(self) -> NoReturn:
@@ -190,9 +190,9 @@ class Arrival:
 
 
 class _Roll:
-    """The roll of the ranks that answer while this rank waits. With it the rank's error names the missing ranks.
+    """The roll of the ranks that answer while this rank waits.
 
-    The roll also works if rank 0 is missing.
+    By the roll, the error of this rank names the missing ranks. The roll also works if rank 0 is missing.
     """
 
     KEY: Final = "roll"

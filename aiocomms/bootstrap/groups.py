@@ -36,7 +36,7 @@ class Groups:
     async def form(self, members: Sequence[int], name: str, seconds: float) -> Formed:
         """Form a group. Collective over its members.
 
-        :param members: ranks of the communicator that include this rank.
+        :param members: ranks of the communicator; this rank is one of them.
         :param seconds: the deadline of the forming, and afterwards the default timeout of the group's ops.
         """
         own = hashlib.blake2b(repr((name, members)).encode(), digest_size=16).hexdigest()

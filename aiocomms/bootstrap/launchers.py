@@ -213,7 +213,7 @@ class _Reader:
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text can name a host, because the look-up of another text would last until the deadline."""
+    """Return whether a text can name a host. The look-up of any other text would last until the deadline."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -280,8 +280,8 @@ def _read_pmix(env: Mapping[str, str]) -> Launch:
 def _first_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
     """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host; None if neither is known.
 
-    For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If rank 0 is
-    elsewhere, it raises an error, because the address is not its own.
+    For several hosts of a Slurm job, return the job's first host, where mpiexec places rank 0 by default. If rank 0
+    runs elsewhere, rank 0 raises an error, because the address is not that of its host.
     """
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
@@ -318,8 +318,8 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one task of a step.
 
     The shells of sbatch and salloc have ``SLURM_JOB_ID`` too. A batch shell even has ``SLURM_PROCID=0`` and the
-    requested ``SLURM_NTASKS``. As a task it would wait for ranks that are never started. But a batch shell is no step,
-    and the shell of an interactive allocation is a special step.
+    requested ``SLURM_NTASKS``. If the batch shell counted as a task, it would wait for ranks that are never started.
+    But a batch shell is no step, and the shell of an interactive allocation is a special step.
     """
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
 

@@ -1,8 +1,8 @@
 """The meeting of a communicator's surviving ranks: the store that all of them reach, and the time for recovery.
 
 The survivors meet at the store in which the communicator was formed. If that store is gone, and the transport has a
-side channel, the lowest survivor serves a new store, and tells the others its address. Each one also tells the next
-one, because the lowest may die.
+side channel, the lowest survivor serves a new store, and tells the others its address. Each survivor also tells the
+next one, because the lowest may die.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
 _Place = tuple[Store, Store | None]
-"""The store that is the root of all communicators, and the same store again if it is new, else None."""
+"""A pair: the root store of all communicators, and the same store again if it is new, else None."""
 _OLD: Final = b"the old store"
 _LATE: Final = 0.05
-"""The seconds of delay after a deadline that show that this process was stopped meanwhile."""
+"""A wait that ends so many seconds after its deadline shows that this process was stopped meanwhile."""
 
 
 class Predecessor(NamedTuple):
@@ -97,7 +97,7 @@ class Meeting:
         return root, None
 
     async def _told_place(self, line: SideChannel) -> _Place | None:
-        """Return the place that the lowest living rank names. If it names none, the next ranks take its turn."""
+        """Return the place that the lowest living rank names, or the next rank if that one is late, and so on."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
         places = self._before.notes.places
@@ -151,7 +151,7 @@ class Meeting:
             raise StoreLostError("the rendezvous store is lost, so that no newcomer finds the others: leave out size")
 
     async def _answers(self, seconds: float) -> bool:
-        """Return whether the old communicator's store answers within ``seconds``; if the store is gone, at once."""
+        """Return whether the old communicator's store answers within ``seconds``. If it is gone, do not wait."""
         board = self._old
 
         def probe() -> bool:

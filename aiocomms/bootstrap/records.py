@@ -20,7 +20,7 @@ _FRAME: Final = struct.Struct("!II")
 """The head that precedes a record in a list: its rank, and its length in bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _FEW: Final = 32
-"""The number of ranks up to which ranks look often: each pause is about a fourth of the time waited so far."""
+"""Up to this number of ranks, a waiting rank looks often: a pause is about a fourth of the time waited so far."""
 _LOOKS: Final = 8000
 """The number of looks per second that all waiting ranks of a communicator together take at their store."""
 

@@ -5,7 +5,7 @@ one proposes the members. The first proposal is the decision, because the store 
 decision does not name is excluded.
 
 A decision is carried out once all its ranks have formed the new communicator, see :mod:`aiocomms.bootstrap.forming`. It
-is spent if one of these ranks fails or is gone. Then all ranks meet at the next board, including late ones.
+is spent if one of these ranks fails or is gone. Then all ranks, including late ones, meet at the next board.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Decision(msgspec.Struct, array_like=True):
     key: str
     """The key that tells this decision from all others."""
     old: dict[int, int]
-    """The survivors: old ranks by new ranks."""
+    """The survivors: the old rank of each, by its new rank."""
     joins: dict[int, str]
-    """The newcomers: claims by new ranks."""
+    """The newcomers: the claim of each, by its new rank."""
 
     @property
     def size(self) -> int:
@@ -122,10 +122,10 @@ class Recovery:
         _check(before, self._ranks, size)
         self._meeting = Meeting(before, self._ranks, size, seconds)
         self._free: list[int] = []
-        """The ranks without a claim, when this rank last looked."""
+        """The free ranks that no newcomer had claimed when this rank last looked."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
-        """The ranks that had closed the communicator before. A death would have lost it."""
+        """The ranks that had closed the communicator before. After a rank's death, the communicator would be lost."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}
@@ -374,7 +374,7 @@ def _excluded() -> CommAbortedError:
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
-    """Check the arguments of a recovery, and that the communicator is not closed or lost by this rank's death.
+    """Check the arguments of a recovery, and that this rank has neither closed the communicator nor counts as dead.
 
     :raises ArgumentError: an argument is wrong.
     :raises CommClosedError: the communicator was closed on this rank.

@@ -200,7 +200,7 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:
-    """Close all transports, even if one close raises or is cancelled: a shield does not stop asyncio's cancel()."""
+    """Close all transports, even if one close raises or is cancelled: no anyio shield stops asyncio's cancel()."""
     async with AsyncExitStack() as closing:
         for transport in transports:
             closing.push_async_callback(_close, transport)

@@ -24,7 +24,7 @@ from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 PROBE: Final = 0.5
-"""The seconds in which a store answers. Callers that can do without the store do not wait longer."""
+"""The seconds for which callers that can do without the store wait for its answer."""
 
 
 class StoreRendezvous(Board):
@@ -39,7 +39,7 @@ class StoreRendezvous(Board):
     def __init__(
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
-        """Begin to count the time.
+        """Create the rendezvous, and begin to count its time.
 
         :param timeout: the seconds for the forming; infinity stands for :data:`FORMING`.
         """
@@ -153,8 +153,8 @@ class StoreRendezvous(Board):
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: clock.ThreadEvent) -> None:
         """Take the steps of an exchange.
 
-        This never waits in the store, because a connection carries one call at a time. Such a wait would block other
-        communicators that form over the same connection, even after this exchange has been given up.
+        This method never waits in the store, because a connection carries one call at a time. Such a wait would block
+        other communicators that form over the same connection, even after this exchange has been given up.
         """
         for pause in self.steps(store, key, got):
             if given_up.wait(pause):
@@ -165,7 +165,7 @@ class StoreRendezvous(Board):
 
         A stranger that can write to the store can raise the counter, so only the list tells which ranks are present.
         Before the count is complete, only a rank whose time is nearly over reads the list. Reads by all ranks would
-        transfer bytes that grow with the square of the number of ranks.
+        transfer a number of bytes that grows with the square of the number of ranks.
 
         :param got: the dictionary that gets the values by rank.
         :returns: the seconds to wait before each further step.

@@ -124,7 +124,7 @@ def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
 
 
 def _served_here(target: _Target, addresses: list[_Address]) -> StoreServer | None:
-    """Return the server of this process at this address, with one user more, or None.
+    """Return this process's server at the target's address, and count one more user of it; None if there is none.
 
     :raises ArgumentError: this process serves the same port on another address.
     """
@@ -157,7 +157,7 @@ def _join(target: _Target, *, agent_store: bool) -> Store:
 
 
 def _agents_store(target: _Target, literal: str) -> TCPStore:
-    """Open a TCPStore at an address that has answered, as torch prints a stack trace for each failed attempt."""
+    """Open a TCPStore at an address that has answered, because torch prints a stack trace for each failed attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
         store = TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)

@@ -1,9 +1,9 @@
 """The line from a rank to ``aiocomms run``, on which the rank reports formed communicators and lost ranks.
 
-It also reports that it leaves, so that another process takes its place. The launcher gives each process that it starts
-a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports nothing.
-Before the launcher replaces a process, it announces this on the line. This module imports only the standard library. A
-process of another launcher only looks for one variable.
+The rank also reports that it leaves, so that another process takes its place. The launcher gives each process that it
+starts a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports
+nothing. Before the launcher replaces a process, it announces this on the line. This module imports only the standard
+library. In a process of another launcher, this module only looks for one variable.
 """
 
 from __future__ import annotations

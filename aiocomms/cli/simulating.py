@@ -22,7 +22,7 @@ KINDS = ("deaths", "pauses", "slow", "cuts", "partitions", "stores")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the histories and print the result.
+    """Run the histories, one for each seed, and print the result.
 
     :returns: the exit status; 1 if a history has failed.
     :raises ValueError: the function does not exist, or an option is wrong.

@@ -1,6 +1,6 @@
 """The command ``aiocomms trace``, which merges flight recorders, explains the waits of ranks, and draws a trace.
 
-The files come from other processes. Each line is decoded into a closed type, and an error names a fault in it.
+The files come from other processes. Each line is decoded into a fixed type, and an error names a fault in the line.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ def _arrows(circle: Sequence[int]) -> str:
 def _clocks(ranks: Ranks) -> dict[int, float]:
     """Return the seconds by which the wall clock is ahead of each rank's monotonic clock.
 
-    The ranks of one host share a monotonic clock. The wall clock may have been set between their files.
+    The ranks of one host share a monotonic clock. The wall clock may have been set after one file was written and
+    before another.
     """
     hosts: dict[str, float] = {}
     return {
@@ -301,8 +302,9 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 def _events(groups: Sequence[Ranks], happened: Sequence[Happening]) -> Iterator[dict[str, Any]]:
     """Yield the events of Chrome's Trace Event Format.
 
-    A rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as threads of the process. To
-    Perfetto, thread numbers count for the whole machine: 0 is invalid, and the process's number is its main thread.
+    A rank is drawn as a process, with numbers from 1. Ops that overlap in time are drawn as threads of the process. For
+    Perfetto, a thread's number is unique on the whole machine: 0 is invalid, and the process's number is its main
+    thread.
     """
     records = [record for ranks in groups for _, record in sorted(ranks.items())]
     clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]
@@ -343,7 +345,10 @@ def _instants(happened: Sequence[Happening], ranks: Sequence[int]) -> Iterator[d
 
 
 def _micros(wall: float) -> float:
-    """Return a time in µs, rounded down to quarters. A float holds these exactly, so successive ops do not overlap."""
+    """Return a time in µs, rounded down to quarters of a µs.
+
+    A float holds the quarters exactly, so successive ops do not overlap.
+    """
     return math.floor(4e6 * wall) / 4
 
 

@@ -100,7 +100,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
 
     def _report(self, rendezvous: StoreRendezvous) -> None:
-        """Tell the launcher that this rank has formed a communicator, and later which rank that has lost."""
+        """Tell the launcher that this rank has formed this communicator, and later which rank it has lost."""
         about = rendezvous.rank, rendezvous.size, rendezvous.base, rendezvous.epoch
 
         def lost(error: CommError) -> None:
@@ -112,7 +112,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport that carries each family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        """The name of each family's transport; the families are ``"p2p"``, ``"collectives"`` and ``"rma"``."""
         names: dict[str, str] = {str(family): name for family, name in self._plan.names.items()}
         if "rma" not in names and "p2p" in names:
             names["rma"] = f"two-sided over {names['p2p']}"
@@ -166,8 +166,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def lane(self, key: Key) -> Lane:
         """Return a lane: its operations match only operations in the lane of the same key on the other ranks.
 
-        The call sends and stores nothing. All lane objects of one key are views of the same lane, even if others are
-        deleted.
+        The call sends and stores nothing. All lane objects of one key are views of the same lane, even if an earlier
+        one was deleted.
 
         :param key: the lane's name on all ranks, such as the number of a request; a str, bytes and an int are never the
             same key.
@@ -231,7 +231,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._leave()
 
     async def _leave(self) -> None:
-        """Leave the live view and the rendezvous, which others may share. A thread runs the part that may block."""
+        """Leave the live view and the rendezvous, which other communicators may share. A thread runs what may block."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and leaving.stopped.locked():
             await shielded(lambda: run_in_thread(leaving.finish, anyhow=True))

@@ -31,7 +31,7 @@ class Expected:
         in_flight.stands.add(self)
 
     def note(self, tag: int, work: StartedWork[Any], what: str = "") -> None:
-        """Note the last receive of a tag.
+        """Record the last receive of a tag.
 
         :param what: more words about the owner, for reports.
         """

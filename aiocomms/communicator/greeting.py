@@ -31,9 +31,9 @@ class Greeting(NamedTuple):
     tag: int
     """The tag of the messages to this end."""
     capacity: int
-    """The number of messages that this end holds."""
+    """The number of messages that this end can hold."""
     capacity_bytes: int
-    """The number of bytes that this end holds; 0: any number."""
+    """The number of bytes that this end can hold; 0: any number."""
 
 
 def check(capacity: int, name: str, capacity_bytes: int | None) -> None:
@@ -71,7 +71,7 @@ def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
 def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
     """Parse and check the other end's greeting.
 
-    :raises ProtocolError: the other end opened something else, or speaks another version of the protocol.
+    :raises ProtocolError: the other end opened no such stream, or speaks another version of the protocol.
     """
     _STREAMS.check(greeting, f"rank {peer}", peer)
     _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)

@@ -177,7 +177,7 @@ class Lane(PointToPoint, Collectives, Objects):
         return number_of(self.key), str(self.key) if plain else arguments.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Prepare the first op: listen for lanes that other ranks abort, and store this lane's number and words."""
+        """Prepare the first op: listen for lanes that other ranks abort, and store this lane's number and key."""
         core, names = self._core, self._names()
         if get_ident() == core.thread and not core.ledger.refusing:
             core.router.lane_aborts.listen()

@@ -258,7 +258,7 @@ class Objects(Issuer):
         :param dst: the receiving rank.
         :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. Objects never match
             receives of tensors.
-        :param pickle: send a pickle.
+        :param pickle: whether to send a pickle.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is None.
@@ -279,7 +279,7 @@ class Objects(Issuer):
 
         :param src: the sending rank.
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
-        :param pickle: expect a pickle, and load it.
+        :param pickle: whether to expect a pickle, and load it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout. A
             receive that is unmatched at its deadline fails alone, and the communicator stays usable.
@@ -302,7 +302,7 @@ class Objects(Issuer):
 
         :param obj: the object on the root; ignored elsewhere.
         :param root: the rank whose object is sent.
-        :param pickle: send and expect a pickle.
+        :param pickle: whether to send and expect a pickle.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the object, and on the root a copy of it.
@@ -324,7 +324,7 @@ class Objects(Issuer):
         """Give every rank the objects of all ranks.
 
         :param obj: this rank's object.
-        :param pickle: send and expect pickles.
+        :param pickle: whether to send and expect pickles.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order.
@@ -347,7 +347,7 @@ class Objects(Issuer):
 
         :param obj: this rank's object.
         :param root: the rank that gets the objects.
-        :param pickle: send and expect pickles.
+        :param pickle: whether to send and expect pickles.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
@@ -370,7 +370,7 @@ class Objects(Issuer):
 
         :param objs: one object per rank on the root; ignored elsewhere.
         :param root: the rank that has the objects.
-        :param pickle: send and expect pickles.
+        :param pickle: whether to send and expect pickles.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is this rank's object.

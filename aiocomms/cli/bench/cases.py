@@ -14,7 +14,7 @@ class BenchCase:
     """A rank's float32 tensors: the op reads ``input`` and writes ``output``.
 
     For an in-place op, both are the same tensor. The size is the size of the larger tensor, as in nccl-tests. If an op
-    has one part for each rank, all parts are equal and have at least one element.
+    has one part for each rank, all parts have the same number of elements, at least one.
     """
 
     op: str
@@ -70,7 +70,7 @@ class BenchCase:
         return 0 if expected is None else int((self.output != expected).sum())
 
     def _expected(self) -> Tensor | None:
-        """Return the output that this rank must have afterwards; None if any output is right."""
+        """Return the output that this rank must have afterwards; None if this rank's output does not matter."""
         n, rank, moves = len(self.input), self.rank, self.moves
         if moves == "all_reduce" or (moves == "reduce" and rank == ROOT):
             return self._sum()

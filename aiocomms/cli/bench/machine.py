@@ -1,7 +1,7 @@
-"""The processors: their assignment to ranks, competing processes, and their speed at the moment.
+"""The processors: their assignment to ranks, the processes that compete with the ranks, and the speed at the moment.
 
 A virtual machine shares its processor with others, which may slow a core down. The caches of two cores may also be far
-apart. Both effects last for minutes, and make small operations half as slow again.
+apart. Both effects last for minutes, and small operations then take 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aiocomms.communicator.communicator import Communicator
 
 BATCHES, TRIPS, STEPS = 10, 20, 300
 _LINE = 128
-"""The bytes between the two sides' words: two cache lines, because some processors fetch lines in pairs."""
+"""The bytes between the two ranks' words in memory: two cache lines, because some processors fetch lines in pairs."""
 _LOOKS = 10_000_000
 _NEIGHBOUR = "import ctypes\nctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
 """A program that always wants a processor, and that is killed when its parent ends (``PR_SET_PDEATHSIG``)."""

@@ -10,7 +10,7 @@ ITEM = 4
 BURST = 4
 """The number of messages that are under way at once in a ``send_burst``."""
 PING_PONG = 0.5
-"""The share of one way in an iteration of a round trip."""
+"""The share of one direction in an iteration, which is a round trip."""
 
 
 def _one(_: int) -> float:

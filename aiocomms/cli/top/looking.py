@@ -1,7 +1,7 @@
 """The query of this user's processes with communicators: this module finds them, and reads their state.
 
-Each process answers by its :mod:`aiocomms.diagnosis.live` view. The answer is decoded into a closed type, and an error
-names a fault in it.
+Each process answers by its :mod:`aiocomms.diagnosis.live` view. The answer is decoded into a fixed type, and an error
+names a fault in the answer.
 """
 
 from __future__ import annotations

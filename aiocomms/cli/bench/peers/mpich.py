@@ -86,7 +86,10 @@ class MpichPeer:
         yield calls[case.op]
 
     def _spec(self, tensor: Tensor) -> list[Any]:
-        """Return the buffer specification that mpi4py handles fastest. Collectives of parts divide the count."""
+        """Return the buffer specification that mpi4py handles fastest.
+
+        In collectives of parts, mpi4py divides the count.
+        """
         return [tensor.numpy(), self._mpi.FLOAT]
 
 
