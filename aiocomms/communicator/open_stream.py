@@ -39,17 +39,17 @@ class Streams(Issuer):
         """Open a stream to another rank, which opens one to this rank with the same name and items.
 
         :param peer: the other rank.
-        :param capacity: the number of items that this end holds before its program takes them: 1 to 2**20.
+        :param capacity: the number of items that this end can hold before its program takes them: 1 to 2**20.
         :param name: distinguishes streams between the same two ranks. Streams of the same name are paired in the order
             in which they are opened. The name has at most 100 bytes in UTF-8.
         :param items: the type of the items: ``torch.Tensor``, of any shape and dtype; a dataclass; or ``dict``, such as
             ``dict[str, Tensor]``. The values in a dict or a dataclass may be any that ``send_object`` can send without
             pickle.
-        :param capacity_bytes: the number of bytes that this end holds, at least 1. A larger item is held alone. None:
-            any number.
+        :param capacity_bytes: the number of bytes that this end can hold, at least 1. A larger item is held alone.
+            None: any number.
         :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; for tensors a :class:`TensorStream`.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: the other rank opened something else.
+        :raises ProtocolError: the other rank opened no such stream.
         :raises CommError: the communicator is lost.
         """
         peer, capacity, capacity_bytes = map(as_int, (peer, capacity, capacity_bytes))

@@ -113,9 +113,9 @@ class PointToPoint(Issuer):
         :param src: see :meth:`recv_any`.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param into: a function that returns the tensor to receive the message into. The loop calls it when the message
-            has arrived; no other receive of this loop can take this message. None: a new flat tensor on the
-            communicator's device. If the function raises or returns no fitting tensor, the work fails, and the message
-            stays for the next receive.
+            has arrived; no other receive of this loop can take this message. None: the message goes into a new flat
+            tensor on the communicator's device. If the function raises or returns no fitting tensor, the work fails,
+            and the message stays for the next receive.
         :param hints: advice to the transport.
         :param timeout: see :meth:`recv`.
         :returns: the work; its result is the sender's rank and the tensor.

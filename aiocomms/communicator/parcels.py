@@ -1,7 +1,7 @@
-"""The messages of an object: a header of fixed size, its encoding, and one for each value left out of the encoding.
+"""The messages of an object: a header of fixed size, the encoding, and a message for each value left out of it.
 
 A small encoding stands in the header itself. The encoding describes large tensors, bytes and strings, but leaves out
-their data. Their data is sent from its own memory and received into new memory; see :mod:`aiocomms.ops.apart`.
+their data. This data is sent from the memory of the values and received into new memory; see :mod:`aiocomms.ops.apart`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ArrivingObject:
         self._value: Any = None
 
     def unpack(self) -> list[Tensor]:
-        """Decode the object, and return memory for the values that are sent separately. Receive :attr:`body` before.
+        """Decode the object, and return memory for the values that are sent separately. Receive :attr:`body` first.
 
         The call does not decode a pickle.
 

@@ -177,7 +177,7 @@ class Reducing(Issuer):
         """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
 
         :param output: the tensor to write: this rank's chunk. It may be chunk ``rank`` of ``input``.
-        :param input: ``size`` times the elements of ``output``.
+        :param input: a tensor with ``size`` times the elements of ``output``.
         :param op: the reduction operator, or a name that :meth:`ReduceOp.parse` accepts.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.

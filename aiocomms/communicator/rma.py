@@ -98,8 +98,9 @@ class Window(Handle):
     later ``signal``.
 
     ``async with`` closes the window. If the body raises, the exit starts the close without awaiting it, and raises the
-    error at once. The bodies of the other ranks may wait for ops that this rank will never call. Those ranks close the
-    window only after their bodies. The window is closed once every rank has closed it.
+    error at once. Otherwise the exit could wait for ever: the bodies of the other ranks may wait for ops that this rank
+    will never call, and those ranks close the window only after their bodies. The window is closed once every rank has
+    closed it.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
@@ -119,7 +120,7 @@ class Window(Handle):
 
     @property
     def name(self) -> str:
-        """The window's name in reports: ``window 2`` is the second of its communicator, on all ranks."""
+        """The window's name in reports: ``window 2`` is the second window of its communicator, on all ranks."""
         return self._info.name
 
     @property
@@ -145,7 +146,7 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written; may be this rank.
-        :param offset: the first element to write in the part of ``dst``.
+        :param offset: the index of the first element to write in the part of ``dst``.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
@@ -168,7 +169,7 @@ class Window(Handle):
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
         :param dst: the rank whose part is written, and that gets the signal; may be this rank.
-        :param offset: the first element to write in the part of ``dst``.
+        :param offset: the index of the first element to write in the part of ``dst``.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
@@ -244,7 +245,7 @@ class Window(Handle):
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.
         :param src: the rank whose part is read; may be this rank.
-        :param offset: the first element to read in the part of ``src``.
+        :param offset: the index of the first element to read in the part of ``src``.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :returns: the work; its result is ``tensor``.
@@ -261,7 +262,7 @@ class Window(Handle):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
-        """Add to an element of a rank's part of the window, atomically.
+        """Add a number to an element of a rank's part of the window, atomically.
 
         :param dst: the rank whose part is changed; may be this rank.
         :param offset: the index of the element; the window's dtype must be int32 or int64.

@@ -310,7 +310,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the other end has room for an item. An item above all its room needs an empty end."""
+        """Return whether the other end has room for an item. An item above that end's capacity needs an empty end."""
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:
@@ -421,7 +421,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """Note that the other end has broken off, and fail the messages that it never takes."""
+        """Record that the other end has broken off, and fail the messages that it never takes."""
         error = CommAbortedError(f"rank {self.peer} ended stream {self.name!r} early: see its error", peer=self.peer)
         for work in list(self._under_way):
             work.abandon(error)

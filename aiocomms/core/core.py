@@ -77,7 +77,7 @@ class Core(Posting):
     abort_hooks: Hooks
     shortcuts: Shortcuts | None
     marks: CallerMarks | None
-    """The record of the positions in threads' CUDA streams at their calls; None: no transport has streams."""
+    """The marks of calls in the callers' CUDA streams; None: no transport has streams."""
     worded: Callable[[CommError], CommError]
 
     def __init__(
@@ -106,7 +106,7 @@ class Core(Posting):
         self._ended, self.failures = False, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
         self.over: Promise = Promise(self.driver)
-        """The promise that is set once the communicator was lost and its works have ended, or it was closed."""
+        """The promise that is set once the communicator was lost and its works have ended, or once it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.router: Router = Router(self, self.by_family)
         self.given_up: dict[int, LaneAbortedError] = self.router.lane_aborts.given_up

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from aiocomms.core.core import Core
 
 PERIOD: Final = 0.5
-"""Seconds between two inquiries of a communicator, so that polls by short deadlines do not load other ranks."""
+"""Seconds between two inquiries of a communicator, so that receives with short deadlines do not load other ranks."""
 _ROOM: Final = 1200
-"""The number of bytes of a rank's description of its activity; the rest is cut off."""
+"""The largest number of bytes of a rank's description of its activity; the rest is cut off."""
 _LOOKED_AT: Final = 64
 """The number of pending ops, oldest first, whose ranks an answer names."""
 
@@ -170,8 +170,8 @@ def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, h
     A wait that closes a circle comes first, then the oldest pending one. None: there is no such wait.
 
     :param wait: the period in which all earlier ranks have waited.
-    :param asked: the time of the question; ``heard`` is the time of the answer. The rank has measured its ages between
-        them. In doubt the rank counts as not waiting.
+    :param asked: the time of the question; ``heard`` is the time of the answer. The rank has measured the ages in its
+        answer between these times. In doubt the rank counts as not waiting.
     """
     found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
     if (late := answer.late) is not None:

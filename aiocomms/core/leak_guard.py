@@ -1,4 +1,4 @@
-"""The guards that close a communicator which is still open when its event loop ends, with a warning.
+"""The guards of communicators: if one is still open when its event loop ends, its guard closes it and warns.
 
 Loops have no hook for their end, but they close the remaining async generators that were started in them.
 ``asyncio.run``, ``asyncio.Runner``, uvloop and trio do this. A program that closes a loop itself must call
@@ -43,11 +43,11 @@ class LeakGuard(Generic[_Comm]):
         _guards.add(self)
 
     def opened(self, advice: str) -> None:
-        """Note where the caller has opened the communicator, and the advice for a caller that leaves it open."""
+        """Store where the caller has opened the communicator, and the advice for a caller that leaves it open."""
         self._place, self._advice = caller(), advice
 
     def dismiss(self) -> None:
-        """Note that the communicator is closed. A second call changes nothing."""
+        """Record that the communicator is closed. A second call changes nothing."""
         _guards.discard(self)
         if not self._ending:
             self._step()

@@ -115,7 +115,7 @@ class Life(msgspec.Struct, frozen=True):
     state: State = State.OPEN
     failure: Failure | None = None
     closed: CommClosedError | None = None
-    """The error of ops that are called after this rank has begun to close it."""
+    """The error of ops that are called after this rank has begun to close the communicator."""
 
     def refusal(self) -> CommError | None:
         """Return the error of an op that is called now; None: it may start."""
@@ -144,7 +144,7 @@ Step = tuple[Life, tuple[Action, ...]]
 
 
 def lose(life: Life, failure: Failure, *, here: bool) -> Step:
-    """Note a failure. Later failures change nothing.
+    """Record a failure. Later failures change nothing.
 
     :param here: whether this is the loop's thread. On the loop's thread, works end first, because their tasks resume
         only after all actions. On another thread works end last, because resumed tasks may close what the other actions
@@ -161,7 +161,7 @@ def lose(life: Life, failure: Failure, *, here: bool) -> Step:
 
 
 def explain(life: Life, verdict: Verdict, path: Path | None) -> Life:
-    """Note why a deadline has passed."""
+    """Record why a deadline has passed."""
     assert life.failure is not None
     return Life(life.state, life.failure.explained(verdict, path), life.closed)
 
@@ -179,6 +179,6 @@ def release(life: Life) -> Life:
 
 
 def disown(parent: int) -> Life:
-    """Note that the communicator belongs to the parent process, from which this process was forked."""
+    """Record that the communicator belongs to the parent process, from which this process was forked."""
     why = f"the communicator was created in process {parent} and cannot be used after a fork: form a new one"
     return Life(State.CLOSED, None, CommClosedError(why))

@@ -138,7 +138,7 @@ class Posting:
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
     def _ask(self, work: StartedWork[Any]) -> None:
-        """Call the pre-hooks of an op, and note the time of the call for the post-hooks."""
+        """Call the pre-hooks of an op, and store the time of the call for the post-hooks."""
         work.called = clock.now() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
@@ -147,7 +147,7 @@ class Posting:
             raise
 
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
-        """Take back the number of an op that is not posted: the next collective of all ranks has the same one.
+        """Uncount an op that is not posted: if it is a collective, the next collective of all ranks has its number.
 
         The post-hooks are called for the op.
         """
@@ -182,7 +182,7 @@ class Posting:
         return failure.about(comm=self.name, op=op.name, rank=self.rank)
 
     def keep(self, work: StartedWork[Any], seconds: float) -> StartedWork[Any]:
-        """Note that an op was posted and is pending.
+        """Record that an op was posted and is pending.
 
         :returns: the work.
         """
@@ -198,7 +198,7 @@ class Posting:
     # ------------------------------------------------------------------------------------------ ops of other threads
 
     def keep_elsewhere(self, work: StartedWork[Any], seconds: float) -> None:
-        """Note that an op is pending, before its end is reported. The thread that has posted the op calls this."""
+        """Record that an op is pending, before its end is reported. The thread that has posted the op calls this."""
         self.in_flight.add(work, seconds)
         # The communicator was lost before the op was added, or the op has already ended.
         if self._ended or work._state:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""Seconds after a rank has lost the communicator: how long the late rank reads the other ranks' reports, and how long
-works wait in all. A late op must fail within 0.5 s, and a busy machine needs the remaining time."""
+"""Seconds after a rank has lost the communicator: until the first time, the late rank reads the other ranks' reports;
+until the second time, works wait. A late op must fail within 0.5 s, and a busy machine needs the remaining time."""
 WRITING = 1.0
 """The most seconds for which works wait for the flight recorder's file, whose path their errors name. Writing takes
 about 1 ms, but may never end if the file system hangs."""
@@ -172,13 +172,13 @@ def _read_verdict(said: bytes, size: int) -> Verdict:
 
 
 def tidy(brief: Brief) -> None:
-    """Make another process's report fit for a message, in place."""
+    """Make another process's report fit for an error message, in place."""
     brief.last = printable(brief.last)
     brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
 
 
 def tidied(item: Item) -> Item:
-    """Return an op of another process, fit for a message."""
+    """Return an op of another process, fit for an error message."""
     args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
     texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane", "of")}
     tensors = [printable(text) for text in item.tensors[:SHOWN]]

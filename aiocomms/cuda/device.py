@@ -55,7 +55,10 @@ class Cuda(Protocol):
         """Make the device the current one of this thread."""
 
     def stream(self, priority: int) -> Stream:
-        """Return a stream that has no other owner. A stream of lower ``priority`` is served first; 0 is the default."""
+        """Return a stream that has no other owner.
+
+        :param priority: a lower number is served first; 0 is the default.
+        """
 
     def current_stream(self) -> Stream:
         """Return this thread's current stream."""
@@ -73,7 +76,7 @@ class Cuda(Protocol):
         """Return a new event without timing, on which a thread sleeps rather than spins."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """Return whether a stream is being captured into a graph; None for this thread's current stream."""
+        """Return whether a stream, by default this thread's current stream, is being captured into a graph."""
 
     def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
         """Run ``call``, which enqueues torch operations, with a stream as the current one."""

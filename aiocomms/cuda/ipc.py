@@ -31,7 +31,7 @@ class Mapped(Protocol):
     storage: UntypedStorage
 
     def release(self) -> None:
-        """Unmap the memory. No other reference to the storage may exist. It blocks: do not call it on the loop."""
+        """Unmap the memory. No other reference to the storage may exist. Do not call this on the loop: it blocks."""
 
 
 class TorchMapped:
@@ -100,7 +100,7 @@ def _map(owner: int, exported: list[Any]) -> TorchMapped:
 
 
 def _plain(handle: bytes) -> bytes | None:
-    """Return CUDA's handle from torch's, which may begin with a version and a kind; None if the kind is another."""
+    """Return CUDA's handle from torch's, which may begin with a version and a kind; None for other kinds."""
     if len(handle) == runtime.HANDLE_BYTES:
         return handle
     return handle[2:] if handle[1:2] == _PLAIN and len(handle) == runtime.HANDLE_BYTES + 2 else None
@@ -108,7 +108,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current: torch's IPC calls record events, wait for events, and wait for the stream."""
+    """Make an idle stream current, because torch's IPC calls record events, and wait for events and for the stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

@@ -22,7 +22,7 @@ class CallerMark:
     __slots__ = ("_cuda", "_event", "_stream")
 
     def __init__(self, cuda: Cuda, stream: Stream, event: Event | None = None) -> None:
-        """Store the place.
+        """Store the position.
 
         :param stream: the shadow; or the thread's own stream if there is no event.
         :param event: an event of the thread's stream, for which the shadow waits.

@@ -41,9 +41,9 @@ class Completions:
 
         :param wake: makes the event loop call :meth:`poll`; it is called on any thread.
         :param spin: the number of polls without a fired event after which threads sleep on the remaining events.
-        :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls it after each op
-            that a communicator posts. With this argument, it also does so after each :meth:`add`, for example by
-            another communicator.
+        :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls ``progress`` after
+            each op that a communicator posts. With this argument, the event loop also calls it after each :meth:`add`,
+            for example by another communicator.
         """
         self.parked: bool = False
         """True while threads sleep on the remaining events."""

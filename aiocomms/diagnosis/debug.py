@@ -32,7 +32,7 @@ def asked_for() -> bool:
 class Forgotten:
     """The warning about a successful work whose result no code has requested.
 
-    It is an object of its own, because a work may be in a reference cycle.
+    The warning is a separate object, because a work may be in a reference cycle.
     """
 
     __slots__ = ("__weakref__", "armed", "place", "what")
@@ -61,7 +61,7 @@ _watched: Final[WeakSet[Forgotten]] = WeakSet()
 def report_forgotten(*, quietly: bool) -> None:
     """Report all forgotten works of this process that are done, even if an exception still refers to them.
 
-    :param quietly: drop the reports.
+    :param quietly: whether to drop the reports.
     """
     for forgotten in sorted(_watched, key=lambda it: (it.place, it.what)):
         if quietly:
@@ -75,7 +75,7 @@ else:
     _Started = object  # A struct can have only one base with fields.
 
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
-"""The registry in which :mod:`warnings` notes earlier warnings, because by default it shows each one once."""
+"""The registry in which :mod:`warnings` notes earlier warnings, because by default it shows each warning once."""
 
 
 class DebugWork(_Started):
@@ -137,7 +137,7 @@ class WatchedWork(DebugWork, PlainWork[T_co]):
 
     place: SourceLine | None = None
     task: tuple[str, object] | None = None
-    """The name and the coroutine of the calling task, until the op has ended; None: a callback has called it."""
+    """The name and the coroutine of the calling task, until the op has ended; None: a callback has called the op."""
     _forgotten: Forgotten | None = None
 
 
@@ -208,7 +208,10 @@ class Debugger:
         work.watch(place)
 
     def _check_tasks(self, op: Op, lane: int | None, place: SourceLine, name: str, coroutine: object) -> None:
-        """Refuse a collective beside one of another task. If that task has ended, the order is certain: no conflict."""
+        """Refuse a collective while one of another task is pending.
+
+        If that task has ended, the order of the two collectives is certain, and there is no conflict.
+        """
         for work in self._in_flight:
             if not isinstance(work, DebugWork) or work.task is None or not _collective(work.op):
                 continue

@@ -28,7 +28,7 @@ from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
-"""The number of files that a process keeps, and that the default folder keeps. The oldest files are deleted."""
+"""The numbers of files that are kept of one process, and in the default folder. The oldest files are deleted."""
 LARGEST = 8 << 20
 """The largest size of a file in bytes. A longer file leaves out the oldest ops."""
 
@@ -134,7 +134,7 @@ class Record:
     """The ops of a lost communicator, noted at once and written to a file when its tasks have resumed."""
 
     def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
-        """Note the ops. Safe on any thread or signal handler.
+        """Store the ops. Safe on any thread or signal handler.
 
         :param flying: the works that were pending at the loss.
         """

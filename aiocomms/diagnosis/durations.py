@@ -1,4 +1,4 @@
-"""Histograms of durations. A count is one addition, and any thread may read."""
+"""Histograms of durations. To count a duration takes one addition, and any thread may read the counts."""
 
 from __future__ import annotations
 

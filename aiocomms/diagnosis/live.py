@@ -83,7 +83,7 @@ class LiveView:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def reset(self) -> None:
-        """Start afresh."""
+        """Return to the state without communicators, socket and thread."""
         # The lock is reentrant: a finalizer that runs under it may close a communicator.
         self._lock = threading.RLock()
         self._comms: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -92,7 +92,7 @@ class LiveView:
         self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
 
     def _leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which has no such thread. An open one would hide the parent's death."""
+        """Close the socket in a forked child, which lacks the thread. An open socket would hide the parent's death."""
         for inherited in (self._listener, self._guest):
             if inherited is not None:
                 inherited.close()

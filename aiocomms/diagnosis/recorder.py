@@ -1,9 +1,9 @@
 """The flight recorder: the last ops and the pending ops of a communicator, to be written to a file at its loss.
 
 It is always on. For an op that ends within its call it keeps the type and the time as two entries. It also keeps
-integer arguments, but no tensor. To read a tensor's size costs as much as all the rest. So the recorder
-keeps sizes only of ops that did not end within their call. The communicator has its pending ops anyway, and the
-recorder describes them in full on request.
+integer arguments, but no tensor. To read a tensor's size costs as much as all the rest. So the recorder keeps sizes
+only of ops that did not end within their call. The communicator has its pending ops anyway, and the recorder describes
+them in full on request.
 
 Most of its cost is cache space. The types and times of 512 ops fit into the first-level cache beside the program's
 data. Four times as many do not fit, and a tuple per op takes twice the space.
@@ -42,7 +42,7 @@ FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
 """The number of ops that a communicator keeps by default, and the maximum, which also limits described pending ops."""
 SHOWN = 8
-"""The number of pending ops and tensors in short descriptions."""
+"""The largest number of pending ops and of tensors in short descriptions."""
 LONGEST = 300
 """The longest name, place or message, in characters."""
 UNMATCHED = "nothing matched"
@@ -118,7 +118,7 @@ class Brief(msgspec.Struct, omit_defaults=True):
     calls: int
     """The number of collectives that the rank has called."""
     ended: int
-    """The number of the last collective that has ended together with all earlier ones; 0: none."""
+    """The number of the last collective up to which all collectives have ended; 0: none."""
     last: str = ""
     """The name of that collective, if the recorder still has it."""
     pending: list[Item] = []
@@ -355,7 +355,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """Return the number of the last collective that has ended together with all earlier ones."""
+    """Return the number of the last collective up to which all collectives have ended."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 

@@ -48,7 +48,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
-    """Write an error file as torch does. A file from torch's ``record`` stays, unless ``again``."""
+    """Write an error file as torch does. A file from torch's ``record`` stays, unless ``again`` is true."""
     lines = "".join(traceback.format_exception(error))
     extra = {"py_callstack": lines, "timestamp": str(at)}
     try:

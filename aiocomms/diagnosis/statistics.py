@@ -55,7 +55,7 @@ class Statistics(msgspec.Struct, frozen=True):
     generation: int
     """The number of the communicator: 1, and one more after each reconfiguration."""
     transports: Mapping[str, str]
-    """The name of the transport that carries each family, as in :attr:`Communicator.transports`."""
+    """The name of each family's transport, as in :attr:`Communicator.transports`."""
     issued: int
     """Ops called."""
     collectives: int
@@ -71,13 +71,13 @@ class Statistics(msgspec.Struct, frozen=True):
     refused: int
     """Ops that could not be posted. Their callers got the error, and no byte was sent."""
     pending: int
-    """Ops under way, without standing receives."""
+    """Ops under way, except standing receives."""
     pending_bytes: int
     """Bytes of the pending ops' tensors."""
     pending_lanes: int
     """Lanes with pending ops."""
     oldest: float | None
-    """Seconds for which the oldest pending op has been under way, without standing receives; None: there is none."""
+    """Seconds for which the oldest pending op, except standing receives, has been under way; None: there is none."""
     silence: Mapping[int, float]
     """Seconds without a sign of life of each other rank. The heartbeat measures them only while ops are pending, about
     every 0.4 s. The mapping is empty if no op was pending recently, or no transport can measure."""

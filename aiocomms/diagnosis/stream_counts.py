@@ -17,7 +17,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import STREAM, STREAM_DATA
 
 _PARTS = 4
-"""The number of tags of one end: for headers, for the data after them, and for credits. The fourth is unused."""
+"""The number of tags of one end: one for headers, one for the data after them, one for credits, and one unused."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class StreamStatistics(msgspec.Struct, frozen=True):
     peer: int
     """The other rank."""
     seconds: float
-    """Seconds from the opening of both ends until this end was closed or now; 0: the other end is not open yet."""
+    """Seconds from the opening of both ends until now or the close of this end; 0: the other end is not open yet."""
     sent: int
     """Items whose send has begun, because the other end had room."""
     received: int
@@ -67,7 +67,7 @@ def words(name: str, number: int) -> str:
 
 
 class Blocked:
-    """The seconds for which at least one task was suspended. One thread changes the object, and any thread reads it."""
+    """The seconds with at least one task suspended. One thread changes the object, and any thread may read it."""
 
     __slots__ = ("_sum", "_tasks")
 
@@ -78,19 +78,19 @@ class Blocked:
         self._sum = 0.0
 
     def begin(self) -> None:
-        """Note that a task is about to be suspended."""
+        """Record that a task is about to be suspended."""
         if not self._tasks:
             self._sum -= clock.now()
         self._tasks += 1
 
     def end(self) -> None:
-        """Note that a task has resumed."""
+        """Record that a task has resumed."""
         self._tasks -= 1
         if not self._tasks:
             self._sum += clock.now()
 
     def seconds(self, now: float) -> float:
-        """Return the sum until now."""
+        """Return the sum until the time ``now``."""
         known = self._sum
         return known if known >= 0 else max(0.0, now + known)
 
@@ -115,18 +115,18 @@ class StreamCounts:
         self._closed: float | None = None
 
     def has(self, op: str, tag: int, channel: int = STREAM_DATA) -> None:
-        """Note that messages with this tag belong to the stream.
+        """Record that messages with this tag belong to the stream.
 
         :param op: ``send`` or ``recv``.
         """
         self.names[key_of(op, self.peer, tag, channel)] = self.words
 
     def open(self) -> None:
-        """Note that both ends are open."""
+        """Record that both ends are open."""
         self._opened = clock.now()
 
     def close(self) -> None:
-        """Note that this end is closed."""
+        """Record that this end is closed."""
         self._closed = clock.now()
 
     def statistics(self) -> StreamStatistics:

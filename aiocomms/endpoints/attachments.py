@@ -1,8 +1,8 @@
 """Regions that two endpoints open to each other: windows in which only the owner has memory.
 
-Both ends open and close windows in the same order, which rank 0 decides. Rank 0 makes each call first and then sends a
-note; rank 1 makes the same calls in the order of the notes. So rank 1 asks rank 0 to open or close a region. Notes need
-no pending receive.
+Both ends open and close windows in the same order, which rank 0, the leader, decides. Rank 0 makes each call first and
+then sends a note; rank 1 makes the same calls in the order of the notes. So rank 1 asks rank 0 to open or close a
+region. Notes need no pending receive.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Attachments:
         self.say(Bye())
 
     def end(self, error: CommError) -> None:
-        """End all requests and attachments: the communicator is lost or closed. Only the first call counts."""
+        """End all requests and attachments, because the communicator is lost or closed. Only the first call counts."""
         if self._over is not None:
             return
         self._over = error
@@ -208,7 +208,7 @@ class Attachments:
         self._orders.clear()
 
     def hear_no_more(self) -> None:
-        """Ignore further notes: the communicator is about to be closed."""
+        """Ignore further notes, because the communicator is about to be closed."""
         self._core.notes.on_passed = lambda rank, what: None
 
     def check_thread(self, op: str) -> None:

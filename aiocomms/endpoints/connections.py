@@ -44,7 +44,7 @@ _AT_ONCE: Final = 32
 _MOST_GONE: Final = 16
 """The most connections that are kept although the other end has closed them and no task has accepted them."""
 _PAUSE: Final = 0.01
-"""The seconds before another call after a crossed one: the other endpoint may have given its own call up."""
+"""The seconds between a crossed call and the next call: the other endpoint may have given up its own call."""
 
 
 class _Forming:
@@ -280,7 +280,7 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _ended(self, peer: Peer, how: End) -> None:
-        """Note that a connection is over. Close it if it is lost; the program closes it if the other end closed it."""
+        """Record that a connection is over. Close a lost one; the program closes one that the other end has closed."""
         endpoint = peer._address.endpoint
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]

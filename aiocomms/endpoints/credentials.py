@@ -101,7 +101,7 @@ def new_key() -> bytes:
 
 
 def expiry(name: str, lifetime: arguments.Timeout) -> float:
-    """Return the time, in seconds since 1970, when a lifetime that begins now ends.
+    """Return the end of a lifetime that begins now, in seconds since 1970.
 
     :param lifetime: seconds; None for no end.
     :raises ArgumentError: the lifetime is neither None nor a valid number of seconds.
@@ -118,7 +118,8 @@ def expired(expires: float) -> bool:
 def read_address(data: object, *, late: bool = False) -> Address:
     """Decode and check an address.
 
-    :param late: accept an expired address. Only an endpoint that connects to an expired address refuses the address.
+    :param late: whether to accept an expired address. Only an endpoint that connects to an expired address refuses the
+        address.
     :raises ArgumentTypeError: the data is not bytes.
     :raises ArgumentError: the data is no address, or the address has expired.
     :raises AuthError: the address was not made with this job's token.
@@ -156,10 +157,10 @@ def read_descriptor(data: object) -> Descriptor:
 
 
 def check_descriptor(data: bytes, key: bytes) -> Descriptor:
-    """Decode and check a descriptor of this endpoint.
+    """Decode and check a descriptor that this endpoint has made.
 
     :param key: the key that signs this endpoint's descriptors.
-    :raises RegionError: this endpoint has not made the descriptor, or it has expired.
+    :raises RegionError: this endpoint has not made the descriptor, or the descriptor has expired.
     """
     found = read_descriptor(data)
     if not same(data, found.pack(key)):  # The comparison also refuses the same content in another encoding.

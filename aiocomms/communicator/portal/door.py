@@ -26,7 +26,7 @@ class DoorOwner(Protocol):
 
     @property
     def marks(self) -> CallerMarks | None:
-        """The positions in threads' CUDA streams at which they made their calls; None: there are no streams."""
+        """The marks of calls in the callers' CUDA streams; None: there are no streams."""
 
     @property
     def rank(self) -> int | None:
@@ -48,7 +48,7 @@ class DoorOwner(Protocol):
 
 
 class _LoopBell:
-    """The waker in a simulation, where the loop waits for no descriptor and makes a call instead."""
+    """The waker in a simulation, whose loop waits for no descriptor: the waker makes the loop call a function."""
 
     def __init__(self, driver: LoopDriver, call: Callable[[], object]) -> None:
         self._driver, self._call = driver, call
@@ -104,7 +104,7 @@ class Door:
     def idle(self) -> bool:
         """True if all queued calls have been made.
 
-        The queue is read first, because a call leaves the queue before it runs.
+        The queue is checked before the running call, because a call leaves the queue before it runs.
         """
         return not self._calls and not self._serving
 
@@ -166,7 +166,7 @@ class Door:
         self.core.lose(error)
 
     def disown(self) -> None:
-        """Disown the door in a forked child, where a missing thread may hold the waker's lock and never release it."""
+        """Disown the door in a forked child. A thread that the child lacks may hold the waker's lock for ever."""
         self.closed = True
 
     def close(self) -> None:

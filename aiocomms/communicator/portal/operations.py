@@ -1,4 +1,4 @@
-"""The operations of a communicator or a lane in blocking form, for threads without its event loop."""
+"""The operations of a communicator or a lane in blocking form, for threads other than that of the event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operations(Issuer):
     _target: Any
     """The communicator or lane on which the operations run."""
     _where: str
-    """The target's name in errors."""
+    """The name of the communicator or lane in errors."""
 
     send: Final = started(PointToPoint.send)
     recv: Final = started(PointToPoint.recv)

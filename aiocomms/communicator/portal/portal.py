@@ -1,4 +1,4 @@
-"""The class ``Portal``: a communicator's methods in blocking form, for threads without its event loop."""
+"""The class ``Portal``: a communicator's methods in blocking form, for threads other than that of its event loop."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _T = TypeVar("_T")
 
 
 class Portal(Operations, Hooked):
-    """A communicator's operations in blocking form, for every thread except that of its event loop.
+    """A communicator's operations in blocking form. Any thread but the event loop's may use them.
 
     See :meth:`Communicator.portal`.
 
     Each method has the arguments and the result of the communicator's method of the same name. If the communicator's
     method returns a :class:`~aiocomms.Work`, the portal's method returns a :class:`BlockingWork`. If the communicator's
-    method is a coroutine function, the portal's method blocks until it is done. Calls of one thread start in the order
-    in which the thread makes them. Calls of several threads start one after the other. Each call sees the context
-    variables of its thread.
+    method is a coroutine function, the portal's method blocks until the coroutine is done. Calls of one thread start in
+    the order in which the thread makes them. Calls of several threads start one after the other. Each call sees the
+    context variables of its thread.
 
     Ctrl-C cancels a blocking call, and waits for its end. A second Ctrl-C does not wait.
     """
@@ -67,7 +67,7 @@ class Portal(Operations, Hooked):
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport that carries each family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        """The name of each family's transport; see :attr:`Communicator.transports`."""
         transports: dict[str, str] = self._comm.transports
         return transports
 

@@ -1,4 +1,4 @@
-"""The blocking views of batches, windows and streams, for threads without the communicator's event loop."""
+"""The blocking views of batches, windows and streams, for threads other than that of the event loop."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class BlockingStream(Handle, Generic[_T]):
 
         :param timeout: the seconds to wait; None: no limit.
         :raises TimeoutError: no item arrived in time; the next call returns an item that arrives later.
-        :raises anyio.EndOfStream: the other end has sent its last item, and all of them have been received.
+        :raises anyio.EndOfStream: the other end has sent its last item, and all its items have been received.
         """
         return run(self._door, "receive", self._stream.receive, timeout)
 

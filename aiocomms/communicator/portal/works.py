@@ -37,7 +37,7 @@ class PortalCall(Pending, Generic[_T]):
     __slots__ = ("_call", "_cancelled", "_context", "_error", "_mark", "_scope", "_values", "refused")
 
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]], marks: CallerMarks | None = None) -> None:
-        """Note the call.
+        """Store the call, which does not start yet.
 
         :param marks: the communicator's marks; with them the call comes after the earlier work on this thread's CUDA
             stream.
@@ -107,7 +107,7 @@ class PortalCall(Pending, Generic[_T]):
 
 
 def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
-    """Run on the loop a coroutine function that closes an object. If the loop refuses it, nothing is left to close.
+    """Run on the loop a coroutine function that closes an object. If the loop refuses, nothing is left to close.
 
     :param what: the name of the called method, for the error if the caller is on the loop's own thread.
     """
@@ -146,7 +146,7 @@ class BlockingWork(Pending, Generic[T_co]):
     def __init__(
         self, comm: Any, where: str, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout
     ) -> None:
-        """Note the call.
+        """Store the call, which does not start yet.
 
         :param comm: the communicator or lane on which the op was called.
         :param where: the name of ``comm`` in errors.
@@ -187,7 +187,7 @@ class BlockingWork(Pending, Generic[T_co]):
         is then withdrawn, as if the last task that awaits a work were cancelled.
 
         :param timeout: the seconds to wait; 0: do not wait; None: no limit.
-        :returns: the result that awaiting the communicator's own work returns.
+        :returns: the result that ``await`` returns for the communicator's own work.
         :raises TimeoutError: the op was not done in time; it goes on.
         :raises CommError: the op failed or could not be started, or the event loop has ended.
         :raises RuntimeError: the caller is on the loop's own thread, which would wait for itself.
@@ -251,7 +251,10 @@ class BlockingWork(Pending, Generic[T_co]):
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
-        """Post the op here if shortcuts can and no earlier call waits for the loop; return whether it was posted."""
+        """Post the op on this thread if shortcuts can and no earlier call waits for the loop.
+
+        :returns: whether the op was posted.
+        """
         shortcuts, door = self._comm._shortcuts, self._door
         if shortcuts is None or not door.idle:
             return False
@@ -346,7 +349,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # ---------------------------------------------------------------------------------------------- on any thread
 
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
-        """Return the call's arguments to the first caller, which starts the op or prevents its start; else None."""
+        """Return the arguments to the first caller, which starts the op or prevents its start; None to the others."""
         try:
             return self._asked.pop()
         except IndexError:
