@@ -43,7 +43,7 @@ DEFAULT: Final = "world"
 UNNAMED: Final = "endpoint"
 """The default name of an endpoint."""
 FORMING: Final = 600.0
-"""The seconds in which a communicator without a deadline must form. The error names the ranks that never arrive."""
+"""A communicator without a deadline must form in so many seconds; else an error names the ranks that never arrive."""
 SILENCE: Final = 5.0
 """The default for the seconds without a sign of life after which a rank counts as dead."""
 _HEARTBEAT: Final = "AIOCOMMS_HEARTBEAT"

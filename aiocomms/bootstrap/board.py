@@ -1,4 +1,4 @@
-"""The board of a communicator: signed records of its ranks in the store, which all of them can read.
+"""The board of a communicator: signed records in the store. Each of its ranks writes some and can read all.
 
 Recovery and diagnosis use the board, on separate threads. Transports do not use it. Every call blocks as long as the
 store does.

@@ -374,7 +374,7 @@ def _excluded() -> CommAbortedError:
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
-    """Check the arguments of a recovery, and that this rank has neither closed the communicator nor counts as dead.
+    """Check the arguments of a recovery, and that this rank has not closed the communicator and is not taken for dead.
 
     :raises ArgumentError: an argument is wrong.
     :raises CommClosedError: the communicator was closed on this rank.

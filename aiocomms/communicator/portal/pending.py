@@ -78,7 +78,7 @@ class Pending(Handle):
         return self._over
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called once on the object's end: on the thread that ends it, or at once if it has ended.
+        """Call ``call()`` once when the object ends, on the thread that ends it; or at once if it has ended already.
 
         Any thread may use this. ``call`` must neither block nor raise. The caller counts as a waiter, like a blocked
         thread.
@@ -86,7 +86,7 @@ class Pending(Handle):
         self._call_when_over(_Callback(call, waits=True))
 
     def add_step(self, call: Callable[[], object]) -> None:
-        """Have ``call()`` called as :meth:`add_done_callback` does, but do not count the caller as a waiter."""
+        """Call ``call()`` as :meth:`add_done_callback` does, but do not count the caller as a waiter."""
         self._call_when_over(_Callback(call, waits=False))
 
     def _call_when_over(self, bell: _Callback) -> None:
