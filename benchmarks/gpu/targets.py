@@ -32,13 +32,13 @@ class Target(NamedTuple):
 
 TARGETS = (
     Target("post", "host time to post an all_reduce / torch's with async_op=True", "x", 1.5),
-    Target("await", "await above stream.synchronize(), an op of 10 µs", "µs", 25.0),
-    Target("heartbeat", "1 ms heartbeat late by, p99, while collectives of 10 ms run", "ms", 0.3),
+    Target("await", "time of an await of a 10 µs op, less that of stream.synchronize()", "µs", 25.0),
+    Target("heartbeat", "lateness of a 1 ms heartbeat, p99, while collectives of 10 ms run", "ms", 0.3),
     Target("parked", "CPU of the process while an await is parked, of one core", "%", 3.0),
     Target("bandwidth1", "bandwidth, 1 rank, all_gather of 64 MiB / torch's", "x", 0.98, least=True),
     Target("bandwidth2", "bus bandwidth, 2 ranks, all_reduce of 64 MiB / torch's", "x", 0.98, least=True, size=2),
     Target("p2p", "UCX send/recv of 64 MiB, 2 processes / device-to-device copy", "x", 0.7, least=True, size=2),
-    Target("get", "window, time of a get of 64 MiB / of a put, 2 processes", "x", 1.2, size=2),
+    Target("get", "time of a window's get of 64 MiB / of a put, 2 processes", "x", 1.2, size=2),
 )
 OF_WINDOWS_AND_MESSAGES = frozenset({"p2p", "get"})
 """The measures of the transport of windows and messages."""
