@@ -111,9 +111,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Record that a test failed, and hide aiocomms' frames.
+    """Record that a test failed, and hide aiocomms' frames in its traceback.
 
-    Ranks of a failed test may have pending operations that never end.
+    The fixture ``world`` then aborts the world: pending operations of a failed test may never end.
     """
     if call.excinfo is not None:
         _hide_frames()
@@ -128,8 +128,8 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
 
     The fixture serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
     ``@pytest.mark.ranks(4)`` sets the number of ranks. The marker's arguments ``timeout=`` and ``transport=`` set the
-    deadline of operations and the transport. An indirect parameter can set the same values. It is the number of ranks,
-    or a mapping with the keys ``n``, ``timeout`` and ``transport``.
+    deadline of operations and the transport. An indirect parameter can set the same values: as the number of ranks,
+    or as a mapping with the keys ``n``, ``timeout`` and ``transport``.
 
     After the test the fixture closes the world. The test fails if a message is still unmatched, or if only some ranks
     have called a collective. If the test has failed already, the fixture aborts the world.

@@ -314,7 +314,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """The mapping of the window's memory at rank ``rank``. The result is a tensor over that shared memory."""
+    """The mapping of rank ``rank``'s part of the window. The result is a tensor over that part, in shared memory."""
 
     name = kind = "map_remote_tensor"
     rank: int

@@ -51,7 +51,7 @@ def size_of(item: Item) -> int:
 
 @unaffected
 def message(item: Item, device: torch.device) -> Tensor:
-    """Return an item's bytes as a flat uint8 tensor on ``device``, without a copy where :func:`is_message` is true."""
+    """Return an item's bytes as a flat uint8 tensor on ``device``, without a copy if :func:`is_message` is true."""
     if not isinstance(item, Tensor):
         return _shown(item).to(device)
     return octets(item.resolve_conj().resolve_neg().contiguous().to(device))
@@ -139,7 +139,7 @@ class Landing:
         return bool(self._staged or self._texts)
 
     def settle(self) -> None:
-        """Copy data that has arrived on another device to the CPU, and check the strings. Blocks.
+        """Copy to the CPU the data that has arrived on another device, and check the strings. Blocks.
 
         :raises ProtocolError: a string is not ASCII.
         """

@@ -50,7 +50,7 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 def checked(op: Asked, group: CheckedComm) -> Asked:
     """Check an op, and return it with tensors instead of arrays and with ints instead of other numbers.
 
-    An await of the op returns ``op.result()`` of the original op.
+    An await of the returned op gives ``op.result()`` of the original op.
 
     :raises ArgumentError: :meth:`Op.check` raises it, or an array cannot serve as a tensor.
     """
@@ -123,7 +123,7 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
     """Return an argument of an op as a tensor.
 
-    If the program can fix an array with a function, the error names the function.
+    If a function of the array's library makes an array contiguous, the error names that function.
 
     :raises ArgumentError: :func:`as_tensor` raises it, or the array is not contiguous or not on the device.
     """
@@ -142,10 +142,10 @@ def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
 
 
 def like(given: Any, tensor: Tensor) -> Any:
-    """Return a tensor as an object of the type of ``given``. An array shares the memory of the tensor.
+    """Return ``tensor`` as an array of the library of ``given``, over the same memory.
 
-    The result for a subclass of a NumPy array is a plain NumPy array. If the library cannot import DLPack, the result
-    is the tensor itself.
+    If ``given`` is no array, or its library cannot import DLPack, return ``tensor`` itself. For an instance of a
+    subclass of NumPy's array, return a plain NumPy array.
     """
     if not is_array(given):
         return tensor

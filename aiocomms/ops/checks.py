@@ -104,7 +104,9 @@ def readable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
 
 
 def writable(name: str, tensor: torch.Tensor, group: CheckedComm) -> None:
-    """Check a tensor that an op writes, as :func:`readable` does. Autograd must not track the tensor.
+    """Check a tensor that an op writes.
+
+    The rules are those of :func:`readable`. In addition, autograd must not track the tensor.
 
     :raises ArgumentError: :func:`readable` raises it, or the tensor requires grad.
     """
@@ -159,10 +161,10 @@ def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, sh
 
 
 def listed(name: str, tensors: Sequence[torch.Tensor], group: CheckedComm, *, write: bool, equal: bool) -> None:
-    """Check a list with one tensor per rank: its length, each tensor, and that all tensors have one dtype.
+    """Check a list with one tensor per rank: its length, each tensor, and that all have the same dtype.
 
     :param write: whether the op writes the tensors.
-    :param equal: whether all tensors must also have one shape.
+    :param equal: whether all tensors must also have the same shape.
     """
     if len(tensors) != group.size:
         raise ArgumentError(f"{name} has {len(tensors)} tensors, wanted one per rank: {group.size}")
@@ -180,12 +182,12 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """Check a list as :func:`sequence` does, but also accept None, which ranks without a list pass."""
+    """Check a list as :func:`sequence` does, or accept None, which a rank passes instead of a list."""
     return None if value is None else sequence(name, value)
 
 
 def multiple(name: str, tensor: torch.Tensor, of_name: str, of: torch.Tensor, size: int) -> None:
-    """Check that ``tensor`` has the dtype of ``of`` and ``size`` times its elements."""
+    """Check that ``tensor`` has the dtype of ``of``, and ``size`` times as many elements as ``of``."""
     same(name, tensor, of_name, of, shape=False)
     if tensor.numel() != size * of.numel():
         raise ArgumentError(
@@ -197,8 +199,8 @@ def multiple(name: str, tensor: torch.Tensor, of_name: str, of: torch.Tensor, si
 def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Check that no output shares memory with another output or with an input.
 
-    :param outputs: names and tensors that the op writes.
-    :param inputs: names and tensors that the op reads. Inputs may overlap each other.
+    :param outputs: the tensors that the op writes, each with its name.
+    :param inputs: the tensors that the op reads, each with its name. Inputs may overlap each other.
     """
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes, True, name) for name, t in outputs if t.nbytes]
     spans += [(t.data_ptr(), t.data_ptr() + t.nbytes, False, name) for name, t in inputs if t.nbytes]
@@ -238,7 +240,7 @@ def other(name: str, value: int, group: CheckedComm) -> None:
 
 
 def end(name: str, value: int, group: CheckedComm) -> None:
-    """Check that a value is a rank to send to or receive from. On the CPU this rank itself is also valid."""
+    """Check that a value is a rank to send to or receive from: a peer or, for tensors on the CPU, this rank itself."""
     index(name, value, group)
     if value == group.rank and group.device.type != "cpu":
         raise ArgumentError(

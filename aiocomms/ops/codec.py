@@ -86,7 +86,7 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
         torch's Tensor, dtype, device and Size.
     :param pickle: whether to use pickle, which takes any object. The receiver must ask for pickle too.
     :param apart: a list that gets the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU.
-        The encoding only describes these values. With None the encoding holds everything.
+        The encoding only describes these values. If ``apart`` is None, the encoding holds everything.
     :raises ArgumentError: the object holds a value of another type, or the object is nested too deep or is too large.
     """
     if pickle:
@@ -313,7 +313,7 @@ def _unpack_tensor(data: memoryview) -> Tensor:
 
 @unaffected
 def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
-    """Return bytes as a flat uint8 tensor on ``device``. On the CPU the tensor shares the memory of a bytearray."""
+    """Return bytes as a flat uint8 tensor on ``device``. A tensor on the CPU shares the memory of a given bytearray."""
     if not data:
         return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)

@@ -70,7 +70,7 @@ def dumps(value: Any, limit: int) -> bytearray:
     """Pickle an object.
 
     :param limit: the largest size of the pickle in bytes.
-    :raises ArgumentError: the pickle is larger.
+    :raises ArgumentError: the pickle is larger than ``limit``.
     """
     sink = _PickleSink(limit)
     _Pickler(sink).dump(value)

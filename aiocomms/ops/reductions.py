@@ -91,9 +91,9 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> ReduceOp:
-        """Turn a lower-case name, ``"sum" "mean" "max" "min" "product"``, into its operator.
+        """Return the operator with a lower-case name: ``"sum"``, ``"mean"``, ``"max"``, ``"min"`` or ``"product"``.
 
-        Return an operator unchanged.
+        If ``value`` is an operator already, return it unchanged.
 
         :raises ArgumentTypeError: the value is neither an operator nor a str.
         :raises ArgumentError: no operator has this name.
@@ -134,14 +134,14 @@ _NAMES = {
 
 
 def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
-    """Copy one rank's contribution into the dtype of the accumulator, and apply the factor of PREMUL_SUM to it."""
+    """Copy one rank's contribution, convert the copy to the accumulator's dtype, and apply the factor of PREMUL_SUM."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     copy = tensor.detach().to(torch.float32 if half else tensor.dtype, copy=True)
     return copy.mul_(op.factor) if op.kind == "premul_sum" else copy
 
 
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """Compute ``accumulator = accumulator op tensor``. Both come from :func:`lift`."""
+    """Compute ``accumulator = accumulator op tensor``. The factor of PREMUL_SUM is already applied to both."""
     with writing(accumulator):
         if (signed := _SIGNED.get(accumulator.dtype)) is None:
             _COMBINE[op.kind](accumulator, tensor, out=accumulator)
@@ -180,7 +180,7 @@ def _of_none(op: ReduceOp, dtype: torch.dtype) -> float:
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors.
 
-    Without tensors the result is the operator's neutral value, as in torch, or NaN for AVG.
+    If there are no tensors, the result is the operator's neutral value, as in torch, or NaN for AVG.
     """
     if not tensors:
         write(out, buffers.full(out.shape, _of_none(op, out.dtype), dtype=out.dtype, device=out.device))

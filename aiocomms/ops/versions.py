@@ -30,10 +30,10 @@ _increment_versions = _increment()
 
 
 def note_writes(op: Op, rank: int) -> None:
-    """Tell autograd that an op of this rank writes its tensors. The op may write until it ends.
+    """Increase the autograd version of each tensor that an op of this rank writes. The op may write until it ends.
 
-    Autograd then refuses a gradient that needs an old value. Autograd compares the versions of tensors; all views of
-    one tensor share a version. Only torch's own operations increase the version by themselves.
+    Autograd compares the versions, and then refuses a gradient that needs an old value. All views of one tensor share a
+    version. Only torch's own operations increase the version by themselves.
     """
     written = op.writes()
     if written and (type(op) is not Broadcast or op.root != rank):

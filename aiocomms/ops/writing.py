@@ -19,7 +19,7 @@ _AS_IT_IS = nullcontext()
 
 
 def writing(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which code can write the tensor, even if inference mode created it."""
+    """Return a context in which code can write the tensor, even if it was created in inference mode."""
     return torch.inference_mode() if tensor.is_inference() else _AS_IT_IS
 
 
@@ -41,7 +41,7 @@ def write(out: Tensor, source: Tensor) -> None:
 
 
 def octets(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as bytes, for any strides.
+    """Return a flat uint8 tensor over a contiguous tensor's memory, whatever the tensor's strides are.
 
     A contiguous tensor of at most one element may have any strides, for example ``torch.ones(2)[::2]``.
     ``view(torch.uint8)`` refuses such strides.

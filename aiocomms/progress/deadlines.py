@@ -40,7 +40,7 @@ class Watched(Protocol):
     def calm(self, now: float) -> bool:
         """Return whether no deadline has passed and no rank is silent.
 
-        :meth:`expire` then only asks the other ranks for signs of life.
+        If so, a call of :meth:`expire` only asks the other ranks for signs of life.
 
         :param now: the time, by the monotonic clock.
         """
@@ -56,7 +56,10 @@ class Watchdog:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Start afresh. A forked child has no watchdog thread, and a thread of the parent may have held the lock."""
+        """Start afresh, as a forked child must.
+
+        The child has no watchdog thread, and a thread of the parent may have held the lock.
+        """
         self.wakes_at = float("inf")
         """The time at which the thread wakes next. An op with an earlier deadline calls :meth:`wake_by`."""
         # The lock is reentrant: a finalizer that runs under it may post or close. The code takes the lock itself, not

@@ -44,7 +44,7 @@ class Served(Protocol):
     def progress(self) -> bool | None:
         """Advance pending ops without blocking. Return whether any op completed.
 
-        None: do not call again until the descriptor is readable.
+        If the result is None, do not call this method again until the descriptor is readable.
         """
 
     def fileno(self) -> int | None:
@@ -112,7 +112,7 @@ class LoopDriver:
         return driver
 
     def attach(self, transport: Served) -> None:
-        """Serve a transport from now on. The driver polls transports with the same descriptor as one."""
+        """Serve a transport from now on. The driver polls all transports that share a descriptor together."""
         fd = guarded(None, transport.fileno)
         source = None if fd is None else self._watched.get(fd)
         if source is None:
@@ -138,7 +138,7 @@ class LoopDriver:
             del here[_DRIVER]
 
     def poll_soon(self, transport: Served) -> None:
-        """Poll a transport with a pending op for as many turns as its capabilities ask for."""
+        """Poll a transport that has a pending op, for as many turns of the loop as ``capabilities.spin`` says."""
         spin = transport.capabilities.spin
         source = self._sources.get(transport)
         if spin and source is not None:
@@ -151,7 +151,7 @@ class LoopDriver:
             self.call_soon(self._turn)
 
     def overdue(self) -> bool:
-        """Return whether tasks have blocked the loop for too long, with ops that end within their calls."""
+        """Return whether the loop has had no turn for too long, as when all ops of a task end within their calls."""
         now = clock.now()
         if self._asked is None:
             if now - self._had_turn > TURN:
@@ -164,9 +164,11 @@ class LoopDriver:
         self._asked, self._had_turn = None, clock.now()
 
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
-        """Call ``fn`` on the loop's thread, from any thread or signal handler, also while :meth:`block` runs there.
+        """Call ``fn`` on the loop's thread, also while :meth:`block` runs on that thread.
 
-        :returns: False: nothing happens, because the loop has ended.
+        Any thread or signal handler may call this.
+
+        :returns: False if the loop has ended; then nothing happens.
         """
         self._calls.append((fn, args))
         blocked = self._blocked
@@ -290,7 +292,7 @@ class Waiters(msgspec.Struct, eq=False):
                 self.on_empty()
 
     def wake(self) -> None:
-        """Wake every task. If a signal handler's exception interrupts a call, the next call continues from there."""
+        """Wake every task. If a signal handler's exception interrupts a call, the next call wakes the rest."""
         waiting = self.waiting
         while waiting:
             waiter = waiting[0]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def broken(transport: object, method: str, error: BaseException) -> CommError:
-    """Return the error of a communicator whose transport has raised in a method that must not raise."""
+    """Return the error of a communicator whose transport has raised ``error`` in a method that must not raise."""
     failure = CommError(
         f"the transport {type(transport).__name__} is broken: {method}() raised {type(error).__name__}: {error}"
     )
@@ -52,7 +52,7 @@ def ends_task(error: BaseException) -> bool:
     """Return whether an exception from the program's function ends the current task, as exit and cancellation do.
 
     A ``CancelledError`` may come from a future that another task has cancelled. So this function checks the cancel
-    scopes of the task: call it outside the scopes of the program's function.
+    scopes of the task. Call it outside the cancel scopes of the program's function.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         return True

@@ -42,7 +42,7 @@ class Heartbeat:
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """Return the last measured silence of each rank in seconds; empty if the measurement is out of date.
+        """Return how long each rank was silent at the last measurement, in seconds; empty if that is out of date.
 
         Safe on any thread.
 

@@ -51,7 +51,7 @@ class Hooks(list[Hook]):
     def call(self, driver: LoopDriver, *args: Any) -> None:
         """Call the hooks, and pass an exception of a hook to the event loop, because the caller must go on.
 
-        As with its own callbacks, the loop reports the exception or stops with it.
+        The loop reports the exception, or stops with a :class:`KeyboardInterrupt` or :class:`SystemExit`.
         """
         for hook in list(self):
             try:
@@ -84,7 +84,7 @@ class Hooked:
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
         """Call ``fn(work)`` on the loop's thread when an op has ended, before its awaiting tasks resume.
 
-        ``work.called`` is the time of the op's call, by ``time.monotonic()``, and ``work.error`` its error or None.
+        ``work.called`` is the time of the op's call, by ``time.monotonic()``; ``work.error`` is the op's error or None.
         ``fn`` is called once for each op for which pre-hooks were called, also if the op could not be posted. The hook
         runs in the context of the op's call, and so sees the caller's context variables.
 

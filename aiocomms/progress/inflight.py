@@ -49,7 +49,7 @@ _RESIZED = (
 
 
 class StartedWork(Work[T_co]):
-    """A work as the core and transports see it. Every :class:`Work` is one.
+    """A work as the core and transports see it. Every :class:`Work` is a :class:`StartedWork`.
 
     A signal handler may raise between any two steps. Therefore each method stores the outcome before the state, and a
     work stays in flight until all its waiters are awake. If an exception interrupts these steps, the watchdog finds the
@@ -115,10 +115,7 @@ class StartedWork(Work[T_co]):
         return None
 
     def fails_alone(self) -> bool:
-        """Return whether the work has failed and the communicator goes on.
-
-        A lost communicator refuses each later call.
-        """
+        """Return whether the work has failed and the communicator goes on."""
         fault = self.fault
         return not (fault is None or isinstance(fault, CapturedWorkError) or self.fails_all())
 
@@ -128,7 +125,7 @@ class StartedWork(Work[T_co]):
         return isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and self.op.family == "collectives")
 
     def located(self, error: MismatchError) -> MismatchError:
-        """Add the collective's number, the same on all ranks, to the error.
+        """Add to the error the number of the collective, which is the same on all ranks.
 
         Each transport counts collectives in its own way.
         """
@@ -150,7 +147,7 @@ class StartedWork(Work[T_co]):
         self._error, self._state = failure, ABANDONED
 
     def finish(self) -> None:
-        """Wake the remaining waiters of a work that is done, and drop it from those in flight."""
+        """Wake the remaining waiters of a work that is done, and drop it from the works in flight."""
         self._notify()
         if self.queue is not None:
             self._owner.settled(self, self._error)
@@ -236,7 +233,7 @@ class LaneWork(StartedWork[T_co]):
 
 
 class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
-    """A work that Python code creates, and the fields of the work."""
+    """A work that Python code creates. The class declares the work's fields."""
 
     op: ops.Op
     seq: int
@@ -258,7 +255,7 @@ class PlainWork(StartedWork[T_co], msgspec.Struct, eq=False, weakref=True):
 
 
 class PlainLaneWork(LaneWork[T_co], PlainWork[T_co]):
-    """A work of a lane that Python code creates, and the fields of the work."""
+    """A work of a lane that Python code creates. The class declares the work's further fields."""
 
     lane: str = ""
     number: int = 0
@@ -293,7 +290,7 @@ class Flying(NamedTuple):
 
 
 class Stands(Protocol):
-    """A part of this library that keeps receives pending for messages that may come, such as a stream."""
+    """A part of this library, such as a stream, that keeps receives pending for messages that may come."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
         """Yield each receive, its waiters and the name of its owner. Any thread or signal handler may call this."""
@@ -306,8 +303,8 @@ class InFlight:
     thread nor a finalizer can change the dictionary during the copy. ``list(dict.items())`` allocates a tuple for each
     item, so it gives no such protection.
 
-    There are few different timeouts, so each has its own queue, which is in the order of the deadlines. An op costs one
-    insertion and one deletion, however many ops are pending.
+    There are few distinct timeouts, so each timeout has its own queue, which is in the order of the deadlines. An op
+    costs one insertion and one deletion, however many ops are pending.
     """
 
     def __init__(self, owner: Core, heartbeat: Heartbeat) -> None:
@@ -343,7 +340,7 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, which is ``seconds`` from now; infinity: no deadline.
+        """Keep a work, and watch its deadline, ``seconds`` from now. If that is infinite, there is no deadline.
 
         Safe on any thread.
         """
@@ -439,7 +436,7 @@ class InFlight:
     def expire(self, now: float) -> float:
         """See :class:`Watched`.
 
-        Iterate over copies, because the loop's thread may change the queues during the iteration.
+        This method iterates over copies of the queues, because the loop's thread may change them meanwhile.
         """
         earliest = float("inf")
         if self:

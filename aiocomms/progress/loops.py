@@ -52,7 +52,7 @@ class Loop(ABC):
 
     @abstractmethod
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
-        """Suspend the current task until ``what`` sets its waiter's result."""
+        """Suspend the current task until ``what`` sets the result of the task's waiter."""
 
     @abstractmethod
     def give_way(self) -> Generator[Any, Any, None]:
@@ -88,7 +88,7 @@ class Loop(ABC):
 
     @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
-        """Report an error that has no caller to be raised to."""
+        """Report an error that cannot be raised to any caller."""
 
 
 class AsyncioLoop(Loop):

@@ -38,7 +38,7 @@ class Owner(Protocol):
         """Record and drop a pending work that has just completed, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
-        """Withdraw an unmatched receive or wait from the transport; return False if the op is under way."""
+        """Withdraw from the transport an op that no message or signal has matched; return False if it is under way."""
 
     def collective(self, seq: int) -> int | None:
         """Return the number of the collective that is op ``seq`` on this rank; None if the op has no number.
@@ -63,9 +63,9 @@ class Owner(Protocol):
 class Work(Handle, Handed[T_co], Generic[T_co]):
     """The handle of one started op: await it in one task or in several. The op completes also if no task awaits it.
 
-    A work has the methods of :class:`asyncio.Future` that make sense for an op, and a task can wrap it. A cancelled
-    ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no message has
-    matched yet, even if that awaiter has not begun to wait.
+    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap it in a task. A
+    cancelled ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no
+    message has matched yet, even if that awaiter has not begun to wait.
     """
 
     __slots__ = FIELDS_BELOW
@@ -182,7 +182,7 @@ class Work(Handle, Handed[T_co], Generic[T_co]):
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op; the host does not wait.
 
-        If the op was captured into a CUDA graph, this call joins it back to the capturing stream.
+        If the op was captured into a CUDA graph, this call joins the op back to the capturing stream.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
         :raises ArgumentError: ``stream`` is no stream, or is on another device than the communicator.
@@ -270,7 +270,7 @@ class _Wait(Handed[None]):
 class UnseenError:
     """The report of a failed work whose result no code requests.
 
-    It is an object of its own, so that works that succeed need no finalizer.
+    The report is a separate object, so that a work that succeeds needs no finalizer.
     """
 
     __slots__ = ("_driver", "error")

@@ -52,7 +52,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def rest(box: Box, taken: Box) -> Iterator[Box]:
-    """Yield disjoint boxes that together cover a box except for the taken part."""
+    """Yield disjoint boxes that together cover ``box`` except for ``taken``, a box within it."""
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         begin, end = taken.offsets[dim], taken.offsets[dim] + taken.sizes[dim]
         if begin > at:
@@ -74,10 +74,11 @@ def pieces(box: Box, most: int) -> list[Box]:
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
-    """Return the memory runs of a part of a contiguous tensor: each run's first element, and the length of every run.
+    """Return the runs of consecutive elements that form a part of a contiguous tensor.
 
     :param box: the part.
     :param shape: the shape of the tensor.
+    :returns: the index of each run's first element, and the number of elements that every run has.
     """
     inner = len(shape)
     while inner and (inner == len(shape) or box.sizes[inner] == shape[inner]):
@@ -104,11 +105,11 @@ def shared(
 
     A target rank gets each element once.
 
-    :param wanted: the target ranks, and the box that each of them needs.
-    :param held: the source ranks, and the box that each of them holds. Several ranks may hold the same box.
+    :param wanted: each target rank, with a box that it needs.
+    :param held: each source rank, with a box that it holds. Several ranks may hold the same box.
     :param itemsize: the bytes of an element in the target's dtype.
-    :param load: the bytes that each source rank already has to write; this call adds the new portions.
-    :returns: the portions, and the boxes that no source rank holds, with their target ranks.
+    :param load: the bytes that each source rank already has to write; this call adds the bytes of the new portions.
+    :returns: the portions; and each target rank with a box that it needs and that no source rank holds.
     """
     holders: dict[Box, list[int]] = {}
     for source, box in held:

@@ -44,7 +44,7 @@ class _OnDevice:
 
 
 def chunks_of(tensors: object, device: torch.device) -> dict[str, Chunk]:
-    """Return checked chunks, by name.
+    """Check tensors, and return them as chunks, by name.
 
     :param tensors: a mapping of names to tensors, DTensors or chunks.
     :param device: the device on which the chunks must be.
@@ -136,13 +136,13 @@ def nbytes_of(record: ChunkRecord) -> int:
 
 
 def view_of(flat: Tensor, record: ChunkRecord) -> Tensor:
-    """Return a view of a chunk in a buffer of bytes."""
+    """Return the tensor over the part of a buffer of bytes that holds a chunk."""
     part = flat[record.place : record.place + nbytes_of(record)]
     return part.view(DTYPES[record.dtype]).view(record.sizes)
 
 
 def records_of(chunks: Mapping[str, Chunk]) -> tuple[ChunkRecord, ...]:
-    """Return records of chunks, laid out one after the other in a buffer."""
+    """Return the records of chunks that lie one after the other in a buffer."""
     records: list[ChunkRecord] = []
     place = 0
     for name, (tensor, shape, offsets) in chunks.items():

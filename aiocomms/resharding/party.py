@@ -133,7 +133,7 @@ async def hear(peer: Peer) -> Word:
 def say(peer: Peer, word: Word) -> None:
     """Send a message to the other end of a connection.
 
-    If the connection is lost, this call raises no error: the connection reports it.
+    If the connection is lost, this call raises no error: the connection reports the loss.
     """
     with contextlib.suppress(CommError):
         peer.send_object(WORDS.encode(word), timeout=None).add_done_callback(Work.exception)

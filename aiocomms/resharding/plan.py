@@ -30,11 +30,11 @@ class Copy(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the box in the target's dtype."""
+        """The size of the box in bytes, in the target's dtype."""
         return self.box.numel * DTYPES[self.chunk.dtype].itemsize
 
     def runs(self) -> tuple[list[int], int]:
-        """Return the byte offsets of the runs in the target rank's buffer, and the bytes of each run."""
+        """Return the byte offsets of the runs in the target rank's buffer, and the size of each run in bytes."""
         itemsize = DTYPES[self.chunk.dtype].itemsize
         starts, run = runs(self.there, self.chunk.sizes)
         return [self.chunk.place + start * itemsize for start in starts], run * itemsize

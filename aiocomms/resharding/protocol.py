@@ -130,7 +130,7 @@ class TargetRank(NamedTuple):
     """The number of steps that began with the version that was dropped last, even if the move then failed."""
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Make room for a version. If the last move's version has not become current, that move was given up."""
+        """Make room for a version. Drop the last move's version unless it is current: that move was given up."""
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 
@@ -152,7 +152,7 @@ class TargetRank(NamedTuple):
         return after, [Offer(move.move, free[0], gone), *actions]
 
     def written(self, writer: int, word: Written) -> Next[TargetRank]:
-        """Record that a source rank has written everything."""
+        """Record that a source rank has written all its parts of the version."""
         if self.move is None or self.move.move != word.move or writer not in self.missing:
             return self, []
         return self._replace(missing=self.missing - {writer})._whole()

@@ -105,13 +105,14 @@ class Source(Party):
         """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
         :param comm: the communicator of the ranks that have the weights.
-        :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, on the
-            endpoint's device. Together the ranks must hold everything that the target needs; they may hold more. Each
-            move reads the values that the tensors then have.
+        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor, or a
+            :class:`Chunk`, is dense, and is on the endpoint's device. Together the ranks must hold everything that the
+            target needs; they may hold more. Each move reads the values that the tensors then have.
         :param here: an endpoint of this rank, used for nothing else. The endpoint must stay open as long as the source.
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
-        :param convert: ``convert(name, part, dtype)`` returns a part of a tensor in the target's dtype. The function
-            runs in a thread, on parts of any shape, so it must work elementwise. None: torch converts, with rounding.
+        :param convert: ``convert(name, part, dtype)`` returns ``part``, a part of tensor ``name``, in the target's
+            ``dtype``. The function runs in a thread, on parts of any shape, so it must work elementwise. None: torch
+            converts, with rounding.
         :param timeout: the deadline of each phase in seconds; None: no deadline. The default is the
             communicator's timeout.
         :raises ArgumentError: an argument is wrong, or the tensors lack something that the target needs.

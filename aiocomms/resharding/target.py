@@ -92,15 +92,17 @@ class Target(Party):
     ) -> Self:
         """Prepare the ranks of a server for moves of new weights from a source. Collective.
 
-        This copies the values. The server reads the copies through :meth:`step`, or through :meth:`pin` and :meth:`at`.
+        The call copies the values. The server reads the copies through :meth:`step`, or through :meth:`pin` and
+        :meth:`at`.
         The target takes twice the memory of the tensors: for the served version and for the next one.
 
         :param comm: the communicator of the server's ranks.
-        :param tensors: this rank's parts, by name: a whole tensor, a DTensor, or a :class:`Chunk`; dense, of any dtype,
-            on the endpoint's device. A name stands for the same tensor on all ranks and at the source.
+        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor, or a
+            :class:`Chunk`, is dense, has any dtype, and is on the endpoint's device. A name stands for the same tensor
+            on all ranks and at the source.
         :param here: an endpoint to which nothing else connects. The endpoint must stay open as long as the target.
-        :param version: the version of the tensors' values, at least 0. If ranks pass different versions, for example
-            because a rank is new, no version is current until a source has moved one.
+        :param version: the version of the tensors' values, at least 0. If the ranks' versions differ, for example
+            because a rank is new, no version is current until a source has moved a version.
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises CommError: the communicator is lost or closed.
@@ -142,7 +144,7 @@ class Target(Party):
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0, and the newest complete version on other ranks; None if there is none yet."""
+        """The current version on rank 0, or the newest complete version on another rank; None before the first one."""
         if self._rank == 0:
             return self._leader.current
         return max((it.version for it in self._state.held), default=None)
@@ -153,8 +155,8 @@ class Target(Party):
     async def step(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Weights]:
         """Take a step with the same version on all ranks: ``async with target.step() as weights``. Collective.
 
-        The step makes a broadcast from rank 0 on the communicator, in the order of calls. The weights stay unchanged
-        until the end of the block.
+        The step makes a broadcast from rank 0 on the communicator. Like any collective, the broadcast must have
+        the same place in the order of calls on all ranks. The weights stay unchanged until the end of the block.
 
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises CommError: the communicator is lost or closed.
@@ -176,7 +178,7 @@ class Target(Party):
     async def pin(self) -> AsyncIterator[Weights]:
         """Keep the current version on rank 0 until the block ends, for a plan that carries ``weights.version``.
 
-        The other ranks read this version through :meth:`at`. This waits until there is a version.
+        The other ranks read this version through :meth:`at`. The call waits until there is a version.
 
         :raises ArgumentError: this rank is not rank 0.
         :raises CommError: the communicator is lost or closed.
@@ -188,7 +190,7 @@ class Target(Party):
 
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[Weights]:
-        """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. No communication.
+        """Read a version that rank 0 has pinned: ``with target.at(version) as weights``. The call does not communicate.
 
         :param version: the pinned version of rank 0.
         :raises ArgumentError: this rank does not hold the version: the version was never current, or rank 0 no longer

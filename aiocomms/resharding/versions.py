@@ -17,7 +17,7 @@ from aiocomms.resharding.words import ChunkRecord
 
 
 class Weights(Mapping[str, Tensor]):
-    """A version of the weights: this rank's chunks by name. Only read them.
+    """A version of the weights: this rank's chunks by name. A program must not write to them.
 
     The values stay unchanged within the ``with`` block that returned them. Later the same memory holds another version
     of the weights.
@@ -50,7 +50,7 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer if none has that number. A thread makes it, because this touches all memory pages."""
+        """Make a buffer if none has that number. A thread does so, because the allocation touches all its pages."""
         if number in self._regions:
             return
         flat = await run_in_thread(self._allocated)

@@ -80,7 +80,7 @@ class Written(msgspec.Struct, frozen=True, tag=3, array_like=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=4, array_like=True):
-    """A notice of source rank 0 to target rank 0 that it gives up a version."""
+    """A notice of source rank 0 to target rank 0 that the source gives up a version."""
 
     call: int
     kind: str
@@ -103,7 +103,7 @@ class Known(msgspec.Struct, frozen=True, tag=6, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
-    """The buffers for a version; source rank 0 also sends this to the other source ranks."""
+    """The buffers for a version. Source rank 0 also sends this message to the other source ranks."""
 
     call: int
     move: int
@@ -113,7 +113,7 @@ class Admit(msgspec.Struct, frozen=True, tag=7, array_like=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=8, array_like=True):
-    """The end of a move; source rank 0 also sends this to the other source ranks."""
+    """The end of a move. Source rank 0 also sends this message to the other source ranks."""
 
     call: int
     kind: str = ""

@@ -40,7 +40,9 @@ async def write(
     buffers: Mapping[int, tuple[Peer, bytes]],
     convert: Convert | None,
 ) -> None:
-    """Write all copies, and wait until they are visible to the target. A cancelled call waits for operations under way.
+    """Write all copies, and wait until they are visible to the target.
+
+    A cancelled call first waits for the operations that are under way.
 
     :param copies: the copies to write.
     :param chunks: this rank's chunks, by name.
