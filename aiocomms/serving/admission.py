@@ -53,6 +53,6 @@ class Admission:
             self.look()
 
     def look(self) -> None:
-        """Wake the first caller to check whether there is room now."""
+        """Wake the first caller, which then checks whether there is room."""
         if self._places:
             self._places[0].news.set()

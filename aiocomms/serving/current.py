@@ -37,7 +37,7 @@ class CurrentComm(PointToPoint, Collectives, Objects):
         self.turn_to(comm)
 
     def turn_to(self, comm: Communicator) -> None:
-        """Refer to another communicator from now on. The service calls this."""
+        """Refer to another communicator from now on. The service calls this method."""
         self.current, self._core = comm, comm._core
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
 

@@ -93,7 +93,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that lost the communicator, until the ranks have recovered; None: the communicator is not lost."""
+        """The error that lost the communicator, until the ranks have recovered; None if it is not lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
@@ -111,14 +111,14 @@ class Driver(Worker):
     ) -> Any:
         """Carry out a plan on every rank, in the plan's own lane, at the same time as other plans.
 
-        Any task may call it. The collectives, messages and objects of a plan match those of the same plan only. A
+        Any task may call this. The collectives, messages and objects of a plan match those of the same plan only. A
         cancelled caller resumes at once, and its plan is cancelled on every rank: ``execute`` gets a cancellation in
         its current operation.
 
         :param plan: an object that :meth:`Communicator.send_object` accepts. Do not change its tensors until the plan
             has ended.
-        :param priority: the place among the waiting plans: the lowest value runs first; equal values run in the order
-            of the calls.
+        :param priority: the place among the waiting plans: the plan with the lowest value runs first; plans with equal
+            values run in the order of the calls.
         :param timeout: seconds from the call to the end of the plan; None: no limit.
         :param retry: whether the plan may be carried out more than once. If a rank is lost, the plan then runs again
             after the recovery, up to three times in all. A call during a recovery waits for the end of the recovery.
@@ -127,7 +127,7 @@ class Driver(Worker):
         :raises WorkerError: the plan failed on another rank, and was cancelled on all. An :class:`Exception` of
             ``execute`` on this rank is raised unchanged; any other exception, such as a ``CancelledError``, is raised
             as this error.
-        :raises PlanLostError: a rank was lost during the call, or is not replaced yet.
+        :raises PlanLostError: a rank was lost during the call, or a lost rank is not replaced yet.
         :raises PlanTimeoutError: the plan did not end in time, and was cancelled on all ranks.
         :raises ServiceBusyError: too many plans already wait.
         :raises CommClosedError: the driver is ending.
@@ -159,10 +159,10 @@ class Driver(Worker):
         The plan waits until the caller takes an item, for at most half of the communicator's deadline. During this
         wait, the other ranks wait in their next operation. Items of other ranks are ignored. The plan is cancelled on
         every rank when the iterator is closed or dropped, or when its task is cancelled. ``contextlib.aclosing`` closes
-        it at once.
+        the iterator at once.
 
         :param plan: see :meth:`run`, also for the other parameters and errors.
-        :param timeout: seconds from the first request for an item.
+        :param timeout: seconds from the first request for an item to the end of the plan.
         :raises PlanTimeoutError: the plan did not end in time, or the caller took no item in time.
         """
         arguments.deadline("timeout", timeout)

@@ -59,7 +59,8 @@ _log = logging.getLogger("aiocomms")
 class Plan:
     """One plan on one rank.
 
-    A worker keeps the plan until it has ended on that rank, the driver until it has ended on all ranks.
+    A worker keeps the plan until the plan has ended on the worker's rank. The driver keeps it until it has ended on all
+    ranks.
     """
 
     number: int
@@ -93,7 +94,7 @@ class Plan:
     async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
         """Wait for the end of the plan ``before``, and carry out this plan.
 
-        :returns: the exception that it has raised; None if it succeeded, or if another rank has given up the plan.
+        :returns: the exception that this plan has raised; None if it succeeded, or if another rank has given it up.
         """
         try:
             with self._scope:
@@ -164,7 +165,7 @@ class Plan:
         return self._lane is None
 
     def in_step(self, there: bool = True) -> bool:
-        """Return whether a failure of the plan leaves no op without its match: it has a lane, or has called no op.
+        """Return whether a failure of the plan leaves no op unmatched: the plan has a lane, or has called no op.
 
         :param there: the same answer from another rank, which has ended the plan. This rank checks its own calls.
         """

@@ -172,7 +172,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         return hook
 
     def register_carrier_hook(self, fn: CarrierHook) -> Hook:
-        """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task. ``fn`` adds texts to the dict.
+        """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task. ``fn`` adds texts to ``carrier``.
 
         The texts travel with the plan to the plan hooks of every rank. An exception of ``fn`` propagates to the caller.
 
@@ -198,7 +198,7 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
         With this value all ranks can end the plan at the same step. The call costs one small message from rank 0 to
         each other rank, and no round trip. So call it at each step of a loop, or at every tenth step.
 
-        :returns: the state on rank 0 at its call; the same value on all ranks.
+        :returns: the answer at the time of rank 0's call; the same value on all ranks.
         :raises ArgumentError: this task carries out no plan.
         """
         plan = Plan.current.get(None)

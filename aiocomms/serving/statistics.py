@@ -21,7 +21,7 @@ class PlanFailures(msgspec.Struct, frozen=True):
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """One rank's view of a service at one time. The counts belong to this process and include all its communicators.
+    """One rank's view of a service at one time. The counts are of this process, over all communicators.
 
     Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, even if the plan needs several
     attempts. Every other rank counts the plans that it receives.
@@ -64,7 +64,7 @@ class Counts:
     def finish(self, called: float) -> None:
         """Count a finished plan.
 
-        :param called: the time of the plan's call or arrival, by the clock.
+        :param called: the time of the plan's call or arrival, by ``clock.now()``.
         """
         self.done += 1
         self.took.note(clock.now() - called)
@@ -79,7 +79,7 @@ class Counts:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call of the driver. The outcome of the block decides which count grows."""
+        """Count a call of a method of the driver. The outcome of the block decides which count grows."""
         called = clock.now()
         try:
             yield

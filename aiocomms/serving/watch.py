@@ -44,7 +44,7 @@ class Watch:
         self.comm_hooks: Hooks = Hooks()
 
     def carrier(self) -> Carrier:
-        """Return the carrier for a plan that a caller has just called."""
+        """Return the carrier, filled by the carrier hooks, for a new plan."""
         carrier: Carrier = {}
         self.carrier_hooks.ask(carrier)
         return carrier

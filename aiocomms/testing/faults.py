@@ -74,7 +74,7 @@ def delay(
     :param until: the event until which the op waits, so that a test need not guess a time.
     :param ranks: the ranks whose calls are hit; None: all ranks.
     :param op: the operation, by the name of its method, or ``"stream"`` for messages of streams; None: any operation.
-    :param nth: the number of the only call to hit on each rank, counted from 1; None: each of these calls.
+    :param nth: the number, counted from 1, of the only one of these calls to hit on each rank; None: all these calls.
     :param probability: the probability of a hit for each of these calls, above 0 and at most 1.
     :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """
@@ -144,7 +144,7 @@ def slow_link(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """Delay each op or message of a rank in proportion to its bytes, one after the other.
+    """Delay each op or message of a rank in proportion to its bytes, as a link that carries them one after the other.
 
     For an op that a transport carries itself, the bytes of all tensors that the rank passes count. For an op made of
     messages, the bytes of each message count. The other parameters are those of :func:`delay`.

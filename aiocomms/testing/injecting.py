@@ -70,7 +70,7 @@ class Injected(NamedTuple):
 
 
 class Injection(Handle):
-    """The faults of one :func:`aiocomms.testing.faults.inject` on one rank."""
+    """The faults of one call of :func:`aiocomms.testing.faults.inject` on one rank."""
 
     def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:
         self.since: int = comm._core.ledger.issued
@@ -145,7 +145,7 @@ class Link:
         self._injections.append(injection)
 
     def end(self, injection: Injection) -> None:
-        """Stop injecting faults, and post the ops that they hold.
+        """Stop injecting these faults, and post the ops that the faults hold.
 
         Ops that were dropped or changed stay dropped or changed.
         """
@@ -272,7 +272,7 @@ class Link:
 class Between:
     """The stand-in for one transport in the routes of a communicator.
 
-    All other attributes are the attributes of the transport.
+    Every attribute that this class lacks is that of the transport.
     """
 
     link: Link

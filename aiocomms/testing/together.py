@@ -21,7 +21,7 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
     """Run ``fn(comm)`` on every rank at once, each in its own task, where ``get_comm`` finds the rank's communicator.
 
     When one rank fails, all other ranks are cancelled. The error of the failed rank is raised unchanged, with a note
-    that names the rank. So ``pytest.raises(CommTimeoutError)`` catches it.
+    that names the rank. So ``pytest.raises(CommTimeoutError)`` catches a timeout.
 
     :param world: the communicators, one for each rank.
     :param fn: an async function.

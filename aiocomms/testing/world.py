@@ -38,7 +38,7 @@ async def local_world(
     :param timeout: the deadline in seconds of ops without a ``timeout`` of their own, so that a hanging test fails;
         None: no deadline. Over ``local`` on asyncio, an op ends sooner if nothing else can happen on the loop.
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
-    :raises UnsupportedOperation: no transport that can do this is available.
+    :raises UnsupportedOperation: no available transport can run all ranks in one process.
     """
     size = as_int(size)
     if type(size) is not int:

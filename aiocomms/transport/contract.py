@@ -43,9 +43,9 @@ class Completion(Protocol):
         """
 
     def fail(self, error: CommError) -> None:
-        """Fail the op. Do this only when the wire no longer uses its buffers. Call this once, on the loop's thread.
+        """Fail the op, once the wire no longer uses the op's buffers. Call this once, on the loop's thread.
 
-        A :class:`~aiocomms.errors.CapturedWorkError` marks the op as a part of a CUDA graph, which has no end.
+        A :class:`~aiocomms.errors.CapturedWorkError` marks the op as a part of a CUDA graph: such an op has no end.
         """
 
 
@@ -80,7 +80,7 @@ class Rendezvous(Protocol):
     def left(self) -> float:
         """Return the seconds that are left of the timeout.
 
-        The timeout counts from this rank's start; a negative result means that it has passed.
+        The timeout counts from this rank's start; a negative result means that the timeout has passed.
         """
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
@@ -129,11 +129,11 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param ops: the op types that :meth:`Transport.post` takes.
     :param devices: the types of devices whose tensors the transport takes, such as ``{"cpu"}``.
     :param reductions: for each dtype that the transport reduces natively, the operators' names; None: all operators
-        that are defined.
+        that are defined for the dtype.
     :param fifo: whether ops complete in the order in which they are posted, so that a waiting op delays later ops.
     :param in_process: whether all ranks may be tasks of one process.
     :param simulated: whether the transport is the network of a simulation.
-    :param detects_mismatch: whether ranks that call different collectives get an error before any of these collectives
+    :param detects_mismatch: whether ranks whose collectives differ get an error before any of these collectives
         completes.
     :param rounds_each_step: dtypes whose sums the transport rounds after each rank's contribution, and not only at the
         end.
@@ -215,7 +215,9 @@ class Transport(ABC):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """Return the transport's priority in ``"auto"`` for a family of ops of ``size`` ranks on ``device``; 0: never.
+        """Return the transport's priority in ``"auto"`` for a family of ops of ``size`` ranks on ``device``.
+
+        With priority 0, ``"auto"`` never chooses the transport.
 
         An exception counts as priority 0, and is logged.
         """
@@ -257,9 +259,9 @@ class Transport(ABC):
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """Open the transport for some of these ranks, over existing connections if it can.
+        """Open the transport for some ranks of this communicator, over existing connections if it can.
 
-        The default opens everything anew. Collective over these ranks. An exception has the same effect as in
+        The default opens everything anew. Collective over ``ranks``. An exception has the same effect as in
         :meth:`open`. This communicator is then lost, too. So the other ranks learn of the failure at once, and their
         calls of this method are cancelled.
 
@@ -286,7 +288,7 @@ class Transport(ABC):
         """
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post a receive of no bytes, and look for its message within the call. ``post`` may do this later."""
+        """Post a receive of no bytes, and look for its message within the call. ``post`` may look later."""
         self.post(op, work)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
@@ -298,9 +300,9 @@ class Transport(ABC):
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Return a function whose context restores the CUDA stream that is current now; None: no streams.
+        """Return a function whose context restores the CUDA stream that is current now; None if there are no streams.
 
-        Refuse a capture.
+        Raise an error if that stream is being captured into a CUDA graph.
         """
         return None
 
@@ -317,7 +319,7 @@ class Transport(ABC):
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """Return a descriptor that is readable when :meth:`progress` has work; None: no progress happens by itself.
+        """Return a descriptor that is readable when :meth:`progress` has work, or None if there is no such descriptor.
 
         If transports of several communicators share one descriptor, the core calls :meth:`progress` of only one of
         these transports. If that call raises, all of these transports are broken.
@@ -328,7 +330,7 @@ class Transport(ABC):
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive or wait, if the wire no longer uses its buffer.
+        """Withdraw a receive, or a wait for a signal, that nothing has matched, if the wire no longer uses its buffer.
 
         An exception means that the transport is broken. The op then counts as an op that is under way.
 
@@ -355,8 +357,8 @@ class Transport(ABC):
     async def aclose(self) -> None:
         """Release everything. On return every work is complete or abandoned.
 
-        Before this call, the communicator has waited for pending ops, and has abandoned the rest. It does not call
-        :meth:`progress` any more.
+        Before this call, the communicator has waited for pending ops, and has abandoned the rest. The communicator
+        does not call :meth:`progress` any more.
 
         If this raises, ``Communicator.aclose`` raises a :class:`CommError` that names the transport. The communicator
         and its other transports are closed nevertheless.
@@ -372,9 +374,9 @@ class Transport(ABC):
     def last_heard(self) -> Sequence[float] | None:
         """Return the time of each rank's last sign of life, by ``time.monotonic()``, and ask each rank for a new sign.
 
-        The core calls this from time to time, on any thread, while works are pending. None: the transport need not ask,
-        or it cannot ask. A rank must answer without its event loop and without its interpreter's lock. An exception
-        means that the transport is broken.
+        The core calls this from time to time, on any thread, while works are pending. The result is None if the
+        transport need not ask, or cannot ask. A rank must answer without its event loop and without its interpreter's
+        lock. An exception means that the transport is broken.
         """
         return None
 
@@ -386,12 +388,12 @@ class Transport(ABC):
         rank is gone. An exception means that the transport is broken.
 
         :param note: the note, at most 2 KiB.
-        :returns: False: the transport carries no notes, or none any more.
+        :returns: False if the transport carries no notes, or carries none any more.
         """
         return False
 
     def shared_memory(self) -> int | None:
-        """Return the size in bytes of the memory that is shared with other processes; None: unknown.
+        """Return the size in bytes of the memory that is shared with other processes, or None if it is unknown.
 
         Any thread may call this. An exception means that the transport is broken.
         """
@@ -400,6 +402,6 @@ class Transport(ABC):
     def side_channel(self) -> SideChannel | None:
         """Return the side channel if :meth:`say` still reaches ranks.
 
-        The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception: there is no side channel.
+        The channel is valid from :meth:`abort` to :meth:`aclose`. None or an exception means that there is no channel.
         """
         return None

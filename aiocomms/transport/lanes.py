@@ -24,7 +24,7 @@ class LaneTransport(Transport):
         different lanes have no order among each other. Ops of a lane and ops of :meth:`post` have no order either. Ten
         thousand lanes may have pending ops at once. An idle lane keeps nothing.
 
-        As in :meth:`post`, ranks that call different collectives in a lane get a :class:`MismatchError`. The core calls
+        As in :meth:`post`, ranks whose collectives in a lane differ get a :class:`MismatchError`. The core calls
         :meth:`waiting_for` for these works, too.
 
         :param lane: the lane's number, 62 bits, the same on all ranks.
@@ -32,7 +32,7 @@ class LaneTransport(Transport):
 
     @abstractmethod
     def give_up_lane(self, lane: int, error: CommError) -> None:
-        """End the pending works of a lane on this rank, which aborts the lane. The core posts nothing more in the lane.
+        """End this rank's pending works of a lane that this rank aborts. The core posts nothing more in the lane.
 
         Each work fails with ``error``, as soon as no rank accesses its tensors any more. After that, no rank may
         complete an op with data that the program then writes into these tensors. Ops that all ranks have called may

@@ -157,7 +157,7 @@ class Shortcuts(Ledger, Protocol):
 
         :param lane_work: the class for ops of lanes.
         :param part: the class of completions for pending messages of a lane. Python code fills the completions.
-        :param op_result: the value that means: the result is the op's own result.
+        :param op_result: the value that stands for the op's own result.
         :param windows: whether this transport carries the communicator's windows, too.
         """
 
@@ -190,7 +190,7 @@ class Shortcuts(Ledger, Protocol):
 
         :param target: the communicator or lane on which the op was called.
         :param op: the op's record, which has been checked.
-        :returns: the op's work, done or pending; None: the call had no effect.
+        :returns: the op's work, done or pending; None if the call had no effect.
         """
 
     @staticmethod
@@ -202,7 +202,7 @@ class Shortcuts(Ledger, Protocol):
         """
 
     def window(self, comm: Any, info: Any, /) -> object | None:
-        """Return the value of the slot ``_shortcuts`` of a window of the communicator; None: windows have no shortcuts.
+        """Return the value of a window's slot ``_shortcuts``, or None if windows have no shortcuts.
 
         :param comm: the communicator's handle.
         :param info: the window's record, which ops on the window use.
@@ -225,7 +225,7 @@ class NativeTransport(Transport):
     """
 
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
-        """Return native code that starts plain ops of the communicator; None: there is no native code.
+        """Return native code that starts plain ops of the communicator, or None if there is no such code.
 
         The core calls this once, before the first op, if the transport carries all messages and collectives. ``line``
         is the part of the communicator that the native code uses; the ring keeps ``entries`` entries. If this raises,

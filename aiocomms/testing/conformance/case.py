@@ -112,9 +112,9 @@ class CaseBoard:
 class Case:
     """One rank's part of one check.
 
-    A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. It fails
-    if it raises. Through :meth:`agree` and :meth:`synchronised` a check hands over values, which the suite compares
-    between the ranks.
+    A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. The
+    check fails if it raises an error. Through :meth:`agree` and :meth:`synchronised` a check hands over values, which
+    the suite compares between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: CaseBoard, store: Store, name: str, seed: int) -> None:
@@ -137,11 +137,11 @@ class Case:
     # ------------------------------------------------------------------------------------------------- tensors
 
     def bits(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Return a tensor of random bits, the same for the same arguments on every rank. It must not be changed."""
+        """Return random bits, the same for the same arguments on every rank. Do not change the tensor."""
         return data.bits(self.seed, dtype, shape, self.name, *key)
 
     def numbers(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Return a tensor of random numbers, the same for the same arguments on every rank. It must not be changed."""
+        """Return random numbers, the same for the same arguments on every rank. Do not change the tensor."""
         return data.numbers(self.seed, dtype, shape, self.name, *key)
 
     def full(self, content: Tensor) -> data.Slot:
@@ -149,7 +149,7 @@ class Case:
         return data.Slot(content, content.dtype, content.shape, self.comm.device)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> data.Slot:
-        """Make a tensor on the communicator's device, which an operation can write."""
+        """Make a tensor that an operation can write, on the communicator's device."""
         return data.Slot(None, dtype, shape, self.comm.device)
 
     # ---------------------------------------------------------------------------------------- order and agreement
@@ -172,7 +172,7 @@ class Case:
             await self._board.told(rank, note)
 
     async def meet(self, note: str) -> None:
-        """Wait until every rank has called this with the same note."""
+        """Wait until every rank has called this method with the same note."""
         self.tell(note)
         await self.told(note)
 

@@ -60,7 +60,7 @@ def forget() -> None:
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random bit patterns, including NaNs, for operations that only move data. Do not change them.
+    """Return random bit patterns, including NaNs, for operations that only move data. Do not change the tensor.
 
     :param key: the values that decide the content, together with the seed; the same on every rank.
     """
@@ -74,7 +74,7 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
 
 @functools.lru_cache(maxsize=None, typed=True)
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Return random numbers: integers of the whole range, and other numbers of magnitude 1/2 to 2 and of either sign.
+    """Return random numbers: integers from the dtype's whole range; otherwise of magnitude 1/2 to 2 and of either sign.
 
     :param key: the values that decide the content, together with the seed; the same on every rank.
     """
@@ -186,7 +186,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class ExpectedResult(NamedTuple):
-    """A result, and the allowance by which each element may differ from it; None: no difference is allowed."""
+    """A result, and the allowance by which each element may differ from it. The allowance None allows no difference."""
 
     value: Tensor
     allowance: Tensor | None

@@ -129,9 +129,9 @@ def _transports(config: pytest.Config) -> list[Subject]:
 
 
 def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
-    """Find the transport that a ``--transport`` names.
+    """Find the transport that a value of ``--transport`` names.
 
-    :param state: the reason why each installed transport is not available, by name; None: the transport is available.
+    :param state: for each installed transport, by name, the reason why it is not available; None if it is available.
     """
     from aiocomms.bootstrap.registry import find
     from aiocomms.testing.conformance.matrix import PROCESSES, Subject

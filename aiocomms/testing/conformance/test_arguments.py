@@ -212,7 +212,7 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
 async def test_wrong_arguments_of_an_operation_are_refused_before_anything_is_sent(
     comm: Communicator, case: Case, name: str
 ) -> None:
-    """Only one rank makes the wrong calls: if they sent anything, the other ranks would notice."""
+    """Only one rank makes the wrong calls: if these calls sent anything, the other ranks would notice."""
     if carried(comm, name) and comm.rank == comm.size - 1:
         for wrong, parameter, error in wrong_calls(comm, name):
             refuse(comm, name, wrong, parameter, error)
@@ -283,7 +283,7 @@ async def test_arguments_that_contradict_each_other_are_refused_before_anything_
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_arguments_for_the_root_are_ignored_on_other_ranks(comm: Communicator, case: Case) -> None:
-    """Other ranks ignore the root's arguments, whatever they are, and return None as always."""
+    """Other ranks ignore the arguments that are for the root, whatever the values are, and return None as always."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
     for root in range(comm.size):
         off = comm.rank != root

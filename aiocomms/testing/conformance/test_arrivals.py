@@ -22,7 +22,7 @@ ROUNDS = 4
 
 
 async def send_in_order(comm: Communicator, case: Case, dst: int = 0, tag: int = 0) -> None:
-    """Send the messages of one rank, of all sizes."""
+    """Send messages of all sizes from this rank, several times."""
     works = []
     for turn in range(ROUNDS):
         for size in SIZES:

@@ -172,7 +172,7 @@ async def test_recv_any_past_its_deadline_fails_alone(comm: Communicator, case: 
 
 @ranks(3)
 async def test_recv_any_fails_only_if_all_its_sources_have_closed(comm: Communicator, case: Case) -> None:
-    """An op with an open source goes on. An op fails if all its sources have closed, and so do later calls."""
+    """An op with an open source goes on. If all its sources have closed, an op fails, and so does a later call."""
     case.need_arrivals()
     other = await case.open("other")
     await other.barrier()

@@ -393,7 +393,7 @@ async def test_random_cancellation_on_all_ranks_loses_no_data(comm: Communicator
 
 
 async def cancel_later(scope: anyio.CancelScope, turns: int) -> None:
-    """Wait for some turns of the loop."""
+    """Cancel a scope after some turns of the loop."""
     for _ in range(turns):
         await anyio.lowlevel.checkpoint()
     scope.cancel()

@@ -29,7 +29,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """Make the grace time of a close endless, so that a close that waits for its end hangs."""
+    """Make the grace time of a close endless, so that a close hangs if it waits until the grace time is over."""
     core.CLOSE_GRACE = math.inf
     try:
         yield

@@ -49,7 +49,7 @@ async def check_all(name: str, comm: Communicator, case: Case, settings: Iterabl
 
 
 def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Setting]:
-    """Choose only some of the settings if there are many ranks, to save time. Each dtype gets different settings."""
+    """Choose only some of the settings if there are many ranks, to save time. The choice varies with the dtype."""
     step = max(1, size // 2)
     return settings[data.ALL_DTYPES.index(dtype) % step :: step]
 

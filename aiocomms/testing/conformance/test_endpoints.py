@@ -28,7 +28,7 @@ PART = 11
 
 
 class EndpointPair(NamedTuple):
-    """This rank's endpoint, and its view of the other rank's endpoint."""
+    """This rank's endpoint, and its connection to the other rank's endpoint."""
 
     here: Endpoint
     peer: Peer
@@ -121,7 +121,7 @@ async def test_put_of_every_dtype_is_visible_after_the_signal(comm: Communicator
 @pytest.mark.memory
 @ranks(2)
 async def test_both_peers_attach_and_close_regions_concurrently(comm: Communicator, case: Case) -> None:
-    """Each peer uses several regions of the other one in its own order.
+    """Each peer uses several regions of the other peer, in an order of its own.
 
     The owners revoke the regions in another order.
     """

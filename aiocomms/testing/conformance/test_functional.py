@@ -27,7 +27,7 @@ NAMES = {
 
 
 def awkward(content: Tensor, comm: Communicator) -> Tensor:
-    """Copy a tensor. The copy requires grad; with enough dimensions, it is also not contiguous."""
+    """Copy a tensor. A copy of floats requires grad. A copy with several dimensions is not contiguous."""
     if content.dim() > 1:
         content = content.transpose(0, 1).contiguous().transpose(0, 1)
     return content.to(comm.device).requires_grad_(content.is_floating_point())

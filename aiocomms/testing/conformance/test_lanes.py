@@ -228,7 +228,7 @@ async def test_batches_and_objects_of_lanes_stay_apart(comm: Communicator, case:
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_ops_of_a_task_use_its_current_lane(comm: Communicator, case: Case) -> None:
-    """Called functions name no lane. Requests interleave differently on each rank, and their results stay apart."""
+    """The called functions name no lane. Requests interleave differently on each rank, and their results stay apart."""
     case.need_any_order()
     other = await case.open("other")
 

@@ -76,7 +76,7 @@ async def test_exception_that_leaves_the_lane_block_aborts_the_lane(comm: Commun
 @pytest.mark.core
 @ranks(2, more=(3,))
 async def test_task_cancelled_in_the_lane_block_aborts_the_lane(comm: Communicator, case: Case) -> None:
-    """The request ends on the other ranks, too, as when a client disconnects."""
+    """The request ends on the other ranks, too, as it must when a client disconnects."""
     case.need_any_order()
     others = range(1, comm.size)
     if comm.rank == 0:
@@ -135,7 +135,7 @@ async def test_lane_abort_reaches_a_rank_that_has_used_no_lane(comm: Communicato
 async def test_simultaneous_lane_aborts_leave_the_communicator_usable(comm: Communicator, case: Case) -> None:
     """A late call raises the error of the abort. A collective that all ranks had begun may succeed on some ranks.
 
-    No rank waits.
+    No rank hangs.
     """
     case.need_any_order()
     lane = comm.lane("all")

@@ -87,7 +87,7 @@ async def test_different_collectives_in_one_lane_fail_and_never_mix_data(
 ) -> None:
     """Collectives of the same size could mix their data silently.
 
-    Each rank gets an error instead, from a message or the deadline.
+    Each rank gets an error instead, which a message or the deadline causes.
     """
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {

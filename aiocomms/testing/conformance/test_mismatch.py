@@ -89,7 +89,7 @@ async def test_collective_that_disagrees_on_the_last_rank_raises_mismatch_error(
 @pytest.mark.memory
 @ranks(2, 3)
 async def test_collectives_called_in_swapped_order_raise_mismatch_error(comm: Communicator, case: Case) -> None:
-    """Two collectives are called in different orders on the two ranks."""
+    """The two ranks call two collectives in opposite order."""
     need_comparison(case)
     calls: list[Call] = [lambda c: c.all_reduce(some(c, 4)), lambda c: c.all_reduce(some(c, 5))]
     works = [call(comm, start) for start in (calls if comm.rank == 0 else calls[::-1])]

@@ -35,7 +35,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
     """Start an operation with its own deadline, and verify that it fails by this deadline.
 
-    :param otherwise: the communicator's deadline for an operation without its own deadline; it is far in the future.
+    :param otherwise: the communicator's deadline for an operation without its own deadline; far in the future.
     """
     began = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -147,7 +147,7 @@ async def test_first_reason_of_abort_or_deadline_stays(comm: Communicator, case:
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_late_collective_names_the_missing_rank(comm: Communicator, case: Case) -> None:
-    """All ranks but the last call the collective. The error names the last rank, if the transport knows it."""
+    """All ranks but the last call the collective. The error names the missing rank, if the transport knows it."""
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
     last = comm.size - 1
@@ -284,7 +284,7 @@ async def test_op_without_a_deadline_outlives_the_deadline_of_others(comm: Commu
 @pytest.mark.loops
 @ranks(2, more=(3,))
 async def test_op_without_a_deadline_fails_when_the_communicator_aborts(comm: Communicator, case: Case) -> None:
-    """A rank that waits for work learns of an abort, and so does a rank that only waits for the loss."""
+    """A rank that awaits a work learns of an abort, and so does a rank that only awaits ``comm.lost()``."""
     if comm.rank == 0:
         await case.told("waiting")
         comm.abort("enough")

@@ -256,7 +256,7 @@ async def test_window_close_waits_for_accesses_of_all_ranks(comm: Communicator, 
 
 @ranks(2)
 async def test_exception_in_the_window_block_leaves_without_waiting_for_peers(comm: Communicator, case: Case) -> None:
-    """Rank 1 stays in its body until rank 0's error is raised. Rank 1 can still use the window, which then closes."""
+    """Rank 1 stays in its block until rank 0's error is raised. Rank 1 can still use the window, which then closes."""
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
         with pytest.raises(ZeroDivisionError):

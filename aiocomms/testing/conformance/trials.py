@@ -41,7 +41,7 @@ class Trial:
         self._untouched: list[data.Slot] = []
 
     def writes(self, slot: data.Slot, want: Tensor, allowance: Tensor | None = None) -> Trial:
-        """Expect a tensor to become ``want``."""
+        """Expect the operation to write ``want`` into a tensor."""
         self._written.append((slot, want, allowance))
         return self
 

@@ -122,7 +122,7 @@ class Timeline:
         self.clockwork.at(self.clockwork.time + seconds, self, call, *args)
 
     def soon(self, call: Callable[..., object], *args: Any) -> None:
-        """Schedule a call a moment later, as another thread would."""
+        """Schedule a call a moment later, as if another thread made the call."""
         self.later(self.clockwork.a_moment(), call, *args)
 
     def _punctually(self, when: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:

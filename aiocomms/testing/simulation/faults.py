@@ -19,7 +19,7 @@ _SHORT, _LONG = 1e-3, 20.0
 def changed(record: Any, first: int = 0) -> str:
     """Return the fields of a dataclass that differ from their defaults, as the text of arguments in a call.
 
-    :param first: the index of the first of these fields.
+    :param first: the index of the first field to compare.
     """
     given = [(field.name, getattr(record, field.name), field.default) for field in fields(record)[first:]]
     return ", ".join(f"{name}={value!r}" for name, value, default in given if value != default)

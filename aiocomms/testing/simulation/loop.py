@@ -85,9 +85,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return [task for made in self._made if (task := made()) is not None and not task.done()]
 
     def report_unseen(self) -> None:
-        """Report the errors of tasks that no code has retrieved.
+        """Report the errors that no code has retrieved from their tasks.
 
-        This corresponds to asyncio's report when it collects a task.
+        Asyncio itself reports such an error when the garbage collector frees the task.
         """
         for task in filter(None, [made() for made in self._made]):
             if task.done() and task._log_traceback:

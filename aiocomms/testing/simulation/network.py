@@ -217,7 +217,7 @@ class SimulatedNetwork:
         world.at(to.last, to.process, to.arrive)
 
     def undisturbed(self, end: SimulatedConduit) -> bool:
-        """Return whether the other process of a connection lives and runs, and no partition separates the two."""
+        """Return whether the other process of a connection lives and runs, and no partition separates the processes."""
         other, now = end.other.process, self._clockwork.time
         parted = {(end.process.rank, other.rank), (other.rank, end.process.rank)} & self._parted.keys()
         standing = other.over or other.paused_until > now or end.over

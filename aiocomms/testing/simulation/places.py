@@ -25,7 +25,7 @@ def line(frame: FrameType) -> str:
 def waits_at(coroutine: Any) -> str:
     """Return the innermost line of the program in a suspended coroutine.
 
-    Without a line of the program, return the innermost line; without a line, an empty text.
+    If no line is the program's, return the innermost line; if there is no line at all, return an empty text.
     """
     frames = list(_frames(coroutine))
     own = [frame for frame in frames if of_program(frame)]

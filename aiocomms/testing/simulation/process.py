@@ -166,7 +166,7 @@ class Process(Timeline):
         return None if self.dead or self.main is None else self.main.result()
 
     def dispose(self) -> None:
-        """End the rest of the process when the history is over. ``finally`` blocks run now, with no effect outside."""
+        """End the rest of the process when the history is over. ``finally`` blocks run now, without outside effect."""
         self.over = True
         kill_all(self)
         for comms in self.state.get("communicators", {}).values():

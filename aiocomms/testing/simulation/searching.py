@@ -27,9 +27,9 @@ class FailedHistory(NamedTuple):
 
 
 def read_seed(seed: int | str) -> tuple[int, dict[int, int] | None]:
-    """Return the number of a seed, and a dict of the kept faults; None: all faults.
+    """Return the number of a seed, and a dict of the kept faults, or None if all faults are kept.
 
-    The dict says for a fault's number how often the fault's duration is halved.
+    The dict maps the number of each kept fault to how often the fault's duration is halved.
 
     :raises ArgumentError: the seed is wrong.
     """
@@ -49,7 +49,7 @@ def write_seed(seed: int, chosen: Mapping[int, int]) -> str:
 
 
 def read_seeds(seeds: int | Iterable[int]) -> Iterable[int]:
-    """Return the seeds. An int is the number of seeds, which begin at 0.
+    """Return the seeds. If ``seeds`` is an int, it is the number of seeds, which begin at 0.
 
     :raises ArgumentError: ``seeds`` is neither an int of at least 1 nor an iterable of seeds.
     """

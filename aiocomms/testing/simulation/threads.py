@@ -199,7 +199,7 @@ def started(timeline: Timeline, target: Callable[[], object]) -> None:
 
 
 async def run_in_thread(timeline: Timeline, call: Callable[[], _T]) -> _T:
-    """Make a blocking call in a thread of a process, and await it on the process's loop. Cancellation abandons it."""
+    """Make a blocking call in a thread of a process, and await it on the process's loop. A cancellation abandons it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 

@@ -39,7 +39,7 @@ class History:
 
     :param seed: the seed as text. If faults were left out, the seed has the numbers of the kept faults: ``"7/0,2"``.
     :param seconds: the virtual seconds that the history took.
-    :param results: the results of the program on each rank; None for a rank that has died.
+    :param results: the result of the program on each rank; None for a rank that has died.
     :param faults: the faults, as text.
     :param trace: the events, as lines of text.
     """
