@@ -20,7 +20,7 @@ ATOMIC_DTYPES = (torch.int32, torch.int64)
 
 
 class WindowInfo(msgspec.Struct, eq=False, weakref=True):
-    """The state of one window. :class:`aiocomms.Window`, the records of operations and the transports share it."""
+    """The state of one window, shared by :class:`aiocomms.Window`, the records of operations and the transports."""
 
     handle: Any
     """The value with which the transport completed the op ``WindowOpen``."""

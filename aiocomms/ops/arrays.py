@@ -94,7 +94,7 @@ def is_array(value: object) -> bool:
 
 
 def as_tensor(name: str, value: Any, *, write: bool) -> Any:
-    """Return a tensor that shares an array's memory and keeps it alive; return any other value unchanged.
+    """Return a tensor that shares an array's memory and keeps the array alive; return any other value unchanged.
 
     :param name: the array's name in errors.
     :param write: whether the op writes the array.

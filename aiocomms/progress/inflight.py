@@ -49,7 +49,7 @@ _RESIZED = (
 
 
 class StartedWork(Work[T_co]):
-    """A work as the core and transports see it. Every :class:`Work` is a :class:`StartedWork`.
+    """A work as the core and transports see it. Every :class:`Work` is a ``StartedWork``.
 
     A signal handler may raise between any two steps. Therefore each method stores the outcome before the state, and a
     work stays in flight until all its waiters are awake. If an exception interrupts these steps, the watchdog finds the

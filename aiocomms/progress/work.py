@@ -63,7 +63,7 @@ class Owner(Protocol):
 class Work(Handle, Handed[T_co], Generic[T_co]):
     """The handle of one started op: await it in one task or in several. The op completes also if no task awaits it.
 
-    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap it in a task. A
+    A work has the methods of :class:`asyncio.Future` that make sense for an op. A program can wrap a work in a task. A
     cancelled ``await`` detaches only that awaiter. The cancellation of the last awaiter withdraws a receive that no
     message has matched yet, even if that awaiter has not begun to wait.
     """

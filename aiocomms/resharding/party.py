@@ -124,7 +124,7 @@ class Party(Handle, ABC):
 
 
 async def hear(peer: Peer) -> Word:
-    """Receive the next message of the other end of a connection."""
+    """Receive the next message from the other end of a connection."""
     work = peer.recv_object(timeout=None)
     work.add_done_callback(Work.exception)  # No task awaits the last receive.
     return WORDS.decode(await work)

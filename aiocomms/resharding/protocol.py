@@ -130,7 +130,7 @@ class TargetRank(NamedTuple):
     """The number of steps that began with the version that was dropped last, even if the move then failed."""
 
     def clear(self, word: Clear) -> Next[TargetRank]:
-        """Make room for a version. Drop the last move's version unless it is current: that move was given up."""
+        """Make room for a version. If the last move's version is not current, drop it: that move was given up."""
         held = tuple(it for it in self.held if it.version == word.keep or it.buffer != self.filling)
         return self._replace(held=held, move=word, filling=None, missing=frozenset(word.writers))._offered()
 

@@ -215,7 +215,7 @@ class Source(Party):
         :param timeout: the deadline in seconds; None: no deadline. The default is the communicator's timeout.
         :raises ArgumentError: the version is not above all earlier ones; all ranks raise this error, and nothing was
             written.
-        :raises MismatchError: the ranks have passed different versions; nothing was written.
+        :raises MismatchError: the ranks' versions differ; nothing was written.
         :raises MoveTimeoutError: the deadline has passed on a rank; the message says what the move waited for.
         :raises MoveLostError: a rank of either side was lost, closed or cancelled, or ``convert`` has raised an error;
             the message names the rank.

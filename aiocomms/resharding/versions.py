@@ -50,7 +50,7 @@ class VersionMemory:
         self._tensors: dict[int, dict[str, Tensor]] = {}
 
     async def make(self, number: int) -> None:
-        """Make a buffer if none has that number. A thread does so, because the allocation touches all its pages."""
+        """Make a buffer if none has that number. A thread allocates it, because this touches all its memory pages."""
         if number in self._regions:
             return
         flat = await run_in_thread(self._allocated)

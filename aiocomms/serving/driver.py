@@ -93,7 +93,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that lost the communicator, until the ranks have recovered; None if it is not lost."""
+        """The error that lost the communicator, until the recovery; None if the communicator is not lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 
@@ -158,8 +158,8 @@ class Driver(Worker):
 
         The plan waits until the caller takes an item, for at most half of the communicator's deadline. During this
         wait, the other ranks wait in their next operation. Items of other ranks are ignored. The plan is cancelled on
-        every rank when the iterator is closed or dropped, or when its task is cancelled. ``contextlib.aclosing`` closes
-        the iterator at once.
+        every rank when the iterator is closed or dropped, or when the caller's task is cancelled.
+        ``contextlib.aclosing`` closes the iterator at once.
 
         :param plan: see :meth:`run`, also for the other parameters and errors.
         :param timeout: seconds from the first request for an item to the end of the plan.

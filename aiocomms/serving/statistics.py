@@ -21,7 +21,7 @@ class PlanFailures(msgspec.Struct, frozen=True):
 
 
 class ServiceStatistics(msgspec.Struct, frozen=True):
-    """One rank's view of a service at one time. The counts are of this process, over all communicators.
+    """One rank's view of a service at one time. The counts cover this process and all communicators of the service.
 
     Rank 0 counts each call of :meth:`Driver.run`, ``run_in_order`` and ``stream`` once, even if the plan needs several
     attempts. Every other rank counts the plans that it receives.

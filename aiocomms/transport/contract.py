@@ -245,7 +245,7 @@ class Transport(ABC):
         """Meet the other ranks, and return the open transport. Collective.
 
         If this raises or is cancelled, the communicator is not formed, and the caller gets the exception. The transport
-        must then have released everything that it opened. The core closes the transports that it opened earlier.
+        must then have released everything that it opened. The core closes the transports that were opened earlier.
 
         :param options: the user's hints; a transport ignores unknown ones.
         """
@@ -259,7 +259,7 @@ class Transport(ABC):
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """Open the transport for some ranks of this communicator, over existing connections if it can.
+        """Open the transport for some ranks of this communicator, over existing connections if the transport can.
 
         The default opens everything anew. Collective over ``ranks``. An exception has the same effect as in
         :meth:`open`. This communicator is then lost, too. So the other ranks learn of the failure at once, and their
@@ -330,7 +330,7 @@ class Transport(ABC):
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
-        """Withdraw a receive, or a wait for a signal, that nothing has matched, if the wire no longer uses its buffer.
+        """Withdraw a receive, or a wait for a signal, that nothing has matched, if the wire no longer uses the buffer.
 
         An exception means that the transport is broken. The op then counts as an op that is under way.
 

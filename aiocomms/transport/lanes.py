@@ -21,7 +21,7 @@ class LaneTransport(Transport):
 
         The core calls this for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all
         ranks call the same collectives in the same order, and these collectives run one after the other. Ops of
-        different lanes have no order among each other. Ops of a lane and ops of :meth:`post` have no order either. Ten
+        two lanes have no order between them. Ops of a lane and ops of :meth:`post` have no order either. Ten
         thousand lanes may have pending ops at once. An idle lane keeps nothing.
 
         As in :meth:`post`, ranks whose collectives in a lane differ get a :class:`MismatchError`. The core calls

@@ -35,7 +35,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
     """Start an operation with its own deadline, and verify that it fails by this deadline.
 
-    :param otherwise: the communicator's deadline for an operation without its own deadline; far in the future.
+    :param otherwise: the deadline, far in the future, of the communicator's operations without a deadline of their own.
     """
     began = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:

@@ -51,7 +51,7 @@ class SimulatedTask(asyncio.Task[Any]):
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
-    """The event loop of one process. The world runs its turns."""
+    """The event loop of one process. The world runs the loop's turns."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
