@@ -319,7 +319,7 @@ class Transport(ABC):
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """Return a descriptor that is readable when :meth:`progress` has work, or None if nothing needs :meth:`progress`.
+        """Return a descriptor that is readable when :meth:`progress` has work; None if nothing needs :meth:`progress`.
 
         If transports of several communicators share one descriptor, the core calls :meth:`progress` of only one of
         these transports. If that call raises, all of these transports are broken.
