@@ -186,5 +186,5 @@ def tidied(item: Item) -> Item:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """Return another process's text without control characters, cut to ``longest`` characters."""
+    """Return the first ``longest`` characters of another process's text, with ``?`` for each unprintable one."""
     return "".join(c if c.isprintable() else "?" for c in text[:longest])

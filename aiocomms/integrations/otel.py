@@ -129,9 +129,9 @@ def trace_plans(service: Service, tracer_provider: TracerProvider | None = None)
 
     Call this function on every rank.
 
-    The global propagator writes the caller's context, which is sent to all ranks with the plan. So the plan's span is a
-    child of the caller's span on every rank, and the spans of the plan's ops are children of the plan's span. The
-    plan's span lasts while the call of ``execute`` runs. As with :func:`trace_ops`, a call outside a sampled span gets
+    The global propagator writes the caller's context, which is sent to all ranks with the plan. So each rank's span of
+    the plan is a child of the caller's span, and has the spans of that rank's ops as its children. It lasts while the
+    call of ``execute`` runs. As with :func:`trace_ops`, a call outside a sampled span gets
     no span.
 
     :param service: the service. Its current and later communicators are traced as by :func:`trace_ops`.

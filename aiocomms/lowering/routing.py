@@ -27,7 +27,7 @@ LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
 
 
 class Router(dict[type[ops.Op], Route]):
-    """The routes of one communicator, by op type. The first call of an op type decides its route."""
+    """The routes of one communicator, by op type. The route of an op type is chosen at the first call of that type."""
 
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm

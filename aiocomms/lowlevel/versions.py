@@ -38,7 +38,7 @@ class Dialect(NamedTuple):
     def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
         """Check the head, and return the bytes behind it.
 
-        :param who: the sender, as the beginning of the error's message.
+        :param who: the name of the sender, with which an error's message begins.
         :raises ProtocolError: the data are of another version, or of another format.
         """
         other = self.other_version(data)

@@ -171,7 +171,7 @@ class StartedWork(Work[T_co]):
             del self._callbacks[0]
 
     def hold(self) -> None:
-        """Keep the memory of a pending op alive, even if the program gives a tensor another storage."""
+        """Keep the memory of a pending op alive, even if the program replaces a tensor's storage."""
         op = self.op
         tensor = getattr(op, "tensor", None)
         if tensor is not None:  # Nearly every op has one tensor.

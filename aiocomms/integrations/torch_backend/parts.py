@@ -25,8 +25,8 @@ class WorkPart(Protocol):
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call ``call()`` when the part has ended.
 
-        Ctrl-C in a thread that waits withdraws an unmatched receive only if no other thread waits for it. The callback
-        counts as such a thread.
+        Ctrl-C in a thread that waits withdraws an unmatched receive only if no other thread waits for it. A callback
+        counts as another waiting thread, so Ctrl-C then withdraws nothing.
         """
 
     def add_step(self, call: Callable[[], object]) -> None:
