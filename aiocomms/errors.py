@@ -215,7 +215,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class LeftBehindError(CommError):
-    """Raised when the other ranks of a live group have completed a call, and later calls, without this rank.
+    """Raised when the other ranks of a live group have completed this call, and later calls, without this rank.
 
     The lane stays usable: this rank's next call joins the call that is open at that time.
     """
@@ -286,10 +286,10 @@ class AuthError(ProtocolError):
 
 
 class RegionError(CommError):
-    """Raised when a region's descriptor is forged, foreign or expired, or the region is revoked.
+    """Raised when a region's descriptor is forged, foreign or expired.
 
-    It is also raised when the region forbids the operation. Nothing was read or written. The connection with the
-    region's endpoint stays usable.
+    The same error is raised when the region is revoked or closed, or forbids the operation. Nothing was read or
+    written. The connection with the region's endpoint stays usable.
     """
 
 
@@ -303,7 +303,8 @@ class LeaseError(CommError):
 class MoveLostError(CommError):
     """Raised on every source rank when ``Source.move`` of :mod:`aiocomms.resharding` fails because a rank is lost.
 
-    The same error is raised if a rank closes or aborts. The message names the rank.
+    The same error is raised if a rank closes, aborts or is cancelled, or if ``convert`` raises. The message names the
+    rank.
 
     The target's old version stays current. The communicators stay usable, except one that is itself lost.
     """

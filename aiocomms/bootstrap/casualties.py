@@ -3,8 +3,9 @@
 The store and its notices may be older than this run of the job. A waiting rank believes
 
 * notices that are written while it waits;
-* an earlier notice of a process on the same host, if that process failed after this rank's process was started. It
-  believes such a notice only until its own process first meets other ranks. Only times on one host can be compared.
+* an earlier notice of a process on the same host, if that process failed after this rank's process was started. The
+  rank believes such a notice only until its own process first meets other ranks. Only times on one host can be
+  compared.
 
 A process that replaces a failed rank withdraws the failed rank's notice. So a believed notice and its reader belong to
 the same run.

@@ -33,7 +33,7 @@ from aiocomms.transport import Transport
 _PAUSE: Final = 0.1
 """The seconds between two looks for a failure of another rank; less if the timeout is short."""
 _ANSWERS: Final = 2.0
-"""The seconds in which a store must answer why a rank has closed its connections. A later store counts as lost."""
+"""The seconds in which a store must answer why a rank has closed its connections. A slower store counts as lost."""
 _PARTS: Final = 16
 """The least number of looks within the timeout, because recovery waits only a quarter of it for late ranks."""
 _LOOKS: Final = 1000

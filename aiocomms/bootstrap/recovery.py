@@ -125,7 +125,7 @@ class Recovery:
         """The free ranks that no newcomer had claimed when this rank last looked."""
         line = self._meeting.line if before.reason is None else None
         self._closed = {rank for rank in range(self._old.size) if line is not None and line.gone(rank)}
-        """The ranks that had closed the communicator before. After a rank's death, the communicator would be lost."""
+        """The ranks that had closed the communicator before. If they had died, the communicator would be lost."""
         self._cut = False  # True if this rank may be cut off from ranks on other hosts.
         self._claims: Claims | None = None
         self._claimed: dict[int, str] = {}

@@ -71,7 +71,7 @@ def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
 def understand(greeting: bytes, peer: int, kind: Kind[Any], name: str) -> Greeting:
     """Parse and check the other end's greeting.
 
-    :raises ProtocolError: the other end opened no such stream, or speaks another version of the protocol.
+    :raises ProtocolError: the other end's stream has another name or other items, or speaks another protocol version.
     """
     _STREAMS.check(greeting, f"rank {peer}", peer)
     _, *told, digest, text, length, theirs = _GREETING.unpack(greeting)

@@ -49,7 +49,7 @@ class Streams(Issuer):
             None: any number.
         :returns: a duplex :class:`anyio.abc.ObjectStream` of such items; for tensors a :class:`TensorStream`.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: the other rank opened no such stream.
+        :raises ProtocolError: the other rank opened the stream for other items.
         :raises CommError: the communicator is lost.
         """
         peer, capacity, capacity_bytes = map(as_int, (peer, capacity, capacity_bytes))

@@ -98,7 +98,7 @@ class Window(Handle):
     later ``signal``.
 
     ``async with`` closes the window. If the body raises, the exit starts the close without awaiting it, and raises the
-    error at once. Otherwise the exit could wait for ever: the bodies of the other ranks may wait for ops that this rank
+    error at once. An awaited close could wait for ever: the bodies of the other ranks may wait for ops that this rank
     will never call, and those ranks close the window only after their bodies. The window is closed once every rank has
     closed it.
     """

@@ -147,7 +147,7 @@ class Posting:
             raise
 
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
-        """Uncount an op that is not posted: if it is a collective, the next collective of all ranks has its number.
+        """Uncount an op that is not posted. The next collective outside lanes gets the number of such a collective.
 
         The post-hooks are called for the op.
         """

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE, LONGER = 0.2, 0.3
-"""Seconds after a rank has lost the communicator: until the first time, the late rank reads the other ranks' reports;
-until the second time, works wait. A late op must fail within 0.5 s, and a busy machine needs the remaining time."""
+"""The seconds for which the late rank reads the other ranks' reports, and for which works wait for its verdict. A late
+op must fail within 0.5 s, and a busy machine needs the remaining time."""
 WRITING = 1.0
 """The most seconds for which works wait for the flight recorder's file, whose path their errors name. Writing takes
 about 1 ms, but may never end if the file system hangs."""

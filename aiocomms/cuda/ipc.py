@@ -108,7 +108,7 @@ def _plain(handle: bytes) -> bytes | None:
 
 @contextlib.contextmanager
 def aside(index: int) -> Iterator[None]:
-    """Make an idle stream current, because torch's IPC calls record events, and wait for events and for the stream."""
+    """Make an idle stream current: torch's IPC calls record events, wait for events, and wait for the stream."""
     with torch.cuda.device(index), torch.cuda.stream(_nothing(index)):
         yield
 

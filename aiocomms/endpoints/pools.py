@@ -30,7 +30,7 @@ SLOTS: Final = 1024
 
 
 class LentBlocks(Protocol):
-    """The methods of a hand-over that its lease uses."""
+    """The attributes and methods of a hand-over that its lease uses."""
 
     @property
     def ended(self) -> bool:
@@ -190,8 +190,8 @@ class Pool(Handle):
     async def lease(self, count: int = 1, *, timeout: OpTimeout = COMM_TIMEOUT) -> AsyncIterator[Lease]:
         """Lease blocks for an ``async with`` body. Tasks get blocks in the order of their calls.
 
-        At the end of the body, the lease takes back all blocks that are handed over. Its blocks become free once no
-        borrower uses them.
+        At the end of the body, the lease takes back those of its blocks that are handed over. The lease's blocks become
+        free once no borrower uses them.
 
         :param count: the number of blocks.
         :param timeout: the seconds to wait for the blocks; None: no deadline. The default is the endpoint's timeout.

@@ -110,8 +110,8 @@ class Rounds:
         """Contribute to the next round, wait until it is decided, and use the contributions.
 
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
-        :param use: a function that makes the result from the contributions. If the contributions change while
-            it runs, the result is dropped.
+        :param use: a function that makes the result from the contributions. If the contributions change before its
+            end, the result is dropped.
         :param into: the tensor into which native code may reduce instead of ``use``.
         :returns: the result, and the round.
         :raises LeftBehindError: the other ranks have gone on; the next call of this rank joins the open round.

@@ -23,7 +23,7 @@ Steps = Generator[list[ops.Op], None, Any]
 
 
 class Poster(Protocol):
-    """The methods of a communicator that schedules use."""
+    """The attributes and methods of a communicator that schedules use."""
 
     rank: int
     size: int

@@ -69,7 +69,10 @@ class JobStore(Store):
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
-        """Let new ranks connect within the context, if this process serves the store. At its end the port is closed."""
+        """Let new ranks connect within the context, if this process serves the store.
+
+        The end of the last such context closes the port.
+        """
         with contextlib.nullcontext() if self._server is None else self._server.listening():
             yield
 

@@ -103,7 +103,8 @@ class Landing:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], nbytes: int, on_device: bool) -> Tensor:
         """Return a new tensor, on the communicator's device or on the CPU, whose data arrives later.
 
-        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
+        :raises ProtocolError: the encoding has more bytes than announced, or too many values, or no such tensor can be
+            made.
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
@@ -113,7 +114,7 @@ class Landing:
     def bytes(self, nbytes: int) -> bytes:
         """Return a new bytes object, whose content arrives later.
 
-        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values.
         """
         self._take(nbytes)
         fresh: bytes = _new_bytes(None, nbytes)
@@ -125,7 +126,7 @@ class Landing:
 
         No other code may see the string before :meth:`settle`.
 
-        :raises ProtocolError: the encoding needs more bytes or messages than its sender announced.
+        :raises ProtocolError: the encoding has more bytes than its sender announced, or too many values.
         """
         self._take(nbytes)
         fresh: str = _new_str(nbytes, _ASCII)

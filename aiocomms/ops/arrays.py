@@ -123,7 +123,7 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
     """Return an argument of an op as a tensor.
 
-    If a function of the array's library makes an array contiguous, the error names that function.
+    If the op only reads the array, and its library has ``ascontiguousarray``, the error names that function.
 
     :raises ArgumentError: :func:`as_tensor` raises it, or the array is not contiguous or not on the device.
     """

@@ -141,7 +141,10 @@ def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
 
 
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """Compute ``accumulator = accumulator op tensor``. The factor of PREMUL_SUM is already applied to both."""
+    """Compute ``accumulator = accumulator op tensor``.
+
+    The accumulator has the dtype that :func:`lift` gives it. The factor of PREMUL_SUM is already applied to both.
+    """
     with writing(accumulator):
         if (signed := _SIGNED.get(accumulator.dtype)) is None:
             _COMBINE[op.kind](accumulator, tensor, out=accumulator)

@@ -105,9 +105,9 @@ class Source(Party):
         """Connect to a target, and plan the moves. Collective. This source replaces the target's previous source.
 
         :param comm: the communicator of the ranks that have the weights.
-        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor, or a
-            :class:`Chunk`, is dense, and is on the endpoint's device. Together the ranks must hold everything that the
-            target needs; they may hold more. Each move reads the values that the tensors then have.
+        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
+            :class:`Chunk`. All must be dense and on the endpoint's device. Together the ranks must hold everything that
+            the target needs; they may hold more. Each move reads the values that the tensors then have.
         :param here: an endpoint of this rank, used for nothing else. The endpoint must stay open as long as the source.
         :param address: the :attr:`Target.address`; only the value on rank 0 is used.
         :param convert: ``convert(name, part, dtype)`` returns ``part``, a part of tensor ``name``, in the target's

@@ -97,9 +97,9 @@ class Target(Party):
         The target takes twice the memory of the tensors: for the served version and for the next one.
 
         :param comm: the communicator of the server's ranks.
-        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor, or a
-            :class:`Chunk`, is dense, has any dtype, and is on the endpoint's device. A name stands for the same tensor
-            on all ranks and at the source.
+        :param tensors: this rank's parts of the weights, by name. Each is a whole tensor, a DTensor or a
+            :class:`Chunk`, of any dtype. All must be dense and on the endpoint's device. A name stands for the same
+            tensor on all ranks and at the source.
         :param here: an endpoint to which nothing else connects. The endpoint must stay open as long as the target.
         :param version: the version of the tensors' values, at least 0. If the ranks' versions differ, for example
             because a rank is new, no version is current until a source has moved a version.
@@ -144,7 +144,7 @@ class Target(Party):
 
     @property
     def version(self) -> int | None:
-        """The current version on rank 0, or the newest complete version on another rank; None before the first one."""
+        """The current version on rank 0; on any other rank its newest complete version. None before the first one."""
         if self._rank == 0:
             return self._leader.current
         return max((it.version for it in self._state.held), default=None)

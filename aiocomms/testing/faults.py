@@ -74,7 +74,7 @@ def delay(
     :param until: the event until which the op waits, so that a test need not guess a time.
     :param ranks: the ranks whose calls are hit; None: all ranks.
     :param op: the operation, by the name of its method, or ``"stream"`` for messages of streams; None: any operation.
-    :param nth: the only call to hit on each rank, by its number among the calls of ``op``, from 1; None: every call.
+    :param nth: the only call to hit on each rank, by its number among the calls of ``op``, from 1; None: all of them.
     :param probability: the probability of a hit for each such call, above 0 and at most 1.
     :raises ArgumentError: an argument is wrong, or the fault could never hit a call.
     """

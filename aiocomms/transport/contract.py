@@ -261,9 +261,9 @@ class Transport(ABC):
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open the transport for some ranks of this communicator, over existing connections if the transport can.
 
-        The default opens everything anew. Collective over ``ranks``. An exception has the same effect as in
-        :meth:`open`. This communicator is then lost, too. So the other ranks learn of the failure at once, and their
-        calls of this method are cancelled.
+        The default opens everything anew. Collective over ``ranks``. Ranks that join no new communicator call
+        :meth:`split_nobody`. An exception has the same effect as in :meth:`open`. This communicator is then lost, too.
+        So the other ranks learn of the failure at once, and their calls of this method are cancelled.
 
         :param rendezvous: the rendezvous of the new communicator.
         :param ranks: the members of the new communicator, as ranks of this communicator, in their new order.

@@ -157,7 +157,7 @@ def _future(call: Callable[..., Any]) -> Call:
 
 
 _TOLD = frozenset({"all_reduce", "broadcast", "all_gather_single", "all_to_all_single"})
-"""The operations whose works have a future and report their completion. Other works of gloo do neither."""
+"""The operations whose works have a future and report their completion. Other works of gloo have no such future."""
 WAYS: dict[str, Callable[[Callable[..., Any]], Call]] = {
     "executor": _in_executor,
     "polling": _polling,
