@@ -310,7 +310,7 @@ class ItemStream(Handle, ObjectStream[T]):
     # --------------------------------------------------------------------------------------------------- sending
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the other end has room for an item. An item of more bytes than that end can hold needs an empty end."""
+        """Return whether the other end has room for an item. An item larger than that end's room needs an empty end."""
         return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
 
     async def _wait_for_room(self, nbytes: int) -> None:

@@ -93,7 +93,7 @@ class Driver(Worker):
 
     @property
     def failure(self) -> CommError | None:
-        """The error that lost the communicator, until the ranks have recovered; None if the communicator is not lost."""
+        """The error that lost the communicator, until the ranks have recovered; None if none is lost."""
         failure = self._comm._core.life.failure
         return None if failure is None else failure.error
 

@@ -174,11 +174,11 @@ class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     def register_carrier_hook(self, fn: CarrierHook) -> Hook:
         """Call ``fn(carrier)`` on rank 0 for each plan, in its caller's task.
 
-                The carrier is a dict, to
-        which ``fn`` adds texts. The texts travel with the plan to the plan hooks of every rank. An exception of ``fn`` propagates to the caller.
+        The carrier is a dict, to which ``fn`` adds texts. The texts travel with the plan to the plan hooks of every
+        rank. An exception of ``fn`` propagates to the caller.
 
-                :returns: a handle with ``.remove()``.
-                :raises ArgumentTypeError: ``fn`` cannot be called.
+        :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
         """
         return self._watch.carrier_hooks.register(fn)
 
