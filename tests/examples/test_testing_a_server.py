@@ -14,7 +14,7 @@ from processes import SUITE_HANGS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "testing_a_server"
 
-pytestmark = [pytest.mark.deterministic, pytest.mark.timeout(2 * SUITE_HANGS)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * SUITE_HANGS)]
 
 
 def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,6 @@ def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.real
 def test_tests_of_the_example_pass():
     run = suite(EXAMPLE)
     assert run.returncode == 0, run.stdout

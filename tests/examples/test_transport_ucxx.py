@@ -160,6 +160,7 @@ def test_death_is_noticed_over_ucxx(folder: Path) -> None:
 
 
 @pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
 def test_ucxx_example_passes_the_conformance_suite_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
@@ -168,6 +169,7 @@ def test_ucxx_example_passes_the_conformance_suite_over_a_stand_in(folder: Path)
 
 
 @pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
 def test_ucxx_example_passes_the_conformance_suite_over_ucxx(folder: Path) -> None:
     need_ucxx()
