@@ -238,7 +238,7 @@ verifytypes: $(VENV)/release.stamp
 # What a program that runs aiocomms has beside it, and nothing else: not even pip.
 .venv-sbom/setup.stamp: $(VENV)/release.stamp
 	$(PYTHON) -m venv --without-pip .venv-sbom
-	$(BIN)/python -m pip --python .venv-sbom install --quiet --disable-pip-version-check "$(TORCH)" . ./$(UCX)
+	$(BIN)/python -m pip --python .venv-sbom install --quiet --disable-pip-version-check "$(TORCH)" . "./$(UCX)[cu13]"
 	touch $@
 
 ## The bill of materials of aiocomms and its ucx transport, CycloneDX, in build/sbom/.
