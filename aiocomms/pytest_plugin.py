@@ -73,7 +73,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the markers. If pytest-asyncio is installed, let it run the fixture."""
+    """Describe the markers. If pytest-asyncio is installed, register the fixtures that it runs for ``world``."""
     config.addinivalue_line(
         "markers",
         f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "

@@ -20,9 +20,9 @@ DEFAULT_LANE: Final = "main"
 class LiveGroup(Handle):
     """A group whose collectives complete without dead or late ranks; made by :class:`aiocomms.live_group`.
 
-    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. A process
-    that takes the dead rank's place joins the open call. The group belongs to the event loop that made it. ``async
-    with`` closes it.
+    The ranks agree through memory that outlives each rank, so the death of a rank does not end the group. If a process
+    takes the dead rank's place, its first call in a lane joins the lane's current collective. The group belongs to the
+    event loop that made it. ``async with`` closes it.
     """
 
     def __init__(self, place: LivePlace, registers: Registers, holder: int, kept: contextlib.AsyncExitStack) -> None:

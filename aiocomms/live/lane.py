@@ -76,7 +76,8 @@ class LiveLane(Handle):
     A call waits, until its deadline, for the ranks of the lane's last call and for ranks that join again. The call
     completes with the ranks that have made it by then. No call waits for dead ranks. A late rank gets the result
     without its own contribution. A rank that is two calls late gets :class:`~aiocomms.errors.LeftBehindError`; its next
-    call joins the open call. The first call of a process that takes a dead process's place joins the open call, too.
+    call joins the lane's current collective. The first call of a process that takes a dead process's place does so,
+    too.
 
     Tensors are contiguous and on the CPU. ``all_reduce`` works in place; the other collectives return new tensors.
     Calls of several tasks run one after the other.

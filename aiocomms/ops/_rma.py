@@ -151,8 +151,9 @@ NOTHING = buffers.empty(0, dtype=torch.int64, device="cpu")
 
 @unaffected
 def places(name: str, values: object) -> Tensor:
-    """Return the indices of the first elements of runs, as a one-dimensional int64 tensor on the CPU.
+    """Return the given indices, of each run's first element, as a one-dimensional int64 tensor on the CPU.
 
+    :param name: the argument's name, for the error.
     :param values: such a tensor, which is returned unchanged, or a list or tuple of ints.
     :raises ArgumentTypeError: ``values`` has another type.
     """
