@@ -1,7 +1,8 @@
-"""The fault catalogue: every numbered case, and why it, or a part of it, has no test on some transport.
+"""The fault catalogue: every numbered case, and the reason where a transport has no test of it or of a part of it.
 
-A test says which cases it shows: ``@pytest.mark.fault(12)``, or ``@pytest.mark.fault(3, 4)`` for two. It shows
-them on the transport that is among its parameters, or, without one, on all; ``transport="ucx"`` narrows that to one.
+A mark names the cases that a test shows: ``@pytest.mark.fault(12)``, or ``@pytest.mark.fault(3, 4)`` for two. The test
+shows them on the transport among its parameters. Without such a parameter it shows them on all transports, or on the
+one that the mark names: ``transport="ucx"``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 @dataclass(frozen=True)
 class Case:
-    """One case, and why there is no test of it on a transport, or none of some part of it."""
+    """One case, and the reasons why a transport has no test of it, or of a part of it."""
 
     number: int
     what: str
@@ -33,15 +34,15 @@ class Case:
     c10d: str = ""
     ucx: str = ""
     but: str | dict[str, str] = ""
-    """Of what part there is no test, beside those that there are, and why: by transport, or the same on each."""
+    """The part that has no test, and why: one text for each transport, or one for all."""
 
     def untested(self, transport: str) -> str:
-        """Why there is no test on a transport; empty where there are some."""
+        """Return why a transport has no test, or an empty text if it has some."""
         reason: str = getattr(self, transport)
         return reason
 
     def gap(self, transport: str) -> str:
-        """Which part has no test on a transport; empty where there is none of that."""
+        """Return the part that has no test on a transport, or an empty text if there is no such part."""
         if self.untested(transport):
             return ""
         return self.but if isinstance(self.but, str) else self.but.get(transport, "")
@@ -65,7 +66,7 @@ CASES = (
     ),
     Case(10, "death before the first op, or while it forms", local=ONE_PROCESS),
     Case(11, "elastic restart of all workers", local=ONE_PROCESS),
-    # A process stands still, or the network does.
+    # A process is stopped, or the network fails.
     Case(12, "SIGSTOP amid a collective, then SIGCONT", local=ONE_PROCESS),
     Case(13, "SIGSTOP for less than the timeout", local=ONE_PROCESS),
     Case(14, "a blocked event loop is no death, and is reported"),
@@ -107,7 +108,7 @@ CASES = (
     Case(34, "a rank twice, or that is none, stale keys, two jobs at one store"),
     Case(35, "a port in use, a name that does not resolve, IPv6, nobody there"),
     Case(36, "values of the store that are wrong"),
-    # Something is cancelled, or its time is up.
+    # An op is cancelled, or its deadline passes.
     Case(37, "cancel a receive that nothing matched"),
     Case(
         38,
@@ -296,13 +297,13 @@ CASES = (
         "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
         but={"local": IN_PROCESSES},
     ),
-    # What a program does with torch meanwhile.
+    # A program changes torch's state while ops run.
     Case(115, "a default device that is not the communicator's"),
     Case(116, "FakeTensorMode, inference mode and other modes; tensors that stand for others"),
     Case(117, "a write into what autograd has saved; a tangent of forward-mode AD"),
     Case(118, "a GPU's stream that is current when an op is called, and not when its messages come", NO_GPU, NO_GPU),
     Case(119, "an op of messages within a CUDA graph's capture", NO_GPU, NO_GPU),
-    # A service, and what is said.
+    # A service fails, and errors and metrics name the cause.
     Case(120, "a plan, or recover, that raises what is no Exception"),
     Case(121, "workers whose driver is lost"),
     Case(
@@ -323,7 +324,7 @@ CASES = (
         but={"local": "its ranks are one process: shown is what the hook writes"},
     ),
     Case(127, "metrics of the failure that a recovery follows, and their labels"),
-    # What programs do with tensors, handles and numbers.
+    # Programs do unusual things with tensors, handles and numbers.
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
     Case(130, "a rank, tag or size that is NumPy's, an IntEnum's, or a number by `__index__` alone"),

@@ -1,9 +1,9 @@
-"""``make chaos``: ranks at work, while whatever a program, its interpreter and a plug-in may do goes wrong around them.
+"""``make chaos``: ranks run ops while faults of the program, the interpreter or a plug-in happen around them.
 
-Each episode has a transport, one of the disturbances of ``disturbances.py`` and a seed. Its ranks form a communicator
-beside another one, do the random checked ops of ``make soak``, and close it, in processes that are new. ``oracle.py``
-says what they are held to. It ends non-zero at the first hang, crash, wrong data, error that a gentle disturbance has
-led to or that does not say whose it is, descriptor, thread, shared memory or task that is left.
+Each episode has a transport, one of the disturbances of ``disturbances.py``, and a seed. In new processes its ranks
+form a communicator beside another one, run the random checked ops of ``make soak``, and close it. ``oracle.py`` checks
+the ranks. The command ends non-zero at the first hang, crash, wrong data or leak. It also ends so at an error that does
+not name its communicator, and at any error after a gentle disturbance.
 
     CHAOS_SECONDS=1800 CHAOS_SEED=7 python tests/faults/chaos.py
 """
@@ -28,9 +28,9 @@ TRANSPORTS = ("local", "c10d", "ucx")
 
 
 def episode(transport: str, what: str, seed: int, steps: int, counts: Counter[str]) -> None:
-    """Run it, and count what became of its ranks.
+    """Run one episode, and count the outcomes of its ranks.
 
-    :raises AssertionError: they did what they must not.
+    :raises AssertionError: a rank has done what it must not.
     """
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, runner(transport, Path(folder)) as run:
         size = 1 if transport == "local" else chaos_rank.SIZE
@@ -42,7 +42,7 @@ def episode(transport: str, what: str, seed: int, steps: int, counts: Counter[st
 
 
 def main() -> int:
-    """Run episodes until the time is up, and say how it ended."""
+    """Run episodes until the time is up, and print the outcome."""
     seconds = float(os.environ.get("CHAOS_SECONDS", "30"))
     seed = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(2**31)))
     os.environ.setdefault("AIOCOMMS_RECORDER_DIR", "")

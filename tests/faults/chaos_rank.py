@@ -1,4 +1,4 @@
-"""What one rank of ``make chaos`` does: checked ops, while something goes wrong around it."""
+"""The body of one rank of ``make chaos``: checked ops, while something goes wrong around it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from aiocomms.transport import Transport
 
 SIZE = 3
 LONGEST = 20.0
-"""Seconds for forming a communicator, and for each op, where one rank may give up and the others wait for it."""
+"""Seconds for forming a communicator, and for each op, if one rank may give up while the others wait for it."""
 RIGHT, INTERRUPTED = "right", "interrupted"
 
 Outcome = tuple[str, dict[str, int]]
-"""What became of a rank: RIGHT, INTERRUPTED, or the text of the error by which it lost the communicator; its ops."""
+"""The outcome of a rank: RIGHT, INTERRUPTED, or the text of the error that ended its communicator; and its counts."""
 
 
 async def play(place: Rank, what: str, seed: int, steps: int) -> list[Outcome]:
-    """The ranks of one process, beside a communicator that must go on as ever wherever nothing harsh befalls it.
+    """Run the ranks of this process, beside a communicator that must go on unless the disturbance is harsh.
 
-    That is one rank; or on ``local`` all of them, of which one brings what befalls the process as a whole.
+    A process has one rank, or on ``local`` all ranks, of which one brings a disturbance of the whole process.
     """
     victim = random.Random(seed).randrange(SIZE)
     ranks = range(SIZE) if place.transport == "local" else [place.rank]
@@ -48,7 +48,7 @@ async def play(place: Rank, what: str, seed: int, steps: int) -> list[Outcome]:
 
 
 async def live(transport: str, store: Store, rank: int, victim: int, what: str, seed: int, steps: int) -> Outcome:
-    """Form a communicator, work, close it, and hold what became of it against what may."""
+    """Form a communicator, run ops, close it, and check that the disturbance permits the outcome."""
     rng, counts = random.Random(seed + 1 + rank), Counter[str]()
     alone = what in FATAL or (transport == "local" and what in PROCESS_WIDE)
     own = what if rank == victim or not alone else None
@@ -100,7 +100,7 @@ async def works(comm: Communicator, seed: int, steps: int, counts: Counter[str])
 
 @contextlib.contextmanager
 def plugged_in(transport: str, what: str | None, rng: random.Random) -> Any:
-    """The name of the transport to use: a spoilt one for a fault of a plug-in."""
+    """Yield the name of the transport to use: for a fault of a plug-in, the name of a spoilt one."""
     if what not in PLUG_INS:
         yield transport
         return

@@ -1,7 +1,7 @@
-"""What goes wrong around a rank in ``make chaos``: what a program, its interpreter and a plug-in may do to it.
+"""The disturbances of a rank in ``make chaos``: faults of the program, its interpreter and a plug-in.
 
-Each is a context manager that is given the rank's random numbers. Those of :data:`FATAL` may end the communicator, by
-an error. The others may delay a rank, and change nothing else.
+Each is a context manager that takes the rank's random numbers. Those of :data:`FATAL` may end the communicator with an
+error. The others may delay a rank, and change nothing else.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from aiocomms.testing import local_world
 from aiocomms.transport import Transport
 
 PROGRAM, HARNESS = "works", ("lives", "live", "play", "pass_traffic")
-"""Coroutines of a rank: what a signal handler may interrupt, and what calls that or goes on beside it."""
+"""The coroutines of a rank: the one that a signal handler may interrupt, and those that call it or run beside it."""
 
 
 SPARED = (str(Path(asyncio.__file__).parent), threading.__file__)
-"""Where the code is that does not stand an exception at any place."""
+"""The paths of code that an exception at an arbitrary place would break."""
 
 
-class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt
-    """What the signal handler raises."""
+class Interrupted(Exception):  # noqa: N818 - The name follows KeyboardInterrupt.
+    """The exception that the signal handler raises."""
 
 
 # --------------------------------------------------------------------------------------------------- the interpreter
 
 
 class Litter:
-    """A cycle whose finalizer lets go of the interpreter's lock: another thread runs in the middle of any statement."""
+    """A reference cycle whose finalizer releases the GIL: another thread runs in the middle of any statement."""
 
     def __init__(self) -> None:
         self.me = self
@@ -55,7 +55,7 @@ class Litter:
 
 @contextlib.asynccontextmanager
 async def collections(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
-    """Whatever allocates collects garbage, on whichever thread, and there always is some."""
+    """Collect garbage at nearly every allocation, on any thread; there always is some garbage."""
 
     def litter(phase: str, _: object) -> None:
         if phase == "stop":
@@ -74,7 +74,7 @@ async def collections(rng: random.Random, comm: Communicator) -> AsyncIterator[N
 
 @contextlib.asynccontextmanager
 async def switches(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
-    """The interpreter's lock goes to another thread at nearly every bytecode."""
+    """Have the GIL go to another thread at nearly every bytecode."""
     before, over = sys.getswitchinterval(), threading.Event()
 
     def spin() -> None:
@@ -94,10 +94,10 @@ async def switches(rng: random.Random, comm: Communicator) -> AsyncIterator[None
 
 @contextlib.asynccontextmanager
 async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
-    """A signal handler raises, at random bytecodes of what the loop runs: the program's, torch's and ours.
+    """Have a signal handler raise at random bytecodes of what the loop runs: the program's, torch's and ours.
 
-    It waits while the code of asyncio or of :mod:`threading` runs, which does not stand it. A future that is done calls
-    ``call_soon`` for each task that waits, and forgets the tasks if that raises; ``Thread.start`` raises a KeyError.
+    The handler spares the code of asyncio and of :mod:`threading`, which an exception would break. A done future calls
+    ``call_soon`` for each waiting task, and forgets the tasks if that raises; ``Thread.start`` raises a KeyError.
     """
     left = rng.randrange(1, 6)
 
@@ -124,9 +124,9 @@ async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[No
 
 
 def befalls_the_program(frame: FrameType | None) -> bool:
-    """Whether what is raised here is the program's own to catch, or asyncio's, which has called it as a callback.
+    """Return whether the program can catch an exception raised here, or asyncio can, as the caller of a callback.
 
-    What looks after the program, and is to find out what became of it, is left alone; so is the loop.
+    The handler spares the loop, and the harness, which records the outcome of the program.
     """
     inner = frame
     while frame is not None:
@@ -143,7 +143,7 @@ def befalls_the_program(frame: FrameType | None) -> bool:
 
 @contextlib.asynccontextmanager
 async def forks(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
-    """The program forks; a child ends at once, collects its parent's garbage, or has a communicator of its own."""
+    """Fork: a child ends at once, collects its parent's garbage, or has a communicator of its own."""
     children: list[int] = []
 
     async def fork() -> None:
@@ -165,13 +165,13 @@ async def forks(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
     finally:
         await task
         for child in children:
-            while (status := ended(child)) is None:  # noqa: ASYNC110 - where a child hangs, this rank does
+            while (status := ended(child)) is None:  # noqa: ASYNC110 - This rank hangs if a child hangs.
                 await asyncio.sleep(0.001)
             assert status == 0, f"a forked child ended with {status}"
 
 
 def ended(child: int) -> int | None:
-    """How a child has ended; None if it has not."""
+    """Return the status of a child that has ended, or None."""
     pid, status = os.waitpid(child, os.WNOHANG)
     return status if pid else None
 
@@ -183,7 +183,7 @@ async def local_all_reduce() -> None:
 
 @contextlib.asynccontextmanager
 async def cancellations(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
-    """Tasks are cancelled at each of their awaits. The collective comes off; the message is received once, in order."""
+    """Cancel tasks at each of their awaits. The collective completes; the message is received once, in order."""
     own, over = await comm.split(list(range(comm.size))), False
     assert own is not None
 
@@ -225,7 +225,7 @@ async def sent_and_received(comm: Communicator, turn: int, turns: int) -> None:
         await task
     try:
         await received
-    except WorkCancelledError:  # nothing had matched it: the message is still to come
+    except WorkCancelledError:  # No message had matched the receive: the message is still to come.
         await comm.recv(got, left, 5)
     assert torch.equal(got, numbers(7, left, turn)), "wrong data: a message after a cancelled receive"
     await sent
@@ -239,13 +239,13 @@ METHODS = ("post", "progress", "fileno", "try_cancel", "waiting_for", "abort", "
 
 @contextlib.contextmanager
 def stalls(rng: random.Random, base: type[Transport]) -> Iterator[type[Transport]]:
-    """Any method of a transport now and then takes long."""
+    """Make any method of a transport take long now and then."""
     yield spoilt(base, lambda name: time.sleep(0.03) if rng.random() < 0.02 else None)
 
 
 @contextlib.contextmanager
 def raises(rng: random.Random, base: type[Transport]) -> Iterator[type[Transport]]:
-    """A method of a transport raises at some call of it, on one rank."""
+    """Make one method of a transport raise at one of its calls, on one rank."""
     chosen, left = rng.choice(METHODS), rng.choice([0, 0, 1, 3, 10, 50])
 
     def disturb(name: str) -> None:
@@ -259,7 +259,7 @@ def raises(rng: random.Random, base: type[Transport]) -> Iterator[type[Transport
 
 
 def spoilt(base: type[Transport], disturb: Callable[[str], None]) -> type[Transport]:
-    """A transport whose methods call something first, where the core calls them and not they each other."""
+    """Return a transport class whose methods call ``disturb`` first if the core calls them, and not one another."""
     calls = threading.local()
 
     def method(name: str) -> Callable[..., Any]:
@@ -280,7 +280,7 @@ def spoilt(base: type[Transport], disturb: Callable[[str], None]) -> type[Transp
         try:
             disturb("aclose")
         finally:
-            await super(kind, self).aclose()  # what it has opened is its own to close
+            await super(kind, self).aclose()  # The transport still closes what it has opened.
 
     methods: dict[str, Any] = {name: method(name) for name in METHODS if name != "aclose"}
     kind: Any = type("Spoilt", (base,), methods | {"aclose": aclose})
@@ -292,6 +292,6 @@ HARSH = {it.__name__: it for it in (interrupts,)}
 PLUG_INS = {it.__name__: it for it in (stalls, raises)}
 NAMES = (*GENTLE, *HARSH, *PLUG_INS)
 FATAL = (*HARSH, "raises")
-"""These come over one rank, and may end the communicator."""
+"""The disturbances that happen to one rank alone, and may end the communicator."""
 PROCESS_WIDE = ("collections", "switches", "forks", "stalls")
-"""These only one of several ranks in a process brings."""
+"""The disturbances of a whole process, which only one of its ranks brings."""

@@ -1,7 +1,7 @@
 """The processes of ``test_many_leases.py``: lenders, and the borrowers to which they hand blocks over.
 
-A word of a block is a lease's number, in which the last four bits say who wrote it: 0 for the lender, or the slot of
-the borrower. Blocks that are free hold another word. So a write that comes too late is seen, whoever has the block.
+A word of a block is a lease's number. Its last four bits say who wrote it: 0 for the lender, or the slot of the
+borrower. Blocks that are free hold another word. So a write that comes too late is seen, whoever has the block.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 def main(place: Place) -> None:
-    """Be a process, until it is told to end or killed; what it raises it leaves in a file."""
+    """Run a process until it is told to end or killed; write its exception to a file."""
     try:
         os.environ["AIOCOMMS_HEARTBEAT"] = "0"  # A lender learns from its deadlines alone who stands still.
         os.environ["AIOCOMMS_RECORDER_DIR"] = ""
@@ -132,7 +132,7 @@ class Draws:
 
 
 class Watched:
-    """A pool whose blocks are looked at whenever they are taken, filled, given back and freed."""
+    """A pool whose blocks are checked whenever they are taken, filled, given back and freed."""
 
     def __init__(self, here: aiocomms.Endpoint, draws: Draws, blocks: int, words: int) -> None:
         self.rows = torch.full((blocks, words), FREE, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class Watched:
         assert right.all(), f"blocks {blocks} hold {found.unique().tolist()[:8]}, wanted {number} by {who}"
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Look at blocks, and then have them be free, as the pool wants it."""
+        """Check blocks, and then free them as the pool does."""
         again = [block for block in blocks if block in self.pool._free]
         assert not again, f"blocks {again} are freed twice"
         leased = [block for block in blocks if block in self.out]  # No task has got the others yet.

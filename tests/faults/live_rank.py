@@ -1,6 +1,6 @@
-"""One rank of a live group with a hundred tasks; what each call returns is written to a file, a line for each.
+"""One rank of a live group with a hundred tasks, which writes the result of each call to a file, a line for each.
 
-``python live_rank.py PORT RANK SIZE PROCESS FILE``; it goes on until it is told to end by SIGTERM.
+``python live_rank.py PORT RANK SIZE PROCESS FILE`` runs until it gets SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What every rank that lives through a fault is held to, whatever the fault is.
+"""The checks of every rank that survives a fault, whatever the fault is.
 
-Its errors name the communicator, the rank, the op and the peer; an unrelated communicator of the same process passes
-traffic during the fault and after it, with right data; and descriptors, threads, memory shared with others and tasks
-are back where they were.
+Its errors name the communicator, the rank, the op and the peer. An unrelated communicator of the same process passes
+traffic with right data during the fault and after it. No descriptor, thread, shared memory or task is leaked.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PAUSE = 0.001
 
 
 class Stuck(logging.Handler):
-    """Counts the groups of which gloo has lost a send. What it keeps of them nobody can make it let go."""
+    """A counter of the groups in which gloo has lost a send. Nobody can make gloo release what it keeps of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class Stuck(logging.Handler):
         self.groups += record.getMessage().startswith("gloo waits without end for a send")
 
     def kept(self) -> Counter[str]:
-        """At most; and the thread that releases each group."""
+        """Return the most that gloo keeps of these groups, and for each group the thread that releases it."""
         threads = {"thread gloo_tcp_loop": 1, "thread pt_gloo_runloop": 2, "thread python": 1}
         files = {"anon_inode:[eventpoll]": 1, "pipe:[]": 2}
         return Counter({it: n * self.groups for it, n in (threads | files).items()})
@@ -59,14 +58,14 @@ logging.getLogger("aiocomms").addHandler(stuck)
 
 
 class Watch:
-    """What the other communicator does meanwhile."""
+    """The traffic of the unrelated communicator during a fault."""
 
     def __init__(self) -> None:
         self.rounds = 0
         self.stop = False
 
     async def pass_traffic(self, comm: Communicator) -> None:
-        """Collectives and messages, checked, until every rank has had enough."""
+        """Run collectives and messages, and check them, until every rank is to stop."""
         rank, size = comm.rank, comm.size
         while True:
             count = LARGE if self.rounds % 8 == 0 else 5
@@ -81,13 +80,13 @@ class Watch:
             self.rounds += 1
             if int(await ready) == size:
                 return
-            await asyncio.sleep(PAUSE if clock.simulation is None else 50 * PAUSE)  # there each round is computed
+            await asyncio.sleep(PAUSE if clock.simulation is None else 50 * PAUSE)  # A simulation computes each round.
 
 
 def holdings() -> Counter[str]:
-    """What this process has of its machine: threads, descriptors, mappings that are shared; and tasks.
+    """Count what this process holds: threads, descriptors, shared mappings and tasks.
 
-    What gloo keeps does not count. A simulated process has tasks alone.
+    The threads and files that gloo keeps do not count. A simulated process has only tasks.
     """
     if clock.simulation is not None:
         return Counter({"tasks": len(asyncio.all_tasks())})
@@ -95,7 +94,7 @@ def holdings() -> Counter[str]:
     rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
     shared = sum(row[1].endswith("s") for row in rows)
     if any(it.name == "aiocomms deadlines" for it in threading.enumerate()):
-        threads.remove("python")  # it comes with the first op that has to wait, and goes with the last communicator
+        threads.remove("python")  # The thread starts with the first op that waits, and ends with the last communicator.
     names = [re.sub("posix_[0-9a-f]*", "posix_", link) for link in links]
     own = Counter({"shared mappings": shared, "tasks": len(asyncio.all_tasks())})
     return Counter([f"thread {name}" for name in threads] + names) + own - stuck.kept()
@@ -103,22 +102,22 @@ def holdings() -> Counter[str]:
 
 @contextlib.asynccontextmanager
 async def oracle(place: Rank, *victims: int, reported: str | None = None, **options: Any) -> AsyncIterator[Watch]:
-    """Hold a rank to all that, from before the fault until it is over; a victim is held to nothing.
+    """Check a rank from before the fault until after it; a victim is not checked.
 
-    :param reported: a pattern of what may be told to the loop's exception handler; nothing else may.
-    :param options: of the communicators that it opens.
+    :param reported: a pattern of what the loop's exception handler may get; it may get nothing else.
+    :param options: the options of the communicators that this opens.
     """
     watch = Watch()
     if place.rank in victims:
         yield watch
         return
     if not place.simulated:
-        gc.freeze()  # what torch brings need not be looked through each time
+        gc.freeze()  # The collector need not look through torch's objects.
     survivors = [rank for rank in range(place.size) if rank not in victims]
-    async with place.open("once", survivors, **options) as once:  # what the first one loads stays
+    async with place.open("once", survivors, **options) as once:  # The first one loads what stays.
         await once.all_reduce(torch.zeros(LARGE))
     async with place.open("healthy", survivors, **options) as healthy:
-        contexts: list[str] = []  # as texts: an error would keep what its frames have
+        contexts: list[str] = []  # Texts: an error would keep its frames.
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: contexts.append(repr(context)))
         traffic = asyncio.create_task(watch.pass_traffic(healthy))
         try:
@@ -146,7 +145,7 @@ async def go_on(watch: Watch, traffic: asyncio.Task[None]) -> None:
 
 @contextlib.contextmanager
 def left_after_meeting(place: Rank, seconds: float) -> Iterator[None]:
-    """In this process, so many seconds are left to form in when all ranks have come, however long that took."""
+    """Leave so many seconds for forming, in this process, once all ranks have come, however long that took."""
     arrive = StoreRendezvous.arrive
 
     async def arrives(self: StoreRendezvous, root: Store) -> None:
@@ -170,7 +169,7 @@ async def settled(before: Counter[str]) -> None:
 
 
 async def forgotten(kept: weakref.ref[Any]) -> None:
-    """Wait until nothing keeps a buffer: what ops were doing is put into words on another thread, and may be later."""
+    """Wait until nothing keeps a buffer: another thread describes what ops were doing, perhaps later."""
     ends = clock.now() + PATIENCE
     while kept() is not None:
         assert clock.now() < ends, "the buffer is kept for ever"
@@ -179,7 +178,7 @@ async def forgotten(kept: weakref.ref[Any]) -> None:
 
 
 async def end(ops: Awaitable[Any], comm: Communicator, peers: Iterable[int]) -> CommError:
-    """The death of one of some ranks that ends ops without end; the next call may already be refused for it."""
+    """Return the error by which the death of a rank ends an endless series of ops: it may also refuse the next call."""
     with pytest.raises((PeerDiedError, CommAbortedError)) as caught:
         await ops
     error: CommError = caught.value
@@ -191,7 +190,7 @@ async def end(ops: Awaitable[Any], comm: Communicator, peers: Iterable[int]) -> 
 
 
 def named(error: CommError, comm: Communicator, peers: Iterable[int] = ()) -> None:
-    """The error says whose it is, and whose fault. A call that was refused has no number."""
+    """Check that an error names its communicator, rank, op and peer. A refused call has no number."""
     about = f"{error!r}: {error}"
     assert error.comm == comm.name, about
     assert error.rank == comm.rank, about

@@ -24,7 +24,7 @@ FOUND = ROOT / "build" / "faults.json"
 PAGE = ROOT / "build" / "fault-table.md"
 SUITE = ["aiocomms/testing/conformance", "--full", *(f"--transport={name}" for name in TRANSPORTS)]
 TESTS = ["-m", "fault", "tests", *SUITE]
-"""Arguments of pytest: all tests of the catalogue."""
+"""The arguments of pytest for all tests of the catalogue."""
 
 HEAD = """# The fault table
 
@@ -37,7 +37,7 @@ none, of it or of some part. `docs/reliability.md` says what the tests hold thei
 
 
 def shown(item: pytest.Item) -> list[tuple[int, str]]:
-    """The cases that a test shows, and on which transports: see cases.py."""
+    """Return the cases that a test shows, and on which transports: see cases.py."""
     parameters = item.callspec.id if hasattr(item, "callspec") else ""
     if "net" in parameters.split("-"):  # a simulation has no transport of the catalogue
         return []
@@ -53,7 +53,7 @@ def shown(item: pytest.Item) -> list[tuple[int, str]]:
 
 
 class Results:
-    """Which tests show what, what became of each, and how soon the fault was noticed."""
+    """The tests of each case, their outcomes, and the seconds after which each noticed its fault."""
 
     def __init__(self) -> None:
         self.tests: dict[tuple[int, str], set[str]] = defaultdict(set)
@@ -63,7 +63,7 @@ class Results:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """See all tests, before some are deselected."""
+        """Note all tests before pytest deselects some."""
         for item in items:
             for pair in shown(item):
                 self.tests[pair].add(item.nodeid)
@@ -81,7 +81,7 @@ class Results:
             self.notices[report.nodeid] = [value for key, value in report.user_properties if key == "notice"]
 
     def load(self) -> None:
-        """Go on from what an earlier run found."""
+        """Load the results of an earlier run."""
         if FOUND.exists():
             found = json.loads(FOUND.read_text())
             self.outcomes, self.reasons = found["outcomes"], found["reasons"]
@@ -123,7 +123,7 @@ def listed() -> int:
 
 
 def main() -> int:
-    """Run all, or what pytest's arguments select and add it to what was found before; write the table in any case."""
+    """Run all tests, or add those that pytest's arguments select to earlier results; then write the table."""
     if sys.argv[1:] == ["--list"]:
         return listed()
     os.environ.setdefault("AIOCOMMS_FAULTS", "full")

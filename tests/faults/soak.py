@@ -1,11 +1,11 @@
 """``make soak``: ranks that work, cancel, are stopped, killed and replaced, for as long as SOAK_SECONDS says.
 
 A parent that has loaded everything forks the ranks, so that a new one costs milliseconds. In each communicator they do
-the same random ops, checked, in the same order; then one of them is killed, or stopped for a moment, or all close.
-After a SIGKILL those that are left reconfigure: with a new process at once, or without, and take one in later. After a
-close all form a communicator over a fresh store. Any rank is killed, rank 0 too; but one process is spared, and its
-memory is watched. It ends non-zero on a hang, wrong data, a survivor's crash, anything that a process holds after a
-close and did not hold before, and when one of the bounds below is broken.
+the same random ops, checked, in the same order. Then one of them is killed, or stopped for a moment, or all close.
+After a SIGKILL the survivors reconfigure: with a new process at once, or without one, which they admit later. After a
+close all form a communicator over a fresh store. Any rank may be killed, also rank 0; but one process is spared, and
+its memory is measured. The soak ends non-zero on a hang, wrong data, a survivor's crash, a leak after a close, or a
+broken bound of those below.
 
     SOAK_SECONDS=3600 SOAK_SEED=7 SOAK_TRANSPORT=c10d python tests/faults/soak.py
 """
@@ -36,26 +36,26 @@ from soak_rank import Heard, Order, child  # noqa: E402 - found by the path abov
 
 SIZE = 4
 SILENCE = 60.0
-"""Seconds after which a rank that says nothing hangs; an op that does has its own deadline, which is earlier."""
+"""Seconds after which a silent rank counts as hung; an op that hangs has an earlier deadline of its own."""
 NOTICE, RECOVERY = 1.0, 3.0
-"""Seconds: the 99th percentiles stay below."""
+"""The bounds of the 99th percentiles, in seconds."""
 SLOPE = 2.0
-"""MiB per hour that a process grows by; nobody can tell within LONG seconds."""
+"""The bound of a process's growth, in MiB per hour; a run of less than LONG seconds cannot show it."""
 LONG = 1800.0
 _M_ARENA_MAX = -8
-"""Of malloc.h: from how many heaps threads allocate."""
+"""The option of malloc.h for the number of heaps from which threads allocate."""
 
 
 @dataclass
 class Process:
-    """A rank's, as its parent sees it."""
+    """A rank's process, as its parent sees it."""
 
     pid: int
     pipe: Connection
     memory: list[tuple[float, int]] = field(default_factory=list)
 
     def hear(self) -> Heard | str:
-        """What it has said, or why it has not."""
+        """Return the next report of the process, or the text of its failure."""
         try:
             said = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -64,20 +64,20 @@ class Process:
         return said
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has crashed, and was heard of
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # The process has crashed already.
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self.pipe.close()
 
 
 def hear(processes: list[Process]) -> list[Heard]:
-    """The next word of each; or, if one fails, what all have to say of it."""
+    """Return the next report of each process; if one fails, raise with the failures of all."""
     heard: dict[int, Heard | str] = {}
     ends = time.monotonic() + SILENCE
     while missing := {it.pipe: it for it in processes if it.pid not in heard}:
         ready = wait(list(missing), max(0.0, ends - time.monotonic()))
         for pipe in ready:
-            process = missing[pipe]  # type: ignore[index]  # they are all connections
+            process = missing[pipe]  # type: ignore[index]  # All are connections.
             heard[process.pid] = process.hear()
             if isinstance(heard[process.pid], str):
                 ends = min(ends, time.monotonic() + 2)
@@ -89,7 +89,7 @@ def hear(processes: list[Process]) -> list[Heard]:
 
 
 class Soak:
-    """The parent: forks, kills, stops, counts."""
+    """The parent, which forks, kills and stops ranks, and counts."""
 
     def __init__(self, transport: str, seed: int) -> None:
         self.transport = transport
@@ -106,7 +106,7 @@ class Soak:
         return [it for it in self.ranks if it is not None]
 
     def fill(self) -> list[int]:
-        """Fork a process for each free rank; which those were."""
+        """Fork a process for each free rank, and return these ranks."""
         free = [rank for rank, process in enumerate(self.ranks) if process is None]
         for rank in free:
             mine, theirs = Pipe()
@@ -121,7 +121,7 @@ class Soak:
         return free
 
     def life(self) -> None:
-        """From a fresh store to the close of the last communicator on it."""
+        """Run communicators from a fresh store to the close of the last one on it."""
         old, self.folder = self.folder, tempfile.mkdtemp(prefix="soak-")
         killed: float | None = None
         came: list[int] = []
@@ -132,11 +132,11 @@ class Soak:
             if fate != "kill" and not grows:
                 break
             came = self.replace(may_shrink=fate == "kill" and not grows)
-        # Not this one yet: a FileStore that is about to go would look for a vanished file until its timeout, 300 s.
+        # The current folder stays: a FileStore that ends would look for a vanished file until its timeout, 300 s.
         shutil.rmtree(old, ignore_errors=True)
 
     def replace(self, may_shrink: bool) -> list[int]:
-        """New processes for all free ranks; or none, and the others close ranks."""
+        """Fork processes for all free ranks and return these ranks; or shrink to the survivors, and return none."""
         if may_shrink and self.rng.random() < 0.3:
             self.ranks = [it for it in self.ranks if it is not None]
             self.counts["shrunk"] += 1
@@ -145,7 +145,7 @@ class Soak:
         return self.fill()
 
     def communicator(self, came: list[int], fate: str, grows: bool, killed: float | None) -> float | None:
-        """One communicator, and what befalls it; when a rank of it was killed."""
+        """Run one communicator to its end; return when one of its ranks was killed, or None."""
         steps = None if fate == "kill" else self.rng.randrange(20, 200)
         order = Order(self.folder, 0, len(self.ranks), self.rng.randrange(2**31), steps, bool(came), grows)
         victim = self.rng.choice([rank for rank, it in enumerate(self.ranks) if it is not self.spared])
@@ -183,7 +183,7 @@ class Soak:
         os.kill(process.pid, signal.SIGCONT)
 
     def collect(self) -> list[Heard]:
-        """How it ended for all that are left."""
+        """Return how the communicator ended on each remaining rank."""
         heard = hear(self.present())
         for it, said in zip(self.present(), heard, strict=True):
             self.counts.update(said.counts or {})
@@ -198,7 +198,7 @@ class Soak:
         )
 
     def broken(self, elapsed: float) -> list[str]:
-        """The bounds that were."""
+        """Return the bounds that the run has broken."""
         found = [
             f"the p99 of {what} is {value:.3f} s"
             for what, bound, values in (("notice", NOTICE, self.notices), ("recovery", RECOVERY, self.recoveries))
@@ -225,9 +225,9 @@ def times(values: list[float]) -> str:
 
 
 def slope(samples: list[tuple[float, int]]) -> float:
-    """MiB per hour after the first third: the median of the slopes between all pairs of 100 medians (Theil-Sen).
+    """Return the growth after the first third, in MiB per hour: the median slope between 100 medians (Theil-Sen).
 
-    Unlike a least-squares line, a few large values at either end do not tilt it.
+    A few large values at either end do not tilt it, unlike a least-squares line.
     """
     late = samples[len(samples) // 3 :]
     width = max(1, len(late) // 100)
@@ -238,7 +238,7 @@ def slope(samples: list[tuple[float, int]]) -> float:
 
 
 def summary(soak: Soak, elapsed: float) -> str:
-    """What docs/benchmarks/core.md says of a run."""
+    """Return the figures of a run for docs/benchmarks/core.md."""
     n = soak.counts
     held = [value / 2**20 for _, value in soak.spared.memory]
     sixths = [held[len(held) * sixth // 6 :][: max(1, len(held) // 6)] for sixth in range(6)]
@@ -258,7 +258,7 @@ def summary(soak: Soak, elapsed: float) -> str:
 
 
 def main() -> int:
-    """Run, print the counts as it goes, and say how it ended."""
+    """Run the soak, print the counts meanwhile, and print the outcome."""
     seconds = float(os.environ.get("SOAK_SECONDS", "60"))
     seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**31)))
     transport = os.environ.get("SOAK_TRANSPORT", "ucx")
@@ -266,11 +266,11 @@ def main() -> int:
     # Each of several heaps keeps pages of which little is in use, and their sum would hide a leak, or look like one.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     __import__(f"aiocomms_{transport}")
-    gc.freeze()  # what the ranks inherit need not be looked through at each collection
+    gc.freeze()  # The collector need not look through what the ranks inherit.
     print(f"soak: SOAK_SEED={seed} SOAK_TRANSPORT={transport} SOAK_SECONDS={seconds:.0f}", flush=True)
-    # UCX's files there are its ranks' own, so what is left is: on a busy machine others leave some in /dev/shm.
+    # UCX's files in this folder are the soak's own, so a file left there is a leak. Others use /dev/shm, too.
     shared = os.environ["UCX_POSIX_DIR"] = tempfile.mkdtemp(prefix="soak-", dir="/dev/shm")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a search that cuts it off leaves no folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # A SIGTERM of the search leaves no folder.
     soak, began, said = Soak(transport, seed), time.monotonic(), 0.0
     failures: list[str] = []
     try:

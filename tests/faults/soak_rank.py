@@ -1,4 +1,4 @@
-"""What one rank of ``make soak`` does: checked ops, until they are enough or a peer dies; then a new communicator."""
+"""The body of one rank of ``make soak``: checked ops until the order ends or a peer dies; then a new communicator."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ COUNTS = (1, 7, 400, 5_000, 60_013)
 PATIENCE = 10.0
 """Seconds for forming a communicator, and for each op."""
 WARM = 2
-"""Closes after which a process has loaded what it keeps."""
+"""The number of closes after which a process has loaded all that it keeps."""
 
 
 class Order(NamedTuple):
-    """What the parent tells a rank: how to form, how long to work, how to end."""
+    """The parent's order to a rank: how to form, how long to work, how to end."""
 
     folder: str
-    """Of the store: another one is another life."""
+    """The folder of the store."""
     rank: int
     size: int
     seed: int
     steps: int | None
-    """None: until a peer dies."""
+    """The number of steps; None: until a peer dies."""
     joins: bool
-    """Newcomers take part: this is one, or has to take them in."""
+    """True if newcomers take part: this rank is one, or has to admit them."""
     aborts: bool
-    """It ends by an abort, after which newcomers come."""
+    """True if the communicator ends by an abort, after which newcomers join."""
 
 
 class Heard(NamedTuple):
-    """What a rank says when it has formed, and when it has ended."""
+    """The report of a rank when it has formed, and when it has ended."""
 
     at: float
     peer: int | None = None
-    """Who died."""
+    """The rank that died."""
     counts: dict[str, int] | None = None
     memory: int | None = None
-    """What it holds with no communicator open."""
+    """The bytes that the process holds with no communicator open."""
 
 
 # ------------------------------------------------------------------------------------------------------------ the ops
@@ -73,7 +73,7 @@ class Work:
         self.added = 0
 
     async def step(self) -> None:
-        """Some ops at once, one of them now and then cancelled."""
+        """Run some ops at once, now and then with a cancellation."""
         self.turn += 1
         kinds: list[Callable[[int], Awaitable[int]]] = [
             self.reduce, self.broadcast, self.gather, self.exchange, self.ring, self.objects, self.put, self.cancel
@@ -128,18 +128,18 @@ class Work:
         return 1
 
     async def put(self, count: int) -> int:
-        """Each rank adds to one element of the next; the sums are checked at the generation's end."""
+        """Add to one element of the next rank; the sums are checked at the generation's end."""
         await self.window.fetch_add((self.comm.rank + 1) % self.comm.size, 0, 1)
         self.added += 1
         return 1
 
     async def cancel(self, count: int) -> int:
-        """A receive that nothing matches, withdrawn; and a collective whose awaiter leaves, which completes."""
-        reduced = self.comm.all_reduce(self.mine(count))  # at once: collectives are in one order on all ranks
+        """Withdraw a receive that nothing matches, and cancel the awaiter of a collective, which still completes."""
+        reduced = self.comm.all_reduce(self.mine(count))  # All ranks call collectives in one order.
         work = self.comm.recv(empty(count), (self.comm.rank + 1) % self.comm.size, 99)
         withdrawn = await work.cancel()
         with contextlib.suppress(WorkCancelledError):
-            await work  # raises the death of a peer, if that came first
+            await work  # This raises the death of a peer, if that came first.
             withdrawn = False
         assert withdrawn, "wrong data: a receive that nothing matches has come off"
         total = sum((self.mine(count, r) for r in range(self.comm.size)), empty(count))
@@ -154,7 +154,7 @@ class Work:
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Where two tensors differ, and how."""
+    """Return where and how two tensors differ."""
     wrong = (got != wanted).nonzero().flatten().tolist()
     shown = ", ".join(f"{got[at]} for {wanted[at]} at {at}" for at in (wrong[0], wrong[-1]))
     return f"{len(wrong)} of {len(got)} numbers: {shown}"
@@ -168,7 +168,7 @@ async def wait(work: Any) -> None:
 
 
 class Member:
-    """A process in its communicators, one after the other."""
+    """A process and its communicators, one after the other."""
 
     def __init__(self, transport: str, say: Callable[[Heard], None]) -> None:
         self.transport, self.say = transport, say
@@ -193,7 +193,7 @@ class Member:
             self.say(Heard(ended, None, self.counted(), None if order.aborts else await self.close()))
 
     async def form(self, order: Order) -> Communicator:
-        """As one of those that are left, or a newcomer, or all at once."""
+        """Form a communicator: as a survivor, as a newcomer, or with all ranks at once."""
         if self.comm is not None:
             return await self.comm.reconfigure(size=order.size if order.joins else None, timeout=PATIENCE)
         place = Rank(self.transport, order.rank, order.size, order.folder)
@@ -205,7 +205,7 @@ class Member:
         work = Work(comm, window, order.seed, self.counts)
         while order.steps is None or work.turn < order.steps:
             await work.step()
-        # Who aborts is a step ahead of who is still in the last barrier.
+        # A rank that aborts is a step ahead of a rank that is still in the last barrier.
         with contextlib.suppress(*([CommAbortedError] if order.aborts else [])):
             await comm.barrier()
             added = int(window.tensor[0])
@@ -215,7 +215,7 @@ class Member:
             comm.abort("to grow")
 
     def died(self, error: CommError, order: Order) -> int:
-        """Who has; another error than that is none that was to come."""
+        """Return the rank that died; raise any error but an expected death."""
         cause = error if isinstance(error, PeerDiedError) else error.__cause__
         if order.steps is not None or not isinstance(cause, PeerDiedError) or cause.peer is None:
             raise error
@@ -228,7 +228,7 @@ class Member:
         return counts
 
     async def close(self) -> int:
-        """Close it, and see that nothing is left; the memory that this process has then."""
+        """Close the communicator, check that nothing is left, and return the bytes that this process holds then."""
         assert self.comm is not None
         await self.comm.aclose()
         self.comm = None
@@ -242,9 +242,9 @@ class Member:
 
 
 def anonymous() -> int:
-    """Bytes that no file backs, after garbage is collected and the C library has given back what is free.
+    """Return the bytes that no file backs, after a garbage collection and malloc_trim.
 
-    What it keeps for later is no leak. The kernel's own counter of it is only roughly right; this one is exact.
+    Free memory that the C library keeps is no leak. The kernel's own counter is only roughly right; this one is exact.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -253,7 +253,7 @@ def anonymous() -> int:
 
 
 async def rank_main(pipe: Connection, transport: str) -> None:
-    """A rank's life, as the parent orders it."""
+    """Run a rank, as the parent orders."""
     loop = asyncio.get_running_loop()
     complaints: list[str] = []
 
@@ -275,12 +275,12 @@ async def rank_main(pipe: Connection, transport: str) -> None:
 
 
 def child(pipe: Connection, transport: str) -> None:
-    """A forked process, from its beginning to its end."""
+    """Run a forked process to its end."""
     torch.set_num_threads(1)
     try:
         asyncio.run(rank_main(pipe, transport))
     except EOFError:
-        pass  # the parent has enough
+        pass  # The parent has closed the pipe.
     except BaseException:
         pipe.send(traceback.format_exc())
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The store and the first meeting fail: the cases 30 to 34 of the catalogue; the rest is in test_rendezvous.py."""
+"""Failures of the store and the first meeting: the cases 30 to 34 of the catalogue. See also test_rendezvous.py."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Callable[[], tuple[int, int]]]:
-    """Starts a store's server in a process of its own: its port and its process's number."""
+    """Yield a call that starts a store's server in its own process, and returns its port and process ID."""
     started: list[subprocess.Popen[str]] = []
 
     def start() -> tuple[int, int]:
@@ -63,7 +63,7 @@ def server() -> Iterator[Callable[[], tuple[int, int]]]:
 
 
 async def lose_the_store(place: Rank, port: int, pid: int) -> list[float]:
-    """Stopped, and then killed: what is formed goes on, what forms fails in its time."""
+    """Stop the store, and then kill it: a formed communicator goes on, and one that forms fails in time."""
     took = []
     async with oracle(place):
 
@@ -112,7 +112,7 @@ def test_stopped_and_dead_store_is_noticed_in_time(
 
 
 async def split_without_a_store(place: Rank, port: int, pid: int) -> float:
-    """A split that needs the store says that it is gone; one that does not comes off."""
+    """Split without the store: a split that needs the store says that it is lost, and another one completes."""
     async with oracle(place):
         more: dict[str, Any] = {}
         if not place.simulated:
@@ -127,7 +127,7 @@ async def split_without_a_store(place: Rank, port: int, pid: int) -> float:
         try:
             child = await comm.split(range(place.size))
         except StoreLostError:
-            pass  # this transport needs it
+            pass  # This transport needs the store.
         else:
             await child.aclose()
         took = clock.now() - began
@@ -145,7 +145,7 @@ def test_split_without_a_store_ends_in_time_and_keeps_its_parent(
 
 
 async def differ(place: Rank, owner: Any, name: str, value: Any) -> str:
-    """Rank 1 has another value; both are told."""
+    """Give rank 1 another value; return the message of the error that each rank gets."""
     other = mock.patch.object(owner, name, value) if place.rank == 1 else contextlib.nullcontext()
     with other, pytest.raises((ProtocolError, CommAbortedError, CommTimeoutError)) as caught:
         await place.open()
@@ -153,7 +153,7 @@ async def differ(place: Rank, owner: Any, name: str, value: Any) -> str:
 
 
 async def speak_another_version(place: Rank) -> None:
-    """Both versions are named."""
+    """Give rank 1 another version of the wire: the error names both."""
     wire = __import__(f"aiocomms_{place.transport}.wire").wire
     versions = wire.VERSION, wire.VERSION + 1
     message = await differ(place, wire, "VERSION", versions[1])
@@ -162,16 +162,16 @@ async def speak_another_version(place: Rank) -> None:
 
 
 async def have_another_byte_order(place: Rank) -> None:
-    """Both are named."""
+    """Give rank 1 another byte order: the error names both."""
     message = await differ(place, sys, "byteorder", "big")
     assert "little" in message, message
     assert "big" in message, message
 
 
 async def speak_in_another_shape(place: Rank) -> None:
-    """What rank 1 tells the others is of another version, and of another shape, but for its arrival.
+    """Have rank 1 write records of another version, which also have another shape, but for its arrival.
 
-    It is refused before it is decoded.
+    The ranks refuse the records before they decode them.
     """
     if place.rank == 1:
         sign, dialect = Seal.sign, RENDEZVOUS._replace(version=4711)
@@ -199,7 +199,7 @@ def test_ranks_of_two_versions_or_byte_orders_name_both(ranks: Run) -> None:
 
 
 async def come_late(place: Rank) -> tuple[str, float]:
-    """Rank 2 is late, but in time; then too late, for which it is named; and then all form anew."""
+    """Let rank 2 come late but in time, then too late, so that the error names it; then form anew."""
     async with oracle(place):
         if place.rank == 2:
             await hear(place, "early", 0, 1)
@@ -218,7 +218,7 @@ async def come_late(place: Rank) -> tuple[str, float]:
 
 
 async def give_up(place: Rank, patience: float) -> tuple[str, float]:
-    """What is said of the ranks that have not come, and how long after the deadline."""
+    """Return the error that names the missing ranks, and how many seconds after the deadline it came."""
     began = clock.now()
     with pytest.raises(CommTimeoutError) as caught:
         await place.open("world", timeout=patience)
@@ -226,7 +226,7 @@ async def give_up(place: Rank, patience: float) -> tuple[str, float]:
 
 
 async def both_give_up(place: Rank) -> tuple[str, float]:
-    """Ranks 0 and 1; where one has not answered the other in time, once more, with twice the patience."""
+    """Have ranks 0 and 1 give up; if one has not answered the other in time, try again with twice the timeout."""
     for turn in itertools.count():
         message, took = await give_up(place, 0.5 * 2**turn)
         if "had not joined: 2." in message:
@@ -247,7 +247,7 @@ def test_late_rank_is_named_by_the_others_at_their_deadline(ranks: Run, notice: 
 
 
 async def come_twice(place: Rank) -> str:
-    """Processes 1 and 2 are both started as rank 1 of two; the earlier one is told, and the later one is it."""
+    """Start processes 1 and 2 both as rank 1 of two: the earlier one gets an error, and the later one joins."""
     one = {"store": place.store(), "rank": min(place.rank, 1), "size": 2}
     if place.rank == 1:
         forming = asyncio.ensure_future(opened(place, **one))

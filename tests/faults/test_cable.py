@@ -44,7 +44,7 @@ def line() -> Iterator[tuple[list[str], Cable]]:
 
 
 async def talk(place: Rank, counts: tuple[int, ...]) -> None:
-    """Tensors of several sizes, objects, one-sided ops, and a child."""
+    """Exchange tensors of several sizes and objects, put into a window, and split off a child."""
     async with place.open() as comm:
         for count in counts:
             await exchange(comm, count)
@@ -82,7 +82,7 @@ def test_transfers_over_a_bad_cable_are_right(ranks: Run, line: tuple[list[str],
 
 
 async def transfer(place: Rank) -> None:
-    """A large message each way."""
+    """Send a large message each way."""
     async with place.open() as comm:
         await comm.barrier()
         into = empty(HUGE)
@@ -92,7 +92,7 @@ async def transfer(place: Rank) -> None:
 
 
 def amid_a_transfer(ranks: Run, line: tuple[list[str], Cable], happens: Callable[[], None]) -> None:
-    """It happens when the first frames of the messages have passed."""
+    """Call ``happens`` amid a transfer, when the first frames of the messages have passed."""
     names, wire = line
     wire.set(Weather(rate=4_000_000))
 
@@ -109,7 +109,7 @@ def amid_a_transfer(ranks: Run, line: tuple[list[str], Cable], happens: Callable
 @pytest.mark.fault(106, 107)
 @pytest.mark.parametrize("cut", [(0,), (1,), (0, 1)], ids=str)
 def test_transfer_survives_a_temporary_outage(ranks: Run, line: tuple[list[str], Cable], cut: tuple[int, ...]) -> None:
-    """It takes long enough that TCP sends what was lost again in vain, several times."""
+    """A transfer survives an outage in which TCP retransmits in vain several times."""
     wire = line[1]
 
     def happens() -> None:

@@ -23,7 +23,7 @@ Counts = Counter[tuple[int, str]]
 def tests() -> Counts:
     """Count the tests that pytest finds of each case on each transport."""
     command = [sys.executable, str(Path(__file__).with_name("report.py")), "--list"]
-    env = os.environ | {"PYTEST_ADDOPTS": "--assert=plain"}  # they are not run, and rewriting takes half of the time
+    env = os.environ | {"PYTEST_ADDOPTS": "--assert=plain"}  # No test runs here, and rewriting takes half of the time.
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^case (\d+) on (\w+): ", done.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""``make chaos`` in short: each disturbance once on each transport, with a seed that stays."""
+"""``make chaos`` in short: each disturbance once on each transport, with a fixed seed."""
 
 from __future__ import annotations
 

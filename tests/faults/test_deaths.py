@@ -44,7 +44,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 async def lost_at_once(comm: Communicator, victim: int) -> None:
-    """All later ops are refused, for that reason."""
+    """Check that all later ops are refused because of the death."""
     for call in (comm.barrier, lambda: comm.send(torch.ones(1), (comm.rank + 1) % comm.size)):
         with pytest.raises(CommAbortedError, match=f"rank {victim}"):
             call()
@@ -89,7 +89,7 @@ def test_death_amid_a_collective_is_noticed_in_time(
 
 
 async def lose_while_idle(place: Rank) -> float:
-    """Nothing has a deadline: a death ends all the same whatever waits for work, and who waits for nothing else."""
+    """Let rank 1 die while no op has a deadline: its death ends each pending op, and ``lost()`` returns."""
     async with oracle(place, 1):
         comm = await place.open(timeout=None)
         await together(place, comm)
@@ -123,12 +123,12 @@ def test_death_while_idle_without_a_deadline_is_noticed_in_time(ranks: Run, noti
 
 
 async def lose_a_sender(place: Rank) -> float:
-    """Whose small message nobody has asked for yet: it comes whole, or not at all."""
+    """Kill a sender whose small message has no receive yet: the message arrives whole, or not at all."""
     async with oracle(place, 1):
         comm = await place.open()
         if place.rank == 1:
             sending = comm.send(numbers(20, 1), 0)
-            if not place.simulated:  # the network of a simulation keeps no message: the send ends with the receive
+            if not place.simulated:  # A simulated network buffers no message: the send ends with the receive.
                 await sending
             await hear(place, "ready", 0)
             await place.die()
@@ -173,7 +173,7 @@ async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> 
         took = place.since_death()
         await lost_at_once(comm, 1)
         error.__traceback__ = None
-        if not place.simulated:  # in a simulation the dead has the tensor itself, and not its bytes
+        if not place.simulated:  # In a simulation the dead rank has the tensor itself, and not its bytes.
             await forgotten(kept[0])
         return took
 
@@ -234,7 +234,7 @@ def test_death_of_a_window_target_is_noticed_in_time(ranks: Run, notice: Notice,
 
 
 async def lose_two(place: Rank, port: int) -> float:
-    """Rank 0 serves the store; and the last, at the same time."""
+    """Kill rank 0, which serves the store, and the last rank at the same time."""
     async with oracle(place, 0, 3):
         place.launch(port)
         comm = await aiocomms.new_comm(place.transport)
@@ -272,7 +272,7 @@ def test_simultaneous_deaths_with_the_store_host_are_noticed_in_time(
 
 
 async def lose_politely(place: Rank) -> float:
-    """SIGTERM, and a handler that closes."""
+    """Send SIGTERM to rank 1, whose handler closes the communicator."""
     async with oracle(place, 1):
         comm = await place.open()
         await comm.barrier()
@@ -321,7 +321,7 @@ async def lose_somehow(place: Rank, how: str) -> float:
             place.end(ENDS[how][0])
         works = [comm.recv(empty(3), 1), comm.all_reduce(numbers(HUGE, place.rank))]
         place.tell(f"posted {place.rank}")
-        closes = how == "sys.exit"  # its event loop comes to its end, and closes what is open
+        closes = how == "sys.exit"  # The event loop ends in order, and closes what is open.
         for work in works:
             with pytest.raises(CommAbortedError if closes else PeerDiedError) as caught:
                 await work
@@ -345,7 +345,7 @@ def test_death_by_any_signal_or_exit_is_noticed_in_time(ranks: Run, notice: Noti
 
 
 async def leave(comm: Communicator, limits: tuple[int, int]) -> None:
-    """Its context, by an error, which tells the others."""
+    """Leave the communicator's context by an error, which aborts the other ranks."""
     async with comm:
         try:
             await comm.recv_object(0)
@@ -354,7 +354,7 @@ async def leave(comm: Communicator, limits: tuple[int, int]) -> None:
 
 
 async def run_out_of_memory(place: Rank) -> float:
-    """In the midst of a receive of an object; who has no memory says so, and the others are told."""
+    """Have rank 1 run out of memory amid a receive of an object: it raises, and the other ranks are aborted."""
     async with oracle(place, reported="emory"):
         comm = await place.open()
         await comm.barrier()
@@ -381,7 +381,7 @@ async def run_out_of_memory(place: Rank) -> float:
         with pytest.raises((MemoryError, RuntimeError, CommError)) as raised:
             await leave(comm, limits)
         assert re.search("emory|alloc", repr(raised.value)), raised.value
-        del raised  # its traceback keeps what there was
+        del raised  # The traceback keeps the objects of its frames.
         return 0.0
 
 
@@ -392,7 +392,7 @@ def test_memory_error_on_one_rank_is_noticed_in_time(ranks: Run, notice: Notice)
 
 
 def one_arena(rank: int) -> None:
-    """Address space that glibc keeps for a thread's own allocations, 64 MiB each, is no room within the limit."""
+    """Limit glibc to one arena: the 64 MiB that it reserves for each further one would count against the limit."""
     m_arena_max = -8
     ctypes.CDLL(None).mallopt(m_arena_max, 1)
 
@@ -405,7 +405,7 @@ async def lose_before_the_first_op(place: Rank) -> float:
         comm = await place.open()
         place.tell(f"open {place.rank}")
         if place.rank == 1:
-            if place.simulated:  # a connection may take all words of the dead along, also that it has formed
+            if place.simulated:  # A connection may lose the dead rank's messages, also that it has formed.
                 await hear(place, "open", 0, 2)
             await place.die()
         await end(reduced(comm), comm, [1])
@@ -426,7 +426,7 @@ def test_death_before_the_first_op_is_noticed_in_time(ranks: Run, notice: Notice
 
 
 def dies_after(place: Rank, calls: int) -> None:
-    """In this process, when it has heard so many of the values that the ranks give each other."""
+    """Have this process die after so many exchanges of values between the ranks."""
     exchange, made = StoreRendezvous.exchange, 0
 
     async def dies(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
@@ -441,7 +441,7 @@ def dies_after(place: Rank, calls: int) -> None:
 
 
 async def lose_while_forming(place: Rank, calls: int) -> float:
-    """A rank has said where it is, and never comes."""
+    """Let rank 1 die after it has sent its address."""
     async with oracle(place, 1):
         if place.rank == 1:
             dies_after(place, calls)
@@ -453,7 +453,7 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
             r"rank 1\b|ranks had not joined: 1\b|ranks did not connect within .*: \[1\]",
             str(caught.value),
         ), caught.value
-        del caught  # its traceback keeps what did not form
+        del caught  # The traceback keeps what did not form.
         return clock.now() - began
 
 
@@ -465,7 +465,7 @@ def test_death_while_forming_is_noticed_in_time(ranks: Run, notice: Notice) -> N
 
 
 async def lose_while_late(place: Rank) -> None:
-    """Rank 2 was late, so that rank 0 has less time left than it has; but it is rank 1 that dies, and is named."""
+    """Let rank 1 die after rank 2 came late, which leaves rank 2 more time than rank 0: the error names rank 1."""
     if place.rank == 1:
         dies_after(place, 1)
     absent = pytest.raises(CommTimeoutError, match=r"these ranks had not joined: 1\.")

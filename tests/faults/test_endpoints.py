@@ -1,4 +1,4 @@
-"""Endpoints whose other end dies, lies, is a stranger, or goes on with what was given up: the cases 108 to 113."""
+"""Endpoints whose other end dies, lies, is a stranger, or uses what was revoked: the cases 108 to 113."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def transport() -> str:
 
 
 IN_NET = pytest.mark.parametrize("transport", [NET, "ucx"])
-"""Marks a test of what the endpoints do, whatever carries their messages."""
+"""The mark of a test of the endpoints alone, whatever carries their messages."""
 
 
 # --------------------------------------------------------------------------------------------- 112: one of them dies
@@ -71,7 +71,7 @@ async def hub_and_two(place: Rank, doing: str) -> Any:
             if place.rank == 2:
                 await peer.recv_object()
                 place.tell("it answers nobody")
-                place.told("it is asked")  # the loop stands
+                place.told("it is asked")  # The loop is blocked.
                 await place.die()
             assert await peer.recv_object() == "go on"
             return region.tensor.sum().item()
@@ -139,7 +139,7 @@ async def put_for_ever(peer: aiocomms.Peer, remote: aiocomms.RemoteRegion, sourc
 
 
 async def die_amid_puts(place: Rank, rounds: int) -> Any:
-    """The owner dies while megabytes are put into its memory."""
+    """Let the owner die while megabytes are put into its memory."""
     count = LARGE if place.simulated else 16 * MIB
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
@@ -167,12 +167,12 @@ def test_death_of_the_region_owner_amid_puts_fails_them(ranks: Run) -> None:
 
 
 def unshared(count: int) -> torch.Tensor:
-    """Memory that torch does not own, and so cannot move to where processes share it."""
+    """Return memory that torch does not own, and so cannot move into shared memory."""
     return torch.frombuffer(bytearray(4 * count), dtype=torch.float32)
 
 
 async def leave_amid_puts(place: Rank, how: str, mapped: bool) -> None:
-    """Who closes amid its puts writes nothing any more once the owner has heard of that."""
+    """Close a connection amid puts: no put writes any more once the owner has heard of the close."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             memory = torch.zeros(8 * MIB) if mapped else unshared(8 * MIB)
@@ -202,7 +202,7 @@ async def leave_amid_puts(place: Rank, how: str, mapped: bool) -> None:
 
 
 async def signal_behind_puts(place: Rank, how: str) -> None:
-    """Memory that cannot be shared, so that puts and signals go different ways; none overtakes the other."""
+    """Put into unshared memory, so that puts and signals take different paths: no signal overtakes a put."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             memory = unshared(16 * MIB)
@@ -233,7 +233,7 @@ async def signal_behind_puts(place: Rank, how: str) -> None:
 
 
 async def hold_on(place: Rank) -> None:
-    """One whose loop is busy does not let go of a region; the owner is told that, and loses that connection alone."""
+    """Revoke a region while the peer's loop is blocked: the owner gets a timeout, and loses only that connection."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             region = here.register(torch.zeros(4))
@@ -249,7 +249,7 @@ async def hold_on(place: Rank) -> None:
             return
         peer = await here.connect(await asyncio.to_thread(place.given, "address"))
         await peer.attach(place.given("descriptor"))
-        place.tell("attached")  # and not by a message, whose end the loop might hear of together with the question
+        place.tell("attached")  # No message says so: the loop might see its end together with the question.
         place.told("revoked")
         assert isinstance(await peer.lost(), CommTimeoutError)
         assert here.peers == []
@@ -265,7 +265,7 @@ def test_puts_of_one_that_has_closed_write_nothing_and_revoke_times_out_for_a_bu
 
 
 async def cancel_puts(place: Rank) -> None:
-    """A thousand puts are cancelled amid, and their tensors dropped, and the memory filled with something else."""
+    """Cancel a thousand puts, drop their tensors, and fill the memory with something else."""
     count = 1000
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
@@ -292,7 +292,7 @@ async def cancel_puts(place: Rank) -> None:
                 work = remote.put(tensor, number * 1024)
                 await work.cancel()
             del tensor
-            torch.full((1024,), -1.0)  # what would be put, were the memory another tensor's by now
+            torch.full((1024,), -1.0)  # A put from memory that was freed would put this.
         await remote.flush()
         await peer.signal()
         del work, task
@@ -306,7 +306,7 @@ def test_signals_arrive_behind_puts_and_cancelled_puts_complete(ranks: Run) -> N
 
 
 async def come_and_go(place: Rank, count: int) -> Any:
-    """A hub that endpoints connect with one after the other; descriptors, threads and memory come back."""
+    """Connect endpoints with a hub one after the other: their descriptors, threads and memory are released."""
     if place.rank == 1:
         address = await asyncio.to_thread(place.given, "address")
         for number in range(count):
@@ -322,7 +322,7 @@ async def come_and_go(place: Rank, count: int) -> Any:
             peer = await here.accept()
             await peer.put(torch.ones(1024), await peer.recv_object())
             await peer.signal()
-            with contextlib.suppress(CommError):  # one that is closed
+            with contextlib.suppress(CommError):  # The peer has closed.
                 await peer.lost()
             await peer.aclose()
             del peer
@@ -344,14 +344,14 @@ def test_repeated_connections_leak_no_memory(ranks: Run, count: int) -> None:
 
 
 async def knock(place: Rank) -> Any:
-    """Garbage at the listener, connections that say nothing; those of the job are let in all the same."""
+    """Send garbage to the listener, and open silent connections: endpoints of the job still connect."""
     async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
         there = (here._address.host, here._address.port)
         silent = [socket.create_connection(there) for _ in range(200)]
         for rubbish in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000), b"aioG\x02\x00" + bytes(100)):
             with socket.create_connection(there) as stranger:
                 stranger.sendall(rubbish)
-        for _ in range(50):  # who proves to be of the job, and resets the connection
+        for _ in range(50):  # Each caller proves to be of the job, and resets the connection.
             caller = socket.create_connection(there)
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             prove = functools.partial(jobstore.prove, caller, here._address.secret("connect"), 0, 10, ENDPOINT)
@@ -367,7 +367,7 @@ async def knock(place: Rank) -> Any:
 
 
 async def close_on_the_silent(place: Rank) -> None:
-    """Neither one that calls and then says nothing keeps an endpoint from closing, nor one that is called."""
+    """Close an endpoint beside a silent caller and a silent callee: neither delays the close."""
     async with aiocomms.open_endpoint("ucx") as here:
         there = credentials.read_address(here.address)
         async with aiocomms.open_endpoint("ucx") as other:
@@ -389,7 +389,7 @@ async def close_on_the_silent(place: Rank) -> None:
 
 
 async def connect_and_give_up(place: Rank) -> None:
-    """Calls that are given up amid, from either side and at any turn of the loop, keep nobody from connecting."""
+    """Cancel calls from either side, at any turn of the loop: both sides can still connect."""
     turns = random.Random(1)
     for _ in range(60):
         async with aiocomms.open_endpoint("local") as one, aiocomms.open_endpoint("local") as two:
@@ -407,7 +407,7 @@ async def connect_and_give_up(place: Rank) -> None:
 
 
 async def call_and_hang_up(place: Rank) -> None:
-    """Who calls in another endpoint's name, and hangs up, ends no connection of that."""
+    """Call in another endpoint's name, and hang up: this ends no connection of that endpoint."""
     async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
         peer = await here.connect(other.address)
         call = EndpointCall(credentials.read_address(here.address), other.address, 1, 60)
@@ -423,7 +423,7 @@ async def call_and_hang_up(place: Rank) -> None:
 
 @pytest.mark.fault(22, 110, transport="ucx")
 def test_strangers_and_callers_in_anothers_name_do_no_harm_and_delay_no_close(ranks: Run) -> None:
-    """Nor do calls that are cancelled."""
+    """Cancelled calls do no harm either."""
     ranks(1, in_turn, knock, close_on_the_silent, connect_and_give_up, call_and_hang_up)
 
 
@@ -447,7 +447,7 @@ def test_connect_with_another_token_raises_auth_error(ranks: Run) -> None:
 
 
 async def lie(word: str) -> Any:
-    """An end that says what it may not loses the connection; no other one is touched, and no byte of the region."""
+    """Send a forbidden message: only the connection of its sender ends, and no byte of the region changes."""
     async with aiocomms.open_endpoint("local") as here, aiocomms.open_endpoint("local") as liar:
         peer = await liar.connect(here.address)
         found = await here.accept()
@@ -479,12 +479,12 @@ def test_peer_with_malformed_messages_ends_only_its_connection(monkeypatch: pyte
 
 
 async def connect_anew(place: Rank) -> Any:
-    """A process that has been restarted without a word connects again, with the same hub."""
+    """Let a process die without a close: its successor connects with the same hub."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 0:
             place.give("address", here.address)
             first = await here.accept()
-            with contextlib.suppress(PeerDiedError):  # it may have died before it said that it has the message
+            with contextlib.suppress(PeerDiedError):  # The peer may die before it confirms the message.
                 await first.send_object("die")
             assert isinstance(await first.lost(), PeerDiedError)
             place.tell("noticed")

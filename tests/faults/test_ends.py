@@ -1,4 +1,4 @@
-"""How a communicator ends when a transport is broken, a finalizer interferes, or something happens while it closes."""
+"""The end of a communicator if a transport is broken, a finalizer interferes, or something happens during a close."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
 
 
 class BrokenError(RuntimeError):
-    """What a transport raises that has a defect."""
+    """The error of a transport that has a defect."""
 
 
 def breaking(base: type[Any], method: str) -> type[Any]:
-    """A transport whose method raises on the rank on which ``breaks`` is set."""
+    """Return a transport class whose method raises on the rank where ``breaks`` is set."""
 
     def raising(self: Any, *args: Any) -> Any:
         if self.breaks:
@@ -51,7 +51,7 @@ def breaking(base: type[Any], method: str) -> type[Any]:
 
 @pytest.fixture(params=BASES)
 def base(request: pytest.FixtureRequest) -> type[Any]:
-    """A transport to break."""
+    """Return a transport class to break."""
     return BASES[request.param]
 
 
@@ -62,7 +62,7 @@ async def failure_of(work: Any) -> CommError:
 
 
 def other(base: type[Any]) -> str:
-    """The name of a transport that carries the rest beside the broken one."""
+    """Return the name of a transport that carries the rest beside the broken one."""
     return "c10d" if base is LocalTransport else "local"
 
 
@@ -83,13 +83,13 @@ def collecting() -> Iterator[None]:
 @pytest.mark.real
 @pytest.mark.fault(71)
 def test_watchdog_survives_finalizers_on_its_thread(run: Callable[..., Any], collecting: None) -> None:
-    """While works come and go, it copies what is pending: it must do so whatever runs in between, and go on after."""
+    """The watchdog copies the pending works while works come and go, and goes on whatever runs in between."""
 
     async def main() -> None:
         async with local_world(2) as (one, _):
             works = [one.recv(torch.zeros(1), 1, tag=tag, timeout=20) for tag in range(2000)]
             for _ in range(5):
-                late = one.recv(torch.zeros(1), 1, tag=5000, timeout=0.01)  # the thread looks at all when it is late
+                late = one.recv(torch.zeros(1), 1, tag=5000, timeout=0.01)  # The thread looks at all works then.
                 while not late.done():
                     Litter()
                     assert await works.pop().cancel()
@@ -105,7 +105,7 @@ def test_watchdog_survives_finalizers_on_its_thread(run: Callable[..., Any], col
 def test_exception_in_one_expiry_leaves_other_deadlines_watched(
     run: Callable[..., Any], caplog: Any, what: BaseException
 ) -> None:
-    """Whatever raises on the thread of the deadlines ends neither the thread nor the others' deadlines."""
+    """An exception on the watchdog thread ends neither the thread nor the other deadlines."""
 
     class Sick:
         def expire(self, now: float) -> float:
@@ -128,7 +128,7 @@ def test_exception_in_one_expiry_leaves_other_deadlines_watched(
 @pytest.mark.fault(71)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_dead_watchdog_thread_is_started_again(run: Callable[..., Any]) -> None:
-    """Not even an end of that thread, by a defect of ours, leaves deadlines unwatched."""
+    """An end of the watchdog thread, by a defect of this library, leaves no deadline unwatched."""
 
     def end(self: object) -> None:
         raise SystemExit
@@ -136,7 +136,7 @@ def test_dead_watchdog_thread_is_started_again(run: Callable[..., Any]) -> None:
     async def main() -> None:
         async with local_world(2) as (one, _):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(type(watchdog), "_expire_all", end)  # no callee can end it any more
+                patch.setattr(type(watchdog), "_expire_all", end)  # No callee can end the thread any more.
                 watchdog.wake_by(0.0)
                 for thread in threading.enumerate():
                     if thread.name == "aiocomms deadlines":
@@ -195,7 +195,7 @@ def test_transport_abort_that_raises_leaves_other_transports_informed(
             work = two.all_reduce(torch.ones(3))
             transport_of(one).breaks = True
             one.abort("enough")
-            assert "enough" in str(await failure_of(work))  # it was told by the transport of the collectives
+            assert "enough" in str(await failure_of(work))  # The transport of the collectives carried the abort.
             one.abort("once more")
             transport_of(one).breaks = False
             with pytest.raises(CommAbortedError, match="enough"):
@@ -236,7 +236,7 @@ def test_transport_close_that_raises_releases_the_rest(
 
 
 def flaky(base: type[Any]) -> type[Any]:
-    """Carries sends and receives alone, and raises at the post whose number is in ``breaks_at``."""
+    """Return a transport class that carries only sends and receives, and raises at the post number ``breaks_at``."""
 
     class Flaky(base):  # type: ignore[misc,valid-type]
         capabilities = Capabilities(
@@ -259,7 +259,7 @@ def flaky(base: type[Any]) -> type[Any]:
 def test_post_that_raises_fails_its_op_or_loses_the_communicator(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], part: int
 ) -> None:
-    """At the first message nothing was sent, and all goes on; at the second no rank may ever take it for another's."""
+    """A failed first post has sent nothing, and the communicator goes on. A failed second one ends the communicator."""
     install(flaky=flaky(base))
 
     async def main() -> None:
@@ -281,7 +281,7 @@ def test_post_that_raises_fails_its_op_or_loses_the_communicator(
             with pytest.raises(CommAbortedError, match="the operation failed on this rank"):
                 one.all_reduce(tensors[0])
             with contextlib.suppress(CommAbortedError):
-                # What was sent of it may be all that this rank waits for.
+                # The part that was sent may be all that this rank waits for.
                 assert (await two.all_reduce(tensors[1]) == 110).all()
             with pytest.raises(CommAbortedError, match="the operation failed on this rank"):
                 await two.barrier()
@@ -298,7 +298,7 @@ def test_post_that_raises_fails_its_op_or_loses_the_communicator(
 def test_pending_op_of_a_closing_communicator_fails_with_the_event(
     run: Callable[..., Any], transport: str, what: str
 ) -> None:
-    """The op under way fails with what happened, and not with the close, which would have waited for it."""
+    """The pending op fails with the event, and not with the close, which would have waited for the op."""
 
     async def main() -> None:
         async with local_world(2, transport) as (one, two):
@@ -313,7 +313,7 @@ def test_pending_op_of_a_closing_communicator_fails_with_the_event(
                     two.abort("enough")
                 elif what == "this rank aborts":
                     one.abort("enough")
-                else:  # what the thread of the deadlines does once they have passed
+                else:  # The watchdog thread does this once the deadlines have passed.
                     await anyio.to_thread.run_sync(one._core.in_flight.expire, time.monotonic() + HANGS)
                 error = await failure_of(work)
             assert one.closed

@@ -1,4 +1,4 @@
-"""How a process ends: whatever the order, what was sent arrives, nobody is called dead, and nothing is printed."""
+"""The end of a process: in any order, sent messages arrive, no rank is called dead, and nothing is printed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.real, pytest.mark.search]
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """A transport between processes."""
+    """Return a transport between processes."""
     return request.param
 
 
 def run(program: str, *arguments: object, quiet: bool = False, ranks: int = 2) -> list[tuple[int, str, str]]:
-    """Run a program on some ranks, which are its last argument.
+    """Run a program once for each rank, whose number is the last argument.
 
     :param quiet: show no warnings but those that Python shows by itself.
-    :returns: the status, and what was printed, of each.
+    :returns: the status and the output of each rank.
     """
     command = [
         sys.executable,
@@ -51,7 +51,7 @@ def run(program: str, *arguments: object, quiet: bool = False, ranks: int = 2) -
 
 
 def check(ended: Sequence[tuple[int, str, str]], said: Sequence[str]) -> None:
-    """Check that ranks have ended in order, and have said just this."""
+    """Check that all ranks have ended with status 0, and have printed exactly these texts."""
     assert [(status, out, err) for status, out, err in ended] == [(0, text, "") for text in said]
 
 
@@ -106,7 +106,7 @@ asyncio.run_coroutine_threadsafe(start(), loop).result()
 @pytest.mark.fault(81)
 @pytest.mark.parametrize("order", ["before", "after", "at last"])
 def test_exit_handler_may_communicate_whatever_its_order(tmp_path: Path, transport: str, order: str) -> None:
-    """A program's exit handler sends, receives and closes as ever, also if it was there before this library."""
+    """An exit handler sends, receives and closes, also if the program registered it before it imported this library."""
     check(run(LATE, transport, tmp_path, order), ["[1.0, 100000.0, 3.0]\nCommAbortedError\n", ""])
 
 
@@ -166,7 +166,7 @@ started.wait()
 
 @pytest.mark.fault(83, transport="ucx")
 def test_interpreter_exit_with_a_daemon_thread_in_the_engine_is_silent() -> None:
-    """It takes long to start UCX: most of these end amid that."""
+    """UCX takes long to start: most of these processes end amid its start."""
     for _ in range(5):
         check(run(STARTING, quiet=True, ranks=2), ["", ""])
 
@@ -176,7 +176,7 @@ def test_interpreter_exit_with_a_daemon_thread_in_the_engine_is_silent() -> None
 def test_interpreter_exit_with_open_or_unfreed_communicators_is_silent(
     tmp_path: Path, transport: str, how: str
 ) -> None:
-    """Neither a communicator that is open on a daemon thread's loop nor one that is closed and never freed."""
+    """A communicator is open on a daemon thread's loop, or closed and never freed: the process exits with no output."""
     if (transport, how) == ("c10d", "busy"):
         pytest.skip("gloo may end a process that stops amid a collective: see what is known to fail")
     check(run(LEFT, transport, tmp_path, how, quiet=True), ["", ""])
@@ -203,7 +203,7 @@ finally:
 
 @pytest.mark.fault(126)
 def test_torchrun_names_the_failed_rank_as_root_cause(tmp_path: Path, transport: str) -> None:
-    """It is the rank that has failed, though another one has heard of it and would leave before it."""
+    """torchrun names the rank that failed, though another rank has heard of the failure and would exit earlier."""
     script = tmp_path / "at_fault.py"
     script.write_text(AT_FAULT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, transport]
@@ -234,7 +234,7 @@ asyncio.run(main())
 
 @pytest.mark.fault(122)
 def test_rank_that_waits_to_form_hears_why_another_failed() -> None:
-    """They have 600 s to meet, and this test has fewer."""
+    """The ranks have 600 s to meet, and this test has fewer: they must hear of the failure before."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ended = run(FAILS_FIRST, port, ranks=3)

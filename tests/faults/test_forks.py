@@ -1,4 +1,4 @@
-"""What a forked child has of its parent's communicators: nothing. It may make its own."""
+"""A forked child has nothing of its parent's communicators, and may open its own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """A transport between processes."""
+    """Return a transport between processes."""
     return request.param
 
 
 def sockets() -> set[str]:
-    """The stream sockets of this process. UCX's own for wake-ups is no connection, and nobody notices its end."""
+    """Return the stream sockets of this process. UCX's own socket for wake-ups is no connection, and does not count."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # it is of something else
+        with contextlib.suppress(OSError):  # The descriptor is of something else.
             link = str(entry.readlink())
             with socket.socket(fileno=os.dup(int(entry.name))) as it:
                 if it.type == socket.SOCK_STREAM:
@@ -42,7 +42,7 @@ def sockets() -> set[str]:
 
 
 def stay(place: Rank, before: set[str]) -> None:
-    """Be a child: say what sockets it has, and outlive its parent."""
+    """Run as a child: write down its sockets, and outlive the parent."""
     extra = sockets() - before
     (place.folder / "extra").write_text(" ".join(extra))
     place.tell("child")
@@ -56,7 +56,7 @@ def by_fork(place: Rank, before: set[str]) -> None:
 
 
 def by_multiprocessing(place: Rank, before: set[str]) -> None:
-    # As torch's DataLoader starts its workers.
+    # torch's DataLoader starts its workers like this.
     multiprocessing.get_context("fork").Process(target=stay, args=(place, before), daemon=True).start()
 
 
@@ -84,16 +84,16 @@ async def die_with_a_child(place: Rank, victim: int, fork: Callable[[Rank, set[s
 def test_death_of_a_rank_with_a_forked_child_is_noticed_at_once(
     ranks: Run, victim: int, fork: Callable[[Rank, set[str]], None]
 ) -> None:
-    """Its connections end with it, and the others hear of it at once: there is no heartbeat here.
+    """A rank's connections end with it, and the other rank notices at once: there is no heartbeat here.
 
-    Of any two ranks one has connected, and the other one was connected with.
+    Both ranks are victims, as one of them opened the connection, and the other one accepted it.
     """
     ranks(2, die_with_a_child, victim, fork)
 
 
 @store_errors()
 def ask_for_ever(store: torch.distributed.Store) -> None:
-    while True:  # until the kernel has ended the host
+    while True:  # The kernel ends the host meanwhile.
         store.check(["here 0"])
 
 
@@ -120,7 +120,7 @@ async def stores_host_dies(place: Rank, port: int) -> None:
 
 
 @pytest.mark.fault(79)
-@pytest.mark.parametrize("transport", ["c10d"])  # the store is the same one for all
+@pytest.mark.parametrize("transport", ["c10d"])  # The store is the same for all transports.
 def test_death_of_the_store_host_with_a_forked_child_is_noticed(ranks: Run) -> None:
     ranks(2, stores_host_dies, free_port())
 
@@ -162,7 +162,7 @@ loop.close()
 
 @pytest.mark.fault(80)
 def test_forked_child_may_open_its_own_communicator(tmp_path: Path, transport: str) -> None:
-    """It uses and closes its own, throws away its parent's, and ends by `sys.exit`; the parent goes on."""
+    """The child uses and closes its own, drops its parent's, and ends by `sys.exit`; the parent goes on."""
     command = [sys.executable, "-c", WITH_CHILDREN, transport, str(tmp_path)]
     processes = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]
     try:

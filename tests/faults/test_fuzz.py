@@ -1,4 +1,4 @@
-"""Case 68: every parser of foreign bytes, given any bytes: what comes is a value or a ProtocolError, in bounded memory.
+"""Case 68: every parser of foreign bytes returns a value or raises ProtocolError for any bytes, in bounded memory.
 
 The native engine's parsers are in transports/ucx/tests/engine_hostile.hpp.
 """
@@ -39,9 +39,9 @@ from aiocomms.ops import codec
 pytestmark = pytest.mark.deterministic
 
 MEMORY = 4 * 2**20
-"""Bytes that reading a few hundred may take."""
+"""The bytes of memory that parsing a few hundred bytes may take."""
 TURNS = int(os.environ.get("AIOCOMMS_FUZZ", "20000"))
-"""How many mutations of each sample."""
+"""The measure of mutations: each sample gets a quarter of them, and each sample of objects a tenth."""
 
 
 def _c10d_frame(data: bytes) -> object:
@@ -58,7 +58,7 @@ def _row(data: bytes) -> torch.Tensor:
 def _object(data: bytes) -> object:
     header = data[: parcels.HEADER_BYTES].ljust(parcels.HEADER_BYTES, b"\0")
     arrival = parcels.ArrivingObject(header, torch.device("cpu"))
-    # Memory that the operating system has not given yet: pages exist once something comes.
+    # The operating system has not given this memory yet: pages exist once something comes.
     assert arrival.body.nbytes <= codec.MAX_OBJECT_BYTES
     if arrival.inline:
         arrival.unpack()
@@ -70,7 +70,7 @@ def _ucx_hello(data: bytes) -> object:
 
 
 def _address(data: bytes) -> object:
-    """An argument of the program's own: what is wrong with it is an ArgumentError."""
+    """Read an address, which is an argument of the program's own: a wrong one raises ArgumentError."""
     try:
         return credentials.read_address(data)
     except ArgumentError as error:
@@ -102,7 +102,7 @@ ADDRESS = credentials.Address(b"e" * 16, "192.0.2.1", 9, {"p2p": "ucx"}, "cpu", 
 DESCRIPTOR = credentials.Descriptor(b"e" * 16, 1, "torch.float32", 2**20, True, False, 2.0**40)
 SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
 
-# A parser that is its module's own is called as such: bytes that come by a connection are checked before it gets them.
+# Private parsers are called directly: the bytes of a connection are checked before a private parser gets them.
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "objects": (codec.decode, codec.encode({"a": [1, (2.5, torch.arange(3))], b"b": torch.Size([1]), 3: torch.int8})),
     "object headers": (_object, parcels.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),
@@ -150,20 +150,20 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hellos of c10d that name several hosts lead to: a way to the other."""
+    """Set what hellos of c10d that name several hosts need: an interface, and permission to use no token."""
     monkeypatch.setenv("AIOCOMMS_ALLOW_UNAUTHENTICATED", "1")
     monkeypatch.setenv("AIOCOMMS_IFACE", "lo")
 
 
 @pytest.mark.parametrize("what", PARSERS)
 def test_well_formed_sample_is_parsed(what: str) -> None:
-    """Else the rest of this file would find nothing."""
+    """Each parser accepts its sample: otherwise the other tests of this file would find nothing."""
     parse, sample = PARSERS[what]
     parse(sample)
 
 
 def mutations(sample: bytes, turns: int) -> Iterator[bytes]:
-    """A sample with bytes changed, cut out, doubled, or replaced by numbers that are dangerous."""
+    """Yield a sample with bytes changed, cut out, doubled, or replaced by dangerous numbers."""
     rng = random.Random(sample)
     dangerous = [
         b"\xff" * 8,
@@ -227,7 +227,7 @@ def test_any_bytes_are_parsed_or_raise_protocol_error(what: str) -> None:
 
 @pytest.mark.parametrize("what", PARSERS)
 def test_embedded_pickle_is_never_loaded(what: str) -> None:
-    """Neither as it is, nor where the format has room for bytes."""
+    """No parser loads a pickle, alone or at any place of its sample."""
     parse, sample = PARSERS[what]
     canary = pickle.dumps(Canary())
     for at in range(len(sample)):
@@ -257,7 +257,6 @@ values = st.integers(-2, 5).map(str) | st.sampled_from(
 @given(st.dictionaries(st.sampled_from(NAMES), values, max_size=8))
 @settings(max_examples=500)
 def test_any_environment_gives_a_launch_none_or_one_error(environ: dict[str, str]) -> None:
-    """A launch, none, or one error."""
     try:
         launch = launchers.read_environment(environ)
     except ArgumentError:
@@ -266,7 +265,6 @@ def test_any_environment_gives_a_launch_none_or_one_error(environ: dict[str, str
 
 
 def test_huge_hostlist_range_allocates_no_memory() -> None:
-    """A huge range costs nothing until somebody asks for it."""
     tracemalloc.start()
     launchers.read_environment({
         "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1",
@@ -281,7 +279,7 @@ def test_huge_hostlist_range_allocates_no_memory() -> None:
 
 
 def test_stream_header_allocates_no_more_than_arrives() -> None:
-    """A tensor that is announced exists in full only when its bytes have come."""
+    """An announced tensor takes memory only when its bytes have come."""
     import psutil
 
     before = psutil.Process().memory_info().rss

@@ -1,7 +1,7 @@
 # ruff: noqa: ASYNC240 - the ranks of these tests may wait for a file
 """Hostile peers: the cases 22 and 64 to 70 of the catalogue, between real processes.
 
-What each listener and each parser does by itself is in test_auth.py, test_ucx_auth.py, test_fuzz.py and, for the
+The tests of each listener and each parser alone are in test_auth.py, test_ucx_auth.py, test_fuzz.py and, for the
 native engine, transports/ucx/tests/engine_hostile.hpp.
 """
 
@@ -64,7 +64,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[list[str]]:
-    """Two hosts."""
+    """Yield the names of two hosts."""
     with hosts(2) as made:
         yield made
 
@@ -84,7 +84,7 @@ PIECES = [
 
 
 def strangers(where: list[tuple[str, int]], stop: threading.Event, each: int) -> int:
-    """Connect to each address so often, with garbage, nothing, or half of something; some stay, and say nothing."""
+    """Connect to each address so often, with garbage, nothing, or half a message; some connections stay open."""
     rng = random.Random(1)
     met = 0
     with contextlib.ExitStack() as stack:
@@ -95,7 +95,7 @@ def strangers(where: list[tuple[str, int]], stop: threading.Event, each: int) ->
                 try:
                     it = socket.create_connection(host, timeout=5 if met else 0.5)
                 except TimeoutError:
-                    where = [other for other in where if other != host]  # it is deaf
+                    where = [other for other in where if other != host]  # This listener accepts nothing.
                     continue
                 except OSError:
                     continue
@@ -110,7 +110,7 @@ def strangers(where: list[tuple[str, int]], stop: threading.Event, each: int) ->
 
 
 def own_listeners() -> list[tuple[str, int]]:
-    """Where this process listens, TCP over IPv4."""
+    """Return the TCP addresses over IPv4 at which this process listens."""
     found = []
     for text in listening()[0]:
         host, _, port = text.partition(":")
@@ -120,7 +120,7 @@ def own_listeners() -> list[tuple[str, int]]:
 
 
 async def stand(place: Rank, port: int, host: str, each: int) -> int:
-    """Form a communicator as a launcher has it, and work while strangers knock at all that listens."""
+    """Form a communicator by a launcher's variables, and run ops while strangers connect with every listener."""
     os.environ |= {
         "RANK": f"{place.rank}",
         "WORLD_SIZE": f"{place.size}",
@@ -151,7 +151,7 @@ async def stand(place: Rank, port: int, host: str, each: int) -> int:
 
 @pytest.mark.fault(22, 64)
 def test_foreign_connections_to_every_listener_are_harmless(ranks: Run, transport: str) -> None:
-    """On one host there is none once it is open: neither the store's nor ucx's, and gloo does not hear."""
+    """An open communicator on one host has no listener of the store's or ucx's, and gloo's accepts nothing."""
     assert ranks(2, stand, free_port(), "127.0.0.1", 300) == [0, 0]
 
 
@@ -159,15 +159,15 @@ def test_foreign_connections_to_every_listener_are_harmless(ranks: Run, transpor
 def test_foreign_connections_to_listeners_between_hosts_are_harmless(
     ranks: Run, transport: str, names: list[str]
 ) -> None:
-    """UCX's own, of which each rank has several; the store's is closed by then."""
+    """Only UCX's listeners accept connections, several on each rank; the store's is closed by then."""
     met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"))
     assert [it >= 200 for it in met] == [transport == "ucx"] * 2, met
 
 
 async def come_late(place: Rank) -> None:
-    """Rank 0 listens; somebody fills its queue with silent connections and garbage before rank 1 introduces itself."""
+    """Fill the queue of rank 0's listener with silent connections and garbage before rank 1 introduces itself."""
     if place.rank == 1:
-        introduce = ucx_bringup._introduction  # the last that a rank does before it speaks to the others
+        introduce = ucx_bringup._introduction  # A rank calls this last before it speaks to the others.
 
         def wait() -> ucx_bringup.EngineHello:
             place.told("full 0")
@@ -229,13 +229,12 @@ async def work(place: Rank) -> str:
         assert child is not None
         await exchange(child, 3)
         await child.aclose()
-        # All that is kept; the file is gone when all ranks have let the store go.
+        # This is all that is kept; the file is gone when all ranks have released the store.
         kept = repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)
         return kept + (place.folder / "store").read_bytes().decode(errors="replace")
 
 
 def test_job_with_a_token_works_and_shows_it_nowhere(ranks: Run, transport: str) -> None:
-    """It works, and the token stands nowhere."""
     for said in ranks(2, work, before=in_job):
         assert TOKEN not in said
 
@@ -251,14 +250,14 @@ async def refused(place: Rank) -> tuple[str, int | None]:
 @pytest.mark.fault(64)
 @pytest.mark.parametrize("before", [with_another_token, with_none])
 def test_rank_of_another_job_is_refused_by_both(ranks: Run, transport: str, before: Callable[[int], None]) -> None:
-    """Each rank learns whose record it does not believe, and no memory, thread or descriptor is left."""
+    """Each rank's error names the rank whose record it refuses, and no thread or descriptor is left."""
     for rank, (message, peer) in enumerate(ranks(2, refused, before=before)):
         assert peer == 1 - rank, message
         assert f"rank {peer}" in message, message
 
 
 async def impersonated(place: Rank) -> str:
-    """Rank 1 has come, and somebody writes into the store what rank 1 wrote in another job: all that he can read."""
+    """Arrive as rank 1, and let a stranger write a record into the store in its name, as if copied from another job."""
     store = place.store()
     if place.rank == 0:
         with pytest.raises(ProtocolError) as caught:
@@ -275,7 +274,7 @@ async def impersonated(place: Rank) -> str:
 
 
 async def forged_arrival(place: Rank, what: str) -> str:
-    """Rank 1 is somebody without the token, who arrives in its place."""
+    """Arrive in rank 1's place as a stranger without the token."""
     if place.rank == 0:
         with pytest.raises(AuthError if what == "an arrival" else CommTimeoutError) as caught:
             await place.open(timeout=HANGS if what == "an arrival" else 3)
@@ -294,7 +293,7 @@ async def forged_arrival(place: Rank, what: str) -> str:
 @pytest.mark.fault(94)
 @pytest.mark.parametrize("what", ["a counter", "a name", "a long name", "an arrival"])
 def test_forged_arrival_is_refused_or_ignored(ranks: Run, transport: str, what: str) -> None:
-    """Who shows that it sees this rank, and no token, is an error at once; a name that anybody may write is nobody."""
+    """An unsigned arrival that answers this rank is an error at once; a name that anybody may write is ignored."""
     wanted = r"rank 1's record 'here/2/\w+' in the store is not signed" if what == "an arrival" else "had not joined: 1"
     assert re.search(wanted, ranks(2, forged_arrival, what, before=in_job)[0])
 
@@ -306,7 +305,7 @@ def test_forged_store_entry_raises_protocol_error_with_its_rank(ranks: Run, tran
 
 
 async def tampered(place: Rank) -> str:
-    """Rank 1 joins with the right hello, and somebody overwrites what gloo reads of it."""
+    """Let rank 1 join with the right hello, while a stranger overwrites what gloo reads of it."""
     from aiocomms_c10d import auth
 
     if place.rank == 1:
@@ -352,10 +351,10 @@ def c10d_bombs() -> list[bytes]:
 
 
 async def bombed(place: Rank) -> None:
-    """One communicator for each bomb; rank 1 throws it, and another communicator goes on."""
+    """Open a communicator for each bomb, which rank 1 sends; another communicator goes on."""
     async with place.open("healthy") as healthy:
         bombs = c10d_bombs()
-        for number, bomb in enumerate([bombs[-1], *bombs]):  # with the first one comes what is then in memory for good
+        for number, bomb in enumerate([bombs[-1], *bombs]):  # The first turn loads what stays in memory.
             comm = await place.open(f"bombed {number}")
             reasons: list[CommError] = []
             comm.register_abort_hook(reasons.append)
@@ -407,7 +406,7 @@ async def bombed_frames(place: Rank) -> None:
 
 
 class Canary:
-    """Writes a file when it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -422,14 +421,14 @@ def _sing(path: str) -> str:
 
 
 async def sing(place: Rank) -> None:
-    """A pickle by every channel that takes bytes of another rank."""
+    """Send a pickle by every channel that takes bytes of another rank."""
     song = str(place.folder / "sung")
     canary = pickle.dumps(Canary(song))
     other = 1 - place.rank
     async with place.open() as comm:
 
         async def ends(receive: Any, send: Any = None) -> None:
-            """The receiver is told, and the communicator goes on."""
+            """Check that the receiver gets an error, and that the communicator goes on."""
             if place.rank == 1:
                 await send()
             else:
@@ -438,7 +437,7 @@ async def sing(place: Rank) -> None:
             await exchange(comm, 3)
 
         await ends(lambda: comm.recv_object(1), lambda: comm.send_object(Canary(song), 0, pickle=True))
-        # Also without the header's flag, and with it in the header alone.
+        # The forged headers have no flag of a pickle, that flag, or an unknown one.
         for flags, inline in ((0, canary), (0, b""), (1, canary), (2, canary)):
             header = forged.object_header(flags, 5, inline, len(canary))
 
@@ -457,8 +456,8 @@ async def sing(place: Rank) -> None:
             lambda: comm.scatter_object([mine, mine] if asks else None, 1, pickle=asks),
         ):
             if place.rank == 1:
-                with contextlib.suppress(ProtocolError):  # of the other's object, where it gets that
-                    # Its own copy it has asked for: that one may be unpickled, and is looked at below.
+                with contextlib.suppress(ProtocolError):  # The other rank's object may be refused.
+                    # This rank has asked for its own copy, which may be unpickled: the file is removed below.
                     await call()
                 Path(song).unlink(missing_ok=True)
                 place.tell("asked")
@@ -470,7 +469,7 @@ async def sing(place: Rank) -> None:
         opened_stream = await stream
         if place.rank == 1:
             header = canary.ljust(forged.STREAM_HEADER_BYTES, b"\0")[: forged.STREAM_HEADER_BYTES]
-            tag = opened_stream._out_tag  # nobody is told it
+            tag = opened_stream._out_tag  # The tag is private.
             await forged.send(comm, header, 0, tag, ops.STREAM_DATA)
         else:
             with pytest.raises(ProtocolError):
@@ -482,7 +481,7 @@ async def sing(place: Rank) -> None:
 @AND_SIMULATED
 @pytest.mark.fault(66)
 def test_unrequested_pickle_is_never_loaded_on_any_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
-    """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""
+    """Object messages, object collectives and streams load none. test_fuzz.py tests records and frames."""
     ranks(2, sing)
     assert not list(tmp_path.rglob("sung"))
 
@@ -511,7 +510,7 @@ OBJECT_BOMBS = [
 
 
 def refuse_too_much(comm: Communicator) -> None:
-    """Objects beyond each limit, where they are made."""
+    """Check that objects beyond each limit are refused where they are made."""
     deep: Any = []
     for _ in range(10**5):
         deep = [deep]
@@ -519,12 +518,12 @@ def refuse_too_much(comm: Communicator) -> None:
     for value, why in ((deep, "nested"), (many, "values"), (b"\0" * (codec.MAX_OBJECT_BYTES + 1), "at most")):
         with pytest.raises(ArgumentError, match=why):
             comm.send_object(value, 1 - comm.rank)
-    while deep:  # else the interpreter goes too deep itself
+    while deep:  # Freeing all levels at once recurses too deep.
         deep = deep[0]
 
 
 async def throw(comm: Communicator, bomb: bytes) -> None:
-    """As a rank does that has no limits."""
+    """Send a bomb as a rank without limits does."""
     await forged.send(comm, forged.object_header(0, 5, b"", len(bomb)), 0, 0, ops.OBJECT)
     await forged.send(comm, bomb, 0, 5, ops.OBJECT_DATA)
 
@@ -537,7 +536,7 @@ async def catch(comm: Communicator) -> None:
 
 
 async def too_much(place: Rank) -> None:
-    """Objects beyond each limit: refused where they are made, and where they come from a rank that has no limits."""
+    """Check that objects beyond each limit are refused where they are made, and where they arrive."""
     async with place.open() as comm:
         refuse_too_much(comm)
         for bomb in OBJECT_BOMBS:
@@ -568,7 +567,7 @@ def test_objects_beyond_each_limit_are_refused(ranks: Run, transport: str) -> No
 
 
 def as_nobody(call: Callable[[], object]) -> str:
-    """What comes of a call in a process of another user: the error's name, or "done"."""
+    """Return the outcome of a call in a process of another user: the error's name, or "done"."""
     here, there = os.pipe()
     child = os.fork()
     if child == 0:
@@ -592,7 +591,7 @@ def as_nobody(call: Callable[[], object]) -> str:
 
 
 async def guarded(place: Rank) -> list[tuple[str, str]]:
-    """All that this process shares by name or descriptor, and what another user can do with it."""
+    """Return all that this process shares by name or descriptor, and the outcome when another user opens it."""
     async with place.open() as comm:
         window = await comm.new_window(torch.ones(LARGE))
         await exchange(comm, LARGE)
@@ -606,7 +605,7 @@ async def guarded(place: Rank) -> list[tuple[str, str]]:
                     there = f"/proc/{me}/fd/{link.name}"
                     tried.append((target, as_nobody(lambda there=there: os.open(there, os.O_RDONLY))))
         rows = [row.split(maxsplit=5) for row in Path("/proc/self/maps").read_text().splitlines()]
-        mapped = {row[5] for row in rows if len(row) == 6}  # others of this machine have names there, too
+        mapped = {row[5] for row in rows if len(row) == 6}  # Other processes have names there, too.
         for file in Path("/dev/shm").iterdir():
             if str(file) in mapped:
                 tried.append((str(file), as_nobody(lambda file=file: os.open(file, os.O_RDONLY))))
@@ -631,7 +630,7 @@ def test_other_user_cannot_open_shared_memory_or_sockets(ranks: Run, transport: 
 @pytest.mark.fault(69)
 @needs_root
 def test_other_user_cannot_read_the_token_file(tmp_path: Path) -> None:
-    """By a descriptor of the folder: each pytest that begins on this machine closes those above it to others."""
+    """The folder is opened by a descriptor: each pytest that begins on this machine closes those above it to others."""
     tmp_path.chmod(0o755)
     for name, mode in (("token", 0o600), ("for all", 0o644)):
         (tmp_path / name).touch()
@@ -646,7 +645,7 @@ def test_other_user_cannot_read_the_token_file(tmp_path: Path) -> None:
 
 @pytest.mark.deterministic
 def test_ucx_shares_nothing_with_the_group() -> None:
-    """Its sysv segments would be readable by the group. They exist for a moment only, so the options are looked at."""
+    """UCX's sysv segments would be readable by the group. They exist only for a moment, so this checks the options."""
     from aiocomms_ucx import bringup
 
     for outside in (None, "192.0.2.1"):
@@ -658,7 +657,6 @@ def test_ucx_shares_nothing_with_the_group() -> None:
 @pytest.mark.fault(69, transport="ucx")
 @pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])
 def test_foreign_memory_descriptor_is_refused_before_mapping(tmp_path: Path, what: str) -> None:
-    """A descriptor that a rank names is looked at before it is mapped."""
     if what == "file":
         (tmp_path / "file").write_bytes(bytes(10**6))
         fd = os.open(tmp_path / "file", os.O_RDWR)
@@ -676,7 +674,7 @@ def test_foreign_memory_descriptor_is_refused_before_mapping(tmp_path: Path, wha
     before = Counter(held()[1])
     with pytest.raises(ProtocolError, match="rank 3 names memory for its window that is not its own"):
         ucx_windows.open_segment(3, os.getpid(), fd)
-    assert not Counter(held()[1]) - before  # what other tests have left in this process may go meanwhile
+    assert not Counter(held()[1]) - before  # Descriptors that other tests left may go meanwhile.
     os.close(fd)
 
 
@@ -684,7 +682,7 @@ def test_foreign_memory_descriptor_is_refused_before_mapping(tmp_path: Path, wha
 
 
 async def out_of_bounds(place: Rank) -> None:
-    """Through the raw engine: Python's own checks would hide it."""
+    """Access a window out of bounds by the raw engine: Python's own checks would hide the engine's."""
     canary = 0x5A5A5A5A
     whole = torch.full((3 * 1024,), canary, dtype=torch.int64)
     mine = whole[1024:2048]
@@ -728,12 +726,12 @@ async def out_of_bounds(place: Rank) -> None:
 @pytest.mark.fault(65, 70)
 @on_ucx
 def test_malformed_control_frames_and_window_access_out_of_bounds_are_refused(ranks: Run, transport: str) -> None:
-    """Of the headers see engine_hostile.hpp."""
+    """engine_hostile.hpp tests malformed headers."""
     ranks(2, in_turn, bombed_frames, out_of_bounds)
 
 
 async def out_of_bounds_requests(place: Rank) -> None:
-    """The window over sends and receives: its owner looks at each request before it touches the tensor."""
+    """Send a forged request to a window made of messages: its owner checks it before it touches the tensor."""
     canary = 0x5A5A5A5A
     whole = torch.full((3 * 64,), canary, dtype=torch.int64)
     async with place.open() as comm:
@@ -750,7 +748,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
     ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]
 )
 def test_window_request_out_of_bounds_is_refused_by_span(offset: int, count: int) -> None:
-    """On c10d, whose windows go over messages."""
+    """The owner of a c10d window, which is made of messages, refuses the request."""
     from aiocomms.lowering.windows import _Window
 
     whole = torch.full((3 * 64,), 7)

@@ -1,7 +1,7 @@
 """Each way of losing interest in a receive or wait, as the table of docs/cancellation.md has it: case 78.
 
-The table says what becomes of the op; a case here does what its row says. Two messages are sent afterwards, which tell
-the outcomes apart: the first one is the next receive's, or was swallowed.
+The table says what becomes of the op; a case here does what its row says. Afterwards two messages tell the outcomes
+apart: the first one goes to the next receive, or the lost op takes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Case = Callable[[Post], Awaitable[object]]
 
 
 def table() -> dict[str, str]:
-    """The outcome of each way, from the page."""
+    """Return the outcome of each way, from the page."""
     text = PAGE.read_text().split("| interest is lost by |", 1)[-1].split("\n\n", 1)[0]
     return dict(re.findall(r"^\| ([^-].*?) \| (\w[\w ]*\w)[.:;,|]? ?.*\|$", text, re.MULTILINE))
 
@@ -189,12 +189,12 @@ async def wait_in_a_thread(post: Post) -> None:
         return work
 
     work = await asyncio.to_thread(wait)
-    while work._work is None:  # the loop has not come round to starting it
+    while work._work is None:  # The loop has not started the op yet.
         await turns()
 
 
 async def interrupted_in_a_thread(post: Post) -> None:
-    """What Ctrl-C raises in the main thread is raised in the one that waits."""
+    """Raise in the waiting thread what Ctrl-C raises in the main thread."""
     works: list[Any] = []
     threads: list[int] = []
 
@@ -238,7 +238,7 @@ ASYNCIO: dict[str, Case] = {
     "Ctrl-C ends the `wait()` of a portal's work, and no other thread waits for it": interrupted_in_a_thread,
     "no task awaits it, and the program drops it": dropped,
 }
-EITHER: dict[str, tuple[Case, Case]] = {  # on asyncio by anyio, and on trio
+EITHER: dict[str, tuple[Case, Case]] = {  # The first case is for asyncio by anyio, the second for trio.
     "`anyio.move_on_after(0)` or `trio.move_on_after(0)` around `await work`": (
         partial(scope, move_on_after=anyio.move_on_after),
         partial(scope, move_on_after=trio.move_on_after),
@@ -260,7 +260,7 @@ CASES = (
 
 
 class Messages:
-    """One sort of message from rank 0 to rank 1, whose content is the number 1, and then 2."""
+    """One kind of message from rank 0 to rank 1, whose content is the number 1, and then 2."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -268,7 +268,7 @@ class Messages:
         self._next = [torch.zeros(1), torch.zeros(1)]
 
     def post(self, portal: bool = False, **more: Any) -> Any:
-        """The op that is lost."""
+        """Return the op in which interest is lost."""
         return (self._comm.portal() if portal else self._comm).recv(self._lost, 0, **more)
 
     def send(self, peer: Any, number: int) -> Work[Any]:
@@ -298,11 +298,11 @@ class Objects(Messages):
         assert result == number
 
     def check_lost(self, number: int) -> None:
-        """Nobody has it."""
+        """Check nothing: no variable has the object."""
 
 
 class Signals(Objects):
-    """Signals are alike, so only their number tells."""
+    """Signals, which are all alike: only their number tells the outcomes apart."""
 
     def __init__(self, comm: Any, windows: list[Any]) -> None:
         super().__init__(comm)
@@ -323,13 +323,13 @@ class Signals(Objects):
 
 
 async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: str) -> None:
-    """Lose interest in an op, and see who gets the messages."""
+    """Lose interest in an op, and check which op gets which message."""
     before, posted = comm._core.ledger.issued, list[Any]()
 
     def post(**more: Any) -> Any:
         work = messages.post(**more)
         if outcome == "withdrawn":
-            posted.append(work)  # nothing depends on whether anybody still has it
+            posted.append(work)  # The outcome is the same if the program keeps the work.
         return work
 
     kept = await case(post)

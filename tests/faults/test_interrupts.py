@@ -1,4 +1,4 @@
-"""A signal handler that raises anywhere in our code: an op may fail, but nobody who waits for one waits for ever."""
+"""A signal handler that raises anywhere in this library's code: an op may fail, but no task waits for ever."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LATER = 1000.0
 """Seconds after which every deadline has passed."""
 
 
-class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt
-    """What the signal handler raises."""
+class Interrupted(Exception):  # noqa: N818 - The name follows KeyboardInterrupt.
+    """The exception that the signal handler raises."""
 
 
 class Interrupter:
-    """Raises at the nth point of our code at which CPython runs signal handlers on this thread, counted from 1.
+    """A hook that raises at the nth point, from 1, where CPython runs signal handlers in this library's code.
 
-    Those are the beginning of each function and the return of each function that is written in C. (At a loop's end is
-    a third, which no hook of the interpreter tells of.)
+    These points are the start of each function and the return of each C function. The end of a loop is a third kind of
+    point, for which the interpreter has no hook.
     """
 
     def __init__(self, nth: int) -> None:
@@ -58,7 +58,7 @@ class Interrupter:
 
 
 def completes(one: Communicator, two: Communicator) -> None:
-    """The last op that others wait for; its own outcome is the caller's."""
+    """Call the collective that the other rank waits for; its own outcome is the caller's."""
     two.all_reduce(torch.ones(3))
 
 
@@ -71,12 +71,12 @@ def lets_deadlines_pass(one: Communicator, two: Communicator) -> None:
 
 
 def watchdog_looks(*comms: Communicator) -> None:
-    """What its thread does when the deadlines have passed."""
+    """Do what the watchdog thread does when the deadlines have passed."""
     for comm in comms:
         comm._core.in_flight.expire(time.monotonic() + LATER)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are thrown away
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Dropped generators warn.
 @pytest.mark.parametrize(
     "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.search) for loop in ("uvloop", "trio"))]
 )
@@ -112,7 +112,7 @@ def test_interrupt_at_any_instruction_leaves_no_task_waiting(
     def goes_on(nth: int) -> bool:
         try:
             return bool(run(main, nth))
-        except trio.TrioInternalError:  # by its own rule such an exception in a callback ends all of the run
+        except trio.TrioInternalError:  # An exception in a callback ends the run, by trio's rule.
             return True
 
     nth = 1

@@ -32,7 +32,7 @@ from aiocomms.errors import (
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
 BLOCKS, LENT = 12, 8
-"""The blocks that there are, and those that are lent."""
+"""The numbers of all blocks, and of those that are lent."""
 LARGE, SMALL = 2**18, 2**13
 """Elements of a block: all that is lent is copied by another thread, or within the call."""
 WORDS = 1024
@@ -85,7 +85,7 @@ async def use_over_and_over(handed: aiocomms.HandedLease, into: torch.Tensor) ->
 
 
 async def stopped(place: Rank, write: bool, width: int, trials: int) -> Any:
-    """Rank 1 is stopped amid its copies, beyond the deadline of its lease; then its blocks are leased again.
+    """Stop rank 1 amid its copies, beyond the deadline of its lease; then lease its blocks again.
 
     It has no more trials once a word has refused another lease's bytes.
     """
@@ -166,7 +166,7 @@ def test_writer_that_was_stopped_writes_into_no_other_lease(ranks: Run) -> None:
 
 
 async def killed(place: Rank, write: bool) -> Any:
-    """Each rank but the first is killed amid its copies."""
+    """Kill each rank but the first amid its copies."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank > 0:
             return await use_until_the_end(place, here)
@@ -206,7 +206,7 @@ def test_blocks_of_a_borrower_that_is_killed_come_back(ranks: Run, write: bool) 
 
 
 async def left(place: Rank, write: bool) -> Any:
-    """Each rank but the first closes or aborts its connection amid its copies, and goes on living."""
+    """Have each rank but the first close or abort its connection amid its copies, and live on."""
     async with aiocomms.open_endpoint("ucx") as here:
         ways = ["", *("close", "abort") * 3]
         if place.rank > 0:
@@ -233,7 +233,7 @@ def test_blocks_of_a_borrower_that_leaves_come_back_although_it_lives(ranks: Run
 
 
 async def killed_while_held(place: Rank) -> Any:
-    """Rank 1 is stopped beyond the deadline, so that its blocks are held, and killed then."""
+    """Stop rank 1 beyond the deadline, so that its blocks are held, and then kill it."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank > 0:
             return await use_until_the_end(place, here)

@@ -1,4 +1,4 @@
-"""Loops, interpreters and what a process runs out of: the cases 17, 46, 48, 49 and 53 to 63 of the catalogue."""
+"""Loops, interpreters and exhausted resources: the cases 17, 46, 48, 49 and 53 to 63 of the catalogue."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 async def come_late(place: Rank) -> float:
-    """The others have given up; what the late rank calls now fails, not by a deadline, and matches nothing."""
+    """Call a collective after the others have given up: it fails before its deadline, and matches nothing."""
     async with oracle(place):
         comm = await place.open()
         await comm.barrier()
@@ -96,7 +96,7 @@ def test_op_of_a_straggler_fails_after_the_others_timed_out(ranks: Run, notice: 
 
 
 async def interrupt(place: Rank) -> float:
-    """Ctrl-C on one rank while it awaits. Its grace never ends: were its close to wait for that, it would hang."""
+    """Press Ctrl-C on one rank while it awaits. Its grace never ends, so a close that waits for that would hang."""
     if place.rank == 1:
         core.CLOSE_GRACE = math.inf
         try:
@@ -118,7 +118,7 @@ async def interrupt(place: Rank) -> float:
 
 
 def heed_interrupts(rank: int) -> None:
-    """As in the foreground: what a shell starts in the background ignores them, and so do its children."""
+    """Install the default handler of SIGINT: the background processes of a shell and their children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -131,7 +131,7 @@ def test_keyboard_interrupt_of_a_rank_is_noticed_in_time(ranks: Run, notice: Not
 
 
 async def abort_a_thousand(place: Rank, how: str) -> float:
-    """From a thread, a signal handler or a task, twice."""
+    """Abort twice, from a thread, a signal handler or a task, with a thousand receives pending."""
     async with oracle(place):
         comm = await place.open()
         works = [comm.recv(empty(3), (place.rank + 1) % place.size, tag) for tag in range(1000)]
@@ -173,7 +173,7 @@ def test_abort_ends_a_thousand_pending_works_in_time(ranks: Run, notice: Notice,
 
 
 async def resize(place: Rank, count: int) -> None:
-    """The storage of a receive's tensor is gone when the message comes: an error, and no crash."""
+    """Free the storage of a receive's tensor before the message comes: this is an error, and no crash."""
     async with oracle(place):
         comm = await place.open()
         await comm.barrier()
@@ -191,7 +191,7 @@ async def resize(place: Rank, count: int) -> None:
 
 
 async def swap_tensors(place: Rank) -> None:
-    """``set_``, and the last reference dropped: the op keeps the storage that it was given."""
+    """Call ``set_`` on a receive's tensor and drop the last reference: the op keeps the storage that it was given."""
     async with oracle(place):
         comm = await place.open()
         await comm.barrier()
@@ -222,7 +222,7 @@ def test_tensor_set_during_an_op_keeps_its_memory(ranks: Run) -> None:
 
 
 async def come_and_go(place: Rank, closes: bool) -> None:
-    """Loop after loop; each may end with works pending, its communicator open. The next one knows nothing of that."""
+    """Run loop after loop. Each may end with pending works and an open communicator; the next one still works."""
 
     works: list[Any] = []
 
@@ -260,7 +260,7 @@ async def come_and_go(place: Rank, closes: bool) -> None:
 
 
 def counted() -> list[int]:
-    """Threads and descriptors."""
+    """Return the numbers of threads and descriptors."""
     gc.collect()
     return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
 
@@ -357,7 +357,7 @@ def test_interpreter_exit_with_an_open_communicator_is_noticed_in_time(
 
 
 def inheritable() -> int:
-    """How many descriptors a program would inherit that is started without closing any."""
+    """Return the number of descriptors that a program would inherit if its start closed none."""
     count = 0
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -366,11 +366,11 @@ def inheritable() -> int:
 
 
 async def exec_a_child(place: Rank, close: bool) -> None:
-    """A program that is started has none of the communicator's descriptors."""
+    """Start a program: it has none of the communicator's descriptors."""
     before = inheritable()
     async with place.open() as comm:
         await exchange(comm, LARGE)
-        if close:  # Python's own way
+        if close:  # By default subprocess closes descriptors.
             command = ["/bin/ls", "-l", "/proc/self/fd"]
             done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: ASYNC221
             assert not re.findall("socket:|eventpoll|eventfd|memfd|/dev/shm", done.stdout), done.stdout
@@ -388,7 +388,7 @@ def test_exec_of_a_child_inherits_no_descriptor(ranks: Run) -> None:
 
 @contextlib.contextmanager
 def room_for(descriptors: int) -> Iterator[None]:
-    """So many can be opened meanwhile, and no more; there may be free numbers below those that are in use."""
+    """Leave room for so many descriptors; free numbers below those in use are taken first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
     fill: list[int] = []
@@ -408,7 +408,7 @@ def room_for(descriptors: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_shared_memory(room: int) -> Iterator[None]:
-    """A file may have so many bytes meanwhile."""
+    """Limit files to so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -421,10 +421,10 @@ LIMITS = {"descriptors": room_for, "shared memory": no_shared_memory}
 
 
 async def run_out(place: Rank, what: str, room: int) -> None:
-    """Nothing can be opened, or no shared memory had: an error on all ranks, all rolled back, and then it works."""
+    """Form while rank 1 has no descriptors or shared memory: a failure leaks nothing, and then forming works."""
     async with oracle(place):
         poor, before = None, holds()
-        place.store()  # the file is there
+        place.store()  # This creates the file.
         limited = LIMITS[what](room) if place.rank == 1 else contextlib.nullcontext()
         with limited, contextlib.suppress(CommError, OSError, RuntimeError):
             poor = await place.open("poor", timeout=1)
@@ -458,7 +458,7 @@ def test_exhausted_shared_memory_raises_comm_error_and_leaks_nothing(ranks: Run)
 
 
 async def run_out_of_threads(place: Rank) -> None:
-    """A communicator does not open, and says why; one that is open works, gives up and closes."""
+    """Forbid new threads: a communicator does not open, and says why; an open one works, aborts and closes."""
     async with oracle(place):
         early, spare = await place.open("early"), await place.open("spare")
         await early.barrier()
@@ -482,11 +482,11 @@ async def run_out_of_threads(place: Rank) -> None:
 
 
 LAST_STEPS = {"c10d": (c10d_control.ControlConnection, "start"), "ucx": (ucx_bringup, "_cookies")}
-"""What each calls last before its own first thread is there."""
+"""The last call of each transport before it starts its own first thread."""
 
 
 async def run_out_at_last(place: Rank) -> None:
-    """All but the transport's own thread is there when a communicator forms: all is rolled back."""
+    """Forbid new threads just before the transport's own one: forming fails, and all is rolled back."""
     async with oracle(place):
         before = holds()
         with contextlib.ExitStack() as stack:
@@ -500,7 +500,7 @@ async def run_out_at_last(place: Rank) -> None:
 
                 stack.callback(setattr, where, what, step)
                 setattr(where, what, run_out)
-            # UCX's rank 0 is told by nobody.
+            # On UCX nobody tells rank 0.
             with left_after_meeting(place, 4), pytest.raises(CommError) as caught:
                 async with place.open("poor") as comm:
                     await comm.barrier()
@@ -519,7 +519,7 @@ def test_no_descriptor_is_inherited_and_ranks_without_threads_fail_to_open_and_l
 
 
 async def run_out_amid(place: Rank) -> None:
-    """The first large collective needs a thread of c10d's that is not to be had."""
+    """Forbid new threads before the first large collective, for which c10d needs one."""
     async with oracle(place):
         comm = await place.open()
         await comm.barrier()
@@ -535,7 +535,7 @@ async def run_out_amid(place: Rank) -> None:
 def test_op_on_a_resized_storage_or_without_a_thread_is_an_error(ranks: Run) -> None:
     """The engine of ucx has its only thread from the beginning.
 
-    There torch refuses to resize a tensor that has an operation: tests/transports/ucx/test_ucx_kept.py.
+    On ucx torch refuses to resize a tensor that an op uses: tests/transports/ucx/test_ucx_kept.py.
     """
     counts = [(resize, count) for count in ([20, 2**22] if FULL else [20])]
     ranks(2, in_turn, *counts, run_out_amid)
@@ -545,7 +545,7 @@ def test_op_on_a_resized_storage_or_without_a_thread_is_an_error(ranks: Run) -> 
 
 
 def wall_clocks(path: Path) -> Iterator[str]:
-    """Where a source reads a clock that somebody may set."""
+    """Yield the places where a source reads a clock that somebody may set."""
     if path.suffix != ".py":
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(r"system_clock|CLOCK_REALTIME|gettimeofday", line):
@@ -561,7 +561,7 @@ def wall_clocks(path: Path) -> Iterator[str]:
 @pytest.mark.deterministic
 @pytest.mark.fault(61)
 def test_wall_clock_is_used_only_in_files_and_credentials() -> None:
-    """But for what is written into files and spans for people, and for what expires: other hosts read when."""
+    """The exceptions are texts and spans for people, and expiry times, which other hosts read."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
     sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
     found = [where for path in sources for where in wall_clocks(path)]
@@ -577,7 +577,7 @@ def test_wall_clock_is_used_only_in_files_and_credentials() -> None:
 @pytest.mark.deterministic
 @pytest.mark.fault(61)
 def test_deadlines_ignore_jumps_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hours forth and back while deadlines run: one of an hour does not pass, and one of a moment does."""
+    """The wall clock jumps by hours while deadlines run: one of an hour does not pass, and one of a moment does."""
 
     async def main() -> None:
         async with local_world(2) as (left, _):
@@ -614,7 +614,7 @@ def test_ops_survive_constant_garbage_collection(ranks: Run) -> None:
 
 
 async def close_in_a_callback(place: Rank) -> None:
-    """A callback starts ops, raises, and another one closes the communicator."""
+    """Start ops and raise in one callback, and close the communicator in another one."""
     async with oracle(place):
         comm = await place.open()
         closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()

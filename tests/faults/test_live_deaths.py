@@ -81,7 +81,7 @@ def test_results_are_right_for_the_ranks_that_they_carry_while_ranks_die(tmp_pat
 
 
 def judge(lines: list[str]) -> None:
-    """Compare what all have been told, and print how long calls took."""
+    """Compare the results of all ranks, and print how long calls took."""
     results: dict[tuple[str, int], object] = {}
     calls: dict[int, tuple[str, int]] = {}
     times, partial = [], 0

@@ -36,7 +36,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def names() -> Iterator[list[str]]:
-    """Two hosts, new ones for each test: kernels remember what they have seen of a connection (tcp_metrics)."""
+    """Yield the names of two hosts, new ones for each test: kernels remember connections (tcp_metrics)."""
     with hosts(2) as made:
         yield made
 
@@ -46,7 +46,7 @@ def command(*words: str) -> None:
 
 
 class Cable:
-    """A host's plug in the switch: nothing that its own processes can see."""
+    """A host's port of the switch, which its own processes cannot see."""
 
     def __init__(self, names: list[str], host: int) -> None:
         self.switch = names[0][:-1] + "0"
@@ -57,7 +57,7 @@ class Cable:
 
 
 async def pull_the_plug(place: Rank, names: list[str], seconds: float) -> None:
-    """Amid a transfer and without a word to anybody; it goes on when the network comes back in time."""
+    """Cut the link amid a transfer, which goes on when the link comes back in time."""
     async with place.open() as comm:
         await comm.barrier()
         if place.rank == 0:
@@ -76,10 +76,10 @@ def test_transfer_survives_a_link_that_comes_back(ranks: Run, names: list[str]) 
 
 
 async def give_up(comm: Communicator) -> float:
-    """Whatever this rank calls now ends with its deadline, or with what the other says of that.
+    """Call a collective, which ends with its deadline, or with the other rank's report of its own.
 
-    :returns: how long after the deadline, which counts from the call's return: to make 64 MiB, and to post them, takes
-        a busy machine longer than all that comes after it.
+    :returns: the seconds after the deadline, which counts from the call's return. On a busy machine, to make and post
+        64 MiB takes longer than all that comes after it.
     """
     work = comm.all_reduce(numbers(HUGE, comm.rank), timeout=1)
     deadline = time.monotonic() + 1
@@ -116,7 +116,7 @@ def test_lost_link_is_noticed_in_time(ranks: Run, names: list[str], notice: Noti
 
 
 async def lose_one_way(place: Rank, names: list[str]) -> float:
-    """What rank 1 sends is dropped; what it gets is not."""
+    """Drop what rank 1 sends, and nothing that it receives."""
     comm = await place.open()
     await comm.barrier()
     route = ("route", "add", "blackhole", f"{address(0)}/32")
@@ -142,7 +142,7 @@ def test_link_lost_in_one_direction_is_noticed_in_time(ranks: Run, names: list[s
 
 
 def connections() -> list[socket.socket]:
-    """This process's TCP connections to the other host."""
+    """Return this process's TCP connections to the other host."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -170,7 +170,7 @@ def reset(it: socket.socket) -> None:
 
 
 def half_close(it: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side has closed it by now
+    with contextlib.suppress(OSError):  # The other side has closed the connection.
         it.shutdown(socket.SHUT_WR)
 
 
@@ -178,7 +178,7 @@ BREAKS: dict[str, Callable[[socket.socket], None]] = {"reset": reset, "half-clos
 
 
 async def break_connections(place: Rank, how: str) -> float:
-    """Rank 1's kernel ends its connections, which tells rank 0; rank 1 has its deadline, behind that."""
+    """End rank 1's connections by its kernel, which tells rank 0; rank 1 itself has its deadline."""
     comm = await place.open()
     for _ in range(2):
         await comm.all_reduce(numbers(LARGE, place.rank))
@@ -214,7 +214,7 @@ def test_broken_connection_is_noticed_in_time(ranks: Run, names: list[str], noti
 
 
 async def dribble(place: Rank) -> None:
-    """Segments of some bytes each, from the handshake on: every header comes in pieces."""
+    """Use segments of a few bytes, from the handshake on: every header comes in pieces."""
     command("ip", "link", "set", "net0", "mtu", "88")
     async with place.open() as comm:
         for count in (1, 5, 300, 5000):
@@ -236,9 +236,9 @@ def test_ops_are_right_over_segments_of_a_few_bytes(ranks: Run, names: list[str]
 
 
 async def go_slow(place: Rank, rate: str) -> tuple[float, float]:
-    """A MiB over a link that is nearly clogged: it takes its time, and nobody takes it for dead.
+    """Send a MiB over a slow link: it takes its time, and no rank is taken for dead.
 
-    :returns: when this rank began and ended.
+    :returns: the times at which this rank began and ended.
     """
     async with place.open() as comm:
         await comm.barrier()
@@ -264,5 +264,5 @@ async def go_slow(place: Rank, rate: str) -> tuple[float, float]:
 @pytest.mark.parametrize("rate", ["1mbit", "8mbit"] if FULL else ["16mbit"])
 def test_slow_link_transfers_without_a_timeout(ranks: Run, names: list[str], rate: str) -> None:
     (began, _), (_, ended) = ranks(2, go_slow, rate, before=Enter(names, "01", **ROUTE))
-    # From one clock of the machine: rank 1 may come to its receive when much is there.
+    # The times are of one clock of the machine. Rank 1 may begin its receive when much has arrived.
     assert ended - began > 0.8 * 8.4 / int(rate.removesuffix("mbit")), "the link was not slow"

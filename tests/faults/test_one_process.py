@@ -31,7 +31,7 @@ pytestmark = pytest.mark.deterministic
 @pytest.mark.real
 @pytest.mark.fault(14, transport="local")
 def test_slow_callback_is_reported_by_asyncio_debug_mode(caplog: pytest.LogCaptureFixture) -> None:
-    """By asyncio's debug mode, which says whose it is; the peer's deadline passes meanwhile, and nobody is dead."""
+    """asyncio's debug mode names the slow callback, and the ranks meet in a barrier afterwards."""
 
     def hog(_: object) -> None:
         time.sleep(0.15)
@@ -51,7 +51,7 @@ def test_slow_callback_is_reported_by_asyncio_debug_mode(caplog: pytest.LogCaptu
 
 @pytest.fixture
 def _heeded() -> Iterator[None]:
-    """Interrupts are: what a shell starts in the background ignores them."""
+    """Install the default handler of SIGINT: the background processes of a shell ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -60,7 +60,7 @@ def _heeded() -> Iterator[None]:
 @pytest.mark.fault(46, transport="local")
 @pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_during_an_await_closes_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C during an await: the loop ends, and what was open is closed; were that to wait for its grace, it hangs."""
+    """Ctrl-C ends the loop and closes what is open; the grace never ends, so a close that waits for it would hang."""
     monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
     kept: list[Any] = []
 
@@ -82,14 +82,14 @@ def test_ctrl_c_during_an_await_closes_what_is_open(monkeypatch: pytest.MonkeyPa
 
 
 def descriptors() -> set[int]:
-    """Those that are open."""
+    """Return the open descriptors."""
     return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
 @pytest.mark.real
 @pytest.mark.fault(59, transport="local")
 def test_local_world_without_descriptors_fails_and_leaks_nothing() -> None:
-    """A world does not open for want of them, leaves none behind, and opens when there are some."""
+    """A world without descriptors does not open and leaves none behind, and it opens when there are some."""
 
     async def main(room: int) -> None:
         gc.collect()
@@ -98,7 +98,7 @@ def test_local_world_without_descriptors_fails_and_leaks_nothing() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 1 + room, hard))
         fill = []
         try:
-            with contextlib.suppress(OSError):  # not by counting: some that are open look as if they were not there
+            with contextlib.suppress(OSError):  # Counting is not enough: some open ones look as if they were not there.
                 while True:
                     fill.append(os.dup(0))
             for _ in range(room):
@@ -124,7 +124,7 @@ def test_local_ops_survive_constant_garbage_collection() -> None:
         async with local_world(2) as world:
             await asyncio.gather(*(exchange(comm, 5) for comm in world))
 
-    gc.freeze()  # what torch brings need not be looked through each time
+    gc.freeze()  # The collector need not look through torch's objects.
     old = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:

@@ -1,4 +1,4 @@
-"""What one rank cannot do, the others hear of at once, and do not wait for until their deadlines: case 102."""
+"""A failure of one rank alone: the others hear of it at once, and do not wait for their deadlines. Case 102."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 async def outcomes(world: list[Any], each: Callable[[Any], Any]) -> list[Any]:
-    """What each rank's call returns or raises."""
+    """Return what each rank's call returns or raises."""
 
     async def one(comm: Any) -> Any:
         try:
@@ -46,7 +46,7 @@ async def outcomes(world: list[Any], each: Callable[[Any], Any]) -> list[Any]:
 
 
 def split_by(failed: type[CommError], found: list[Any]) -> tuple[Any, list[Any]]:
-    """The one error of the rank that failed, and what the others got."""
+    """Return the one error of the rank that failed, and the outcomes of the others."""
     mine = [error for error in found if type(error) is failed]
     assert len(mine) == 1, found
     return mine[0], [error for error in found if error is not mine[0]]
@@ -65,7 +65,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 def test_unreadable_object_header_on_one_rank_ends_all_ranks(
     run: Callable[..., Any], transport: str, name: str, monkeypatch: Any
 ) -> None:
-    """The first rank to read a header cannot make sense of it, while others wait for what it was to send or take."""
+    """The first rank that reads a header fails, while others wait for what it would send or receive."""
     whole, refusing = objects.ArrivingObject, [True]
 
     def arrival(header: bytes, device: torch.device) -> Any:
@@ -88,7 +88,7 @@ def test_unreadable_object_header_on_one_rank_ends_all_ranks(
 
 
 class Refused:
-    """The completion of an op that its transport carries out, and this rank cannot make use of."""
+    """The completion of an op that its transport carries out, but that this rank cannot use."""
 
     def __init__(self, work: Any) -> None:
         self.op, self.hints, self.done = work.op, work.hints, work.done
@@ -136,7 +136,7 @@ def test_window_that_one_rank_cannot_open_fails_on_all(
 def test_malformed_stream_data_at_one_end_ends_the_other(
     run: Callable[..., Any], transport: str, monkeypatch: Any, step: str
 ) -> None:
-    """One end can do nothing with what it gets; the other one waits for credits and messages, without a deadline."""
+    """One end gets malformed data. The other one, which waits without a deadline for credits and messages, ends."""
     whole = getattr(TensorStream, step)
 
     def broken(self: Any, work: Any) -> None:
@@ -168,7 +168,7 @@ def test_malformed_stream_data_at_one_end_ends_the_other(
 def test_split_that_fails_on_one_rank_ends_the_others(
     run: Callable[..., Any], install: Callable[..., None], transport: str, how: str
 ) -> None:
-    """One rank's transport cannot be split, or the program gives up there: the others would meet it for 600 s."""
+    """One rank's split raises or is cancelled: the others, which would wait for 600 s, end at once."""
     base: type[Any] = BASES[transport]
 
     class Whole(base):  # type: ignore[misc,valid-type]
@@ -199,7 +199,7 @@ def test_split_that_fails_on_one_rank_ends_the_others(
             again = await outcomes(world, lambda comm: comm.barrier())
         assert all(isinstance(error, CommError) for error in found), found
         assert all(isinstance(error, CommAbortedError) for error in again), again
-        if how == "raises":  # what was cancelled is taken back, which the others may notice by themselves
+        if how == "raises":  # The others may notice by themselves that a cancelled split is undone.
             _, others = split_by(CommError, found)
             assert all("no descriptors are left" in str(error) for error in [*others, *again])
 
@@ -211,7 +211,7 @@ def test_split_that_fails_on_one_rank_ends_the_others(
 def test_failure_of_one_rank_while_forming_ends_the_others(
     run: Callable[..., Any], transport: str, how: str, monkeypatch: Any
 ) -> None:
-    """A rank fails, or the program gives up there, when it has met the others for the first time of several."""
+    """A rank fails or is cancelled after the first of several exchanges with the others, and these end."""
     whole, scope = StoreRendezvous.exchange, list[anyio.CancelScope]()
 
     async def exchange(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:

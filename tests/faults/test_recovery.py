@@ -1,4 +1,4 @@
-"""Ranks die, are stopped and come back; those that are left form a new communicator."""
+"""Ranks die, are stopped and come back; the survivors form a new communicator."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.real
 
 BEAT = {"heartbeat": 2.0}
 LONG = 2 * HANGS
-"""Seconds for a new communicator: who waits for a rank until its time is up hangs."""
+"""Seconds for a new communicator: a rank that waits for another one until then hangs."""
 
 
 async def lost(comm: Communicator) -> CommError:
-    """What ends all collectives of a communicator."""
+    """Return the error that ends all collectives of a communicator."""
     while True:
         try:
             await comm.all_reduce(torch.ones(LARGE))
@@ -46,7 +46,7 @@ async def lost(comm: Communicator) -> CommError:
 
 
 def give_up_late_ones(place: Rank, *present: int) -> None:
-    """In this process, who reconfigures waits for those that are late until these have come, and no moment longer."""
+    """Have ``reconfigure`` in this process wait for late ranks until these have come, and no moment longer."""
     proposal = Recovery._proposal
 
     def proposes(self: Recovery, came: set[int], waited: float) -> Decision | None:
@@ -56,7 +56,7 @@ def give_up_late_ones(place: Rank, *present: int) -> None:
 
 
 async def works(comm: Communicator) -> None:
-    """Each kind of op, and a part of the ranks."""
+    """Run each kind of op, and split the communicator."""
     if comm.size > 1:
         await exchange(comm, 100)
     assert (await comm.all_reduce(torch.ones(LARGE)) == comm.size).all()
@@ -70,7 +70,7 @@ async def works(comm: Communicator) -> None:
 
 
 async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool) -> tuple[str, int, int]:
-    """``hosted``: rank 0 serves the store. Were a rank that is dead waited for, this would hang."""
+    """Reconfigure after deaths. With ``hosted`` rank 0 serves the store. A wait for a dead rank would hang."""
     more: dict[str, Any] = {}
     if hosted:
         more["store"] = await served(place)
@@ -80,7 +80,7 @@ async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool)
         await place.die()
     await lost(comm)
     left = [rank for rank in range(place.size) if rank not in victims]
-    # Without connections to those that live nobody can tell a second death from a rank that is late.
+    # A rank without connections to the survivors cannot tell a second death from a late rank.
     told = place.transport == "ucx" or len(victims) == 1
     give_up_late_ones(place, *(range(place.size) if told else left))
     new = await comm.reconfigure(left if explicit else None, timeout=LONG)
@@ -93,7 +93,7 @@ async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool)
 
 
 async def served(place: Rank) -> dist.Store:
-    """The store that rank 0 serves, and takes along when it dies."""
+    """Return the store that rank 0 serves, and that ends when rank 0 dies."""
     if place.simulated:
         place.launch(0)
         return place.store()
@@ -103,7 +103,7 @@ async def served(place: Rank) -> dist.Store:
 
 
 async def port(place: Rank) -> int:
-    """A free port, of rank 0's choice."""
+    """Return a free port, which rank 0 chooses."""
     file = place.folder / "port"
     if place.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as it:
@@ -141,7 +141,7 @@ def test_survivors_reconfigure_without_the_store(ranks: Run, transport: str, siz
 
 
 async def outlive_again(place: Rank) -> list[str]:
-    """One after the other, the store with the first."""
+    """Reconfigure after each death of one rank after the other; the store dies with the first."""
     names = []
     comm = await place.open(store=await served(place))
     for victim in range(place.size - 1):
@@ -184,7 +184,7 @@ def test_reconfigure_that_needs_a_lost_store_says_so(ranks: Run, transport: str)
 
 
 async def leave_one_out(place: Rank) -> str:
-    """A deadline passes; one rank never comes, and comes too late."""
+    """Reconfigure after a deadline without rank 2, which comes too late."""
     comm = await place.open()
     await comm.barrier()
     if place.rank < 2:
@@ -222,7 +222,7 @@ async def stop_one(place: Rank) -> Any:
     await place.all_told("ready", 0, 1, 2)
     if place.rank == 2:
         return await be_stopped(place, comm)
-    waiting = comm.recv(torch.zeros(1), 1 - place.rank, 5)  # of a rank that lives
+    waiting = comm.recv(torch.zeros(1), 1 - place.rank, 5)  # This sender lives.
     if place.rank == 0:
         os.kill(int((place.folder / "pid 2").read_text()), signal.SIGSTOP)
     with pytest.raises(PeerDiedError, match=r"rank 2 has died or was cut off: no sign of life for 2 s") as caught:
@@ -242,7 +242,7 @@ async def stop_one(place: Rank) -> Any:
 
 
 async def be_stopped(place: Rank, comm: Communicator) -> str:
-    """Sends all the time, what nobody is to see."""
+    """Send all the time what no rank is to receive."""
     error: CommError | None = None
     while error is None:
         try:
@@ -279,12 +279,12 @@ async def block(place: Rank) -> None:
 
 
 async def be_reported() -> None:
-    """Block the loop: in its debug mode asyncio says who did, after a turn that takes long."""
+    """Block the loop: the debug mode of asyncio names the coroutine after a slow turn."""
     loop, said = asyncio.get_running_loop(), logging.handlers.BufferingHandler(99)
     logging.getLogger("asyncio").addHandler(said)
     loop.set_debug(True)
     await asyncio.sleep(0)
-    time.sleep(3)  # noqa: ASYNC251 - that is the point
+    time.sleep(3)  # noqa: ASYNC251 - The test blocks the loop on purpose.
     await asyncio.sleep(0)
     loop.set_debug(False)
     texts = [record.getMessage() for record in said.buffer]
@@ -304,7 +304,7 @@ async def hold_the_lock(place: Rank) -> None:
     comm = await place.open(hints={"heartbeat": 1.0})
     await comm.barrier()
     if place.rank == 0:
-        ctypes.PyDLL(None).usleep(3_000_000)  # keeps the interpreter's lock
+        ctypes.PyDLL(None).usleep(3_000_000)  # This call holds the GIL.
     await comm.all_reduce(torch.ones(3))
     await comm.aclose()
 
@@ -352,12 +352,12 @@ def test_starved_rank_is_not_taken_for_dead(ranks: Run, transport: str) -> None:
 
 
 async def come_as_rank_1(place: Rank, size: int, timeout: float = LONG) -> Communicator:
-    """A new process takes the place of the dead."""
+    """Join as rank 1, in the place of the dead process."""
     return await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=size, timeout=timeout, join=True)
 
 
 async def be_replaced(place: Rank) -> Any:
-    """Rank 3 is the process that takes the place of rank 1."""
+    """Let rank 1 die; process 3 takes its place."""
     if place.rank == 3:
         await place.heard("dead")
         comm = await come_as_rank_1(place, 3)
@@ -382,7 +382,7 @@ def test_newcomer_replaces_a_dead_rank(ranks: Run, transport: str) -> None:
 
 
 async def take_one_in(place: Rank) -> Any:
-    """Nobody has died: ranks 0 and 1 make room for a third, while a message is under way."""
+    """Admit a third rank to the living ranks 0 and 1, while a message is under way."""
     if place.rank == 2:
         await place.heard("formed")
         comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=2, size=3, timeout=LONG, join=True)
@@ -408,7 +408,7 @@ def test_healthy_communicator_admits_a_newcomer(ranks: Run, transport: str) -> N
 
 
 async def be_replaced_again(place: Rank) -> Any:
-    """Rank 0 outlives processes 1 and 2, each of which dies as rank 1, and process 3 stays."""
+    """Let processes 1 and 2 die as rank 1, one after the other; rank 0 and process 3 survive."""
     if place.rank < 2:
         comm = await place.open(ranks=[0, 1])
     else:
@@ -454,7 +454,7 @@ def test_reconfigure_without_a_newcomer_times_out(ranks: Run, transport: str) ->
 
 
 async def form_again(place: Rank) -> tuple[str, int]:
-    """Rank 2 is who is started anew as rank 1, over a store that keeps what the crashed run has left."""
+    """Start process 2 anew as rank 1, over a store that keeps the entries of the crashed run."""
     if place.rank == 2:
         await place.heard("dead")
     else:
@@ -503,11 +503,11 @@ def test_torchrun_restart_forms_a_new_communicator(tmp_path: Path, transport: st
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), transport]
     result = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    for rank in range(2):  # they may write at the same time, into one line
+    for rank in range(2):  # Ranks may write at the same time, into one line.
         assert result.stdout.count(f"rank {rank} of 2 sums up to 2") == 1, result.stdout
 
 
 @pytest.fixture
 def transport() -> str:
-    """Unless a test names others."""
+    """Return the transport of the tests that name none."""
     return "ucx"

@@ -50,7 +50,7 @@ async def the_other_aborts(world: list[Any]) -> None:
 
 
 async def the_windows_body_raises(world: list[Any]) -> None:
-    """The closing is started, and nobody can await it."""
+    """Raise in a window's body: the close is started, and nobody can await it."""
 
     async def each(comm: Any) -> None:
         window = await comm.new_window(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""What no code of ours does: load pickles unasked, evaluate text, listen on every interface. Read from the source."""
+"""Rules of the sources: no code loads pickles unasked, evaluates text, or listens on every interface."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CALLS = {
 NAMES = {"eval", "exec", "compile", "__import__"}
 IMPORTS = {"shelve", "marshal", "xmlrpc", "dill", "cloudpickle", "joblib"}
 ASKED_FOR = {("aiocomms/ops/codec.py", "decode", "pickling.loads")}
-"""Where both ends have asked for it."""
+"""The only call that is permitted: both ends have asked for a pickle."""
 WILDCARDS = {"0.0.0.0", "::", "[::]"}
-"""Addresses of every interface; and the empty host, which is one too where a socket is bound."""
+"""The addresses of every interface. The empty host of a bound socket is one, too."""
 
 
 def forbidden(tree: ast.AST, where: str = "") -> Iterator[tuple[int, str, str]]:
-    """Find every call and constant that is not to be: its line, the function it is in, and its text."""
+    """Find every forbidden call and constant: its line, the function it is in, and its text."""
     for node in ast.iter_child_nodes(tree):
         inside = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else where
         yield from ((node.lineno, inside, text) for text in _texts(node))
@@ -98,10 +98,10 @@ FACTORIES = {
         *("arange", "eye", "linspace", "logspace", "rand", "randn", "randint", "randperm"),
     )
 }
-"""What makes a tensor on torch's default device, and in whatever mode is on."""
+"""The functions that make a tensor on torch's default device, and in whatever mode is on."""
 BUFFERS = "aiocomms/ops/buffers.py"
 OWN_PROGRAMS = ("aiocomms/testing/", "aiocomms/cli/bench/")
-"""What is a program of its own, or makes what a program would."""
+"""The folders of programs of their own, and of code that makes what a program would."""
 
 
 def makes(tree: ast.AST) -> Iterator[tuple[int, str]]:

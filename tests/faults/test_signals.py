@@ -1,4 +1,4 @@
-"""Which signals this library touches: none when it is imported or used, and one where the user asks for it."""
+"""The signals that this library handles: none when it is imported or used, and one if the user asks for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(params=["local", "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """A transport."""
     return request.param
 
 
@@ -56,7 +55,7 @@ def run(program: str, *arguments: str, **environment: str) -> subprocess.Complet
 
 @pytest.mark.fault(84)
 def test_transport_changes_no_signal_handler(transport: str) -> None:
-    """Neither its import nor a communicator; nor do they leave anything in the environment."""
+    """The import of a transport and a communicator change no signal handler, and no variable of the environment."""
     done = run(TOUCHED, transport)
     assert done.stdout.split() == ["unchanged"] * 3, done.stderr
     assert done.returncode == -signal.SIGHUP
@@ -67,7 +66,7 @@ def test_transport_changes_no_signal_handler(transport: str) -> None:
 def test_ucx_handles_signals_only_as_its_variables_ask(variable: str, value: str) -> None:
     done = run(TOUCHED, "ucx", **{variable: value})
     assert done.stdout.split() == ["changed"] * 3, done.stderr
-    assert done.returncode == -signal.SIGHUP  # it was asked for other signals than this one
+    assert done.returncode == -signal.SIGHUP  # The variables ask for other signals.
 
 
 EARLY = """
@@ -89,7 +88,7 @@ print(*os.listdir(os.environ["AIOCOMMS_RECORDER_DIR"]))
 
 @pytest.mark.fault(85)
 def test_recorder_signal_before_the_first_communicator_is_survived(tmp_path: Path) -> None:
-    """Whoever asks for the handler by the variable has it from the import on; there is nothing to write down yet."""
+    """The import installs the handler that the variable asks for; there is nothing to record yet."""
     done = run(EARLY, AIOCOMMS_RECORDER_SIGNAL="1", AIOCOMMS_RECORDER_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"survived\nworld\.rank0\.\S+\n", done.stdout), done.stdout
@@ -119,7 +118,7 @@ asyncio.run(main())
 
 @pytest.mark.fault(85)
 def test_import_on_another_thread_installs_the_handler_later() -> None:
-    """Python lets only the main thread install a handler: it does so with the first communicator."""
+    """Only the main thread can install a handler: it does so with the first communicator."""
     done = run(ON_ANOTHER_THREAD, AIOCOMMS_RECORDER_SIGNAL="1", AIOCOMMS_RECORDER_DIR="")
     assert (done.returncode, done.stderr) == (0, "")
 

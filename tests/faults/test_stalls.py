@@ -21,7 +21,7 @@ from aiocomms.lowlevel import clock
 pytestmark = pytest.mark.real
 
 Notice = Callable[[list[float]], None]
-DEADLINE = 3.0  # in which a rank that is not stopped calls the collective that the others have called
+DEADLINE = 3.0  # A rank that is not stopped calls the collective of the others within these seconds.
 
 
 @pytest.fixture(params=[NET, "c10d", "ucx"])
@@ -30,19 +30,19 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 async def introduced(place: Rank, comm: Communicator) -> None:
-    """Have all ranks say who they are."""
+    """Have all ranks say who they are, so that others can stop them."""
     place.say_who()
     await comm.barrier()
 
 
 async def reduced(comm: Communicator, turn: int, **more: Any) -> None:
-    """One collective, checked."""
+    """Run one collective, and check its result."""
     total = await comm.all_reduce(numbers(LARGE, comm.rank, turn), **more)
     assert torch.equal(total, sum(numbers(LARGE, rank, turn) for rank in range(comm.size)))
 
 
 async def stop_past_a_deadline(place: Rank) -> Any:
-    """Rank 2 is stopped amid collectives; the others give up and go on without it. What it had sent reaches nobody."""
+    """Stop rank 2 amid collectives: the others give up and go on without it. Its old messages reach no rank."""
     async with oracle(place, 2):
         comm = await place.open()
         await introduced(place, comm)
@@ -65,10 +65,9 @@ async def stop_past_a_deadline(place: Rank) -> Any:
 
 
 async def late(comm: Communicator) -> tuple[CommError, float]:
-    """What ends collectives, and how long after the start of the one that it ends.
+    """Return the error that ends collectives, and the seconds since the start of the one that it ends.
 
-    A rank that was stopped may see the end of a collective at the moment at which its deadline is seen to have passed:
-    then the next one ends with that.
+    A rank that was stopped may see a collective end at the moment when its deadline passes: then the next one fails.
     """
     turn, before = 0, clock.now()
     while True:
@@ -86,12 +85,12 @@ async def late(comm: Communicator) -> tuple[CommError, float]:
 
 
 def own(error: CommError) -> bool:
-    """The time of this rank's op was over; else another rank's was, which the error names, and which began earlier."""
+    """Return whether this rank's own deadline passed, and not that of an earlier op of a rank that the error names."""
     return isinstance(error, CommTimeoutError) and error.peer is None
 
 
 async def be_told(place: Rank, comm: Communicator) -> str:
-    """It goes on, and learns that the others have left."""
+    """Go on after a stop, and check that the others have excluded this rank."""
     with pytest.raises(CommAbortedError):
         comm.send(torch.ones(1), 0, 9)
     with pytest.raises(CommAbortedError, match="excluded") as caught:
@@ -110,7 +109,7 @@ def test_rank_stopped_past_a_deadline_is_excluded(ranks: Run, notice: Notice) ->
 
 
 async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
-    """Rank 0, through which the others would tell each other who is missing: what it keeps waiting is not the error."""
+    """Stop rank 0, by whose store the others would learn who is missing: the error does not wait for the store."""
     async with oracle(place, 0):
         place.launch(port)
         comm = await aiocomms.new_comm(place.transport)
@@ -118,7 +117,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
         place.tell(f"met {place.rank}")
         await hear(place, "met", 0, 1, 2)
         if place.rank == 0:
-            await hear(place, "over", 1, 2)  # nearly all of the time it is stopped
+            await hear(place, "over", 1, 2)  # Rank 0 is stopped nearly all of this time.
             await comm.aclose()
             return 0.0
         if place.rank == 1:
@@ -145,7 +144,7 @@ def test_stopped_store_host_is_noticed_at_the_deadline(ranks: Run, notice: Notic
 
 
 async def stop_for_a_moment(place: Rank) -> None:
-    """Less than the heartbeat's time and any deadline: nobody is taken for dead, and nothing is lost."""
+    """Stop rank 2 for less than the heartbeat's time and any deadline: no rank is taken for dead."""
     async with oracle(place):
         comm = await place.open(hints={"heartbeat": 20.0})
         await introduced(place, comm)
@@ -176,7 +175,7 @@ def test_rank_stopped_for_a_moment_goes_on(ranks: Run) -> None:
 
 
 async def ask_who_is_stopped(place: Rank) -> None:
-    """Rank 1 is stopped while a receive of rank 0 waits for it; then it goes on, and answers."""
+    """Stop rank 1 while a receive of rank 0 waits for it; then it goes on, and answers."""
     async with oracle(place):
         comm = await place.open(hints={"heartbeat": 20.0})
         await introduced(place, comm)
@@ -198,7 +197,7 @@ async def ask_who_is_stopped(place: Rank) -> None:
 
 async def late_receive(comm: Communicator) -> str:
     with pytest.raises(CommTimeoutError) as caught:
-        await comm.recv(torch.zeros(1), 1, 9, timeout=0.6)  # when ranks may be asked again
+        await comm.recv(torch.zeros(1), 1, 9, timeout=0.6)  # Ranks may be asked again by then.
     return caught.value.message
 
 

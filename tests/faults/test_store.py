@@ -1,4 +1,4 @@
-"""The store that rank 0 serves, when strangers come and when nobody needs it any more: the cases 82, 94 and 101."""
+"""The store that rank 0 serves, with strangers at its port, and when no rank needs it: the cases 82, 94 and 101."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def launched(place: Rank, port: int) -> None:
-    """As a launcher does that serves no store itself."""
+    """Set the variables of a launcher that serves no store itself."""
     os.environ |= {
         "RANK": f"{place.rank}",
         "WORLD_SIZE": f"{place.size}",
@@ -56,7 +56,7 @@ def with_a_token(rank: int) -> None:
 
 
 def threads() -> list[str]:
-    """The threads that wait for somebody who knocks."""
+    """Return the names of the threads of stores."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def threads() -> list[str]:
 
 
 def ports() -> list[int]:
-    """At which TCP ports this process listens."""
+    """Return the TCP ports at which this process listens."""
     return [int(at.partition(":")[2], 16) for at in listening()[0]]
 
 
@@ -80,14 +80,14 @@ async def all_there(place: Rank, what: str) -> None:
 
 async def lets_go(place: Rank, port: int) -> None:
     launched(place, port)
-    gc.disable()  # nothing is left to a collection
+    gc.disable()  # Nothing is left to a collection.
     for turn in range(3):
         comm = await aiocomms.new_comm(place.transport, timeout=HANGS)
         second = await aiocomms.new_comm(place.transport, name="second", timeout=HANGS)
         child = await comm.split([1, 0])
         await comm.aclose()
         await second.aclose()
-        grandchild = await child.split([1, 0])  # which needs the store
+        grandchild = await child.split([1, 0])  # This split needs the store.
         await exchange(grandchild, LARGE)
         await child.aclose()
         await exchange(grandchild, 3)
@@ -99,18 +99,18 @@ async def lets_go(place: Rank, port: int) -> None:
             await asyncio.sleep(0.01)
         assert port not in ports()
         if place.rank == 0:
-            socket.create_server(("127.0.0.1", port)).close()  # it is anybody's
+            socket.create_server(("127.0.0.1", port)).close()  # Any process can use the port.
         await all_there(place, f"free {turn}")
 
 
 @pytest.mark.fault(82)
 def test_last_close_frees_the_port_of_the_store(ranks: Run, transport: str) -> None:
-    """Once it is closed the port is free, though somebody still holds the communicator and nothing was collected."""
+    """The port is free although the program still holds the communicators, and nothing was collected."""
     ranks(2, lets_go, free_port())
 
 
 async def goes_on(place: Rank, port: int) -> None:
-    """Rank 0 is done with the store, and the others are not."""
+    """Close the communicator of rank 0, which serves the store, while the others still need the store."""
     launched(place, port)
     comm = await aiocomms.new_comm(place.transport, timeout=HANGS)
     child = await comm.split([] if place.rank == 0 else [1, 2])
@@ -136,7 +136,7 @@ def test_store_stays_while_a_communicator_needs_it(ranks: Run, transport: str) -
 
 
 async def takes_in(place: Rank, port: int) -> None:
-    """Rank 1 leaves, and joins again over the launcher's variables; then all is let go."""
+    """Let rank 1 leave, and join again by the launcher's variables; then all is released."""
     place.launch(port)
     if not place.simulated:
         gc.disable()
@@ -163,7 +163,7 @@ def test_newcomer_finds_the_store(ranks: Run, transport: str) -> None:
 
 
 async def let_go_of_the_callers(place: Rank, port: int) -> None:
-    """The caller's own store lives as long as the caller wants, and as a communicator over it is open."""
+    """Check that the caller's own store lives while the caller holds it, or a communicator over it is open."""
     gc.disable()
     comm = await place.open(store=TCPStore("127.0.0.1", port, is_master=place.rank == 0, wait_for_workers=False))
     assert (port in ports()) == (place.rank == 0)
@@ -193,7 +193,7 @@ def test_closed_communicator_keeps_no_store_of_its_caller(ranks: Run, transport:
 
 
 async def withstands(place: Rank, port: int, early: bool) -> None:
-    """Rank 0 lets a stranger knock, before the other rank comes or behind it."""
+    """Let a stranger connect with rank 0's store, before the other rank comes or after it."""
     launched(place, port)
     if place.rank == 1:
         if early:
@@ -210,7 +210,7 @@ async def withstands(place: Rank, port: int, early: bool) -> None:
     me = psutil.Process()
     resident, descriptors, most = me.memory_info().rss, me.num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors + ROOM, most))
-    # In a process of its own, for its ends of the connections must not count here.
+    # The stranger is a process of its own: its ends of the connections must not count here.
     stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, str(port), stdin=-1, stdout=-1)
     assert stranger.stdout is not None
     assert await stranger.stdout.readline() == b"poured\n"
@@ -254,7 +254,7 @@ async def opened(place: Rank) -> Any:
 
 
 async def works(comm: Any) -> None:
-    """All that takes descriptors."""
+    """Do all that takes descriptors."""
     await exchange(comm, LARGE)
     child = await comm.split([1, 0])
     await exchange(child, 3)
@@ -268,7 +268,7 @@ async def works(comm: Any) -> None:
 def test_foreign_store_clients_consume_no_memory_or_descriptors(
     ranks: Run, transport: str, early: bool, before: Callable[[int], None]
 ) -> None:
-    """Neither memory nor descriptors go to whoever does not prove to be of the job; its counters count for nothing."""
+    """A client that does not prove to be of the job gets no memory or descriptors, and its counters have no effect."""
     ranks(2, withstands, free_port(), early, before=before)
 
 
@@ -290,7 +290,7 @@ def test_os_error_while_opening_a_transport_becomes_comm_error(error: OSError) -
 @pytest.mark.deterministic
 @pytest.mark.fault(101, transport="ucx")
 def test_unreachable_rank_is_not_taken_for_dead() -> None:
-    """UCX says so, too, where this process has no descriptors left; of a death the rank's connection tells."""
+    """UCX also calls a rank unreachable if this process has no descriptors left; a death ends the rank's connection."""
     unreachable, reset = 6, 25
     op = ops.Send(torch.ones(3), 1)
     assert isinstance(error_of(op, BROKEN, reset, 0, 0, 2), PeerDiedError)
