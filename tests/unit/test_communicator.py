@@ -41,7 +41,7 @@ pytestmark = pytest.mark.deterministic
 
 
 async def outcome(work):
-    """What awaiting ends in."""
+    """Return the result of a work, or its error."""
     try:
         return await work
     except CommError as error:
@@ -50,7 +50,7 @@ async def outcome(work):
 
 @contextlib.contextmanager
 def on_signal(handler):
-    """Have a function called in this thread by SIGUSR2."""
+    """Let SIGUSR2 call a function in this thread."""
     before = signal.signal(signal.SIGUSR2, lambda *_: handler())
     try:
         yield
@@ -75,7 +75,7 @@ def test_hooks_see_every_op(run):
             await two.send(torch.ones(2), 0)
             await work
             with pytest.raises(ArgumentError):
-                one.send(torch.ones(2), 7)  # not posted, so no hook sees it
+                one.send(torch.ones(2), 7)  # The op is not posted, so no hook sees it.
             before.remove()
             after.remove()
             after.remove()
@@ -105,7 +105,7 @@ def test_a_pre_hook_that_raises_stops_the_op(run):
 
 
 class OddError(BaseException):
-    """What is no Exception."""
+    """An exception that is no ``Exception``."""
 
 
 @pytest.mark.fault(133)
@@ -141,7 +141,7 @@ def test_hook_that_raises_exit_or_interrupt_ends_the_loop_after_the_call(ends):
         async with local_world(2) as (one, two):
             one.register_post_hook(hook).remove()
             handle = one.register_post_hook(hook)
-            one.register_post_hook(called.append)  # is called all the same
+            one.register_post_hook(called.append)  # This hook is called all the same.
             works = [comm.all_reduce(torch.ones(1)) for comm in (one, two)]
             assert called == [works[0]] * 2
             handle.remove()
@@ -275,7 +275,7 @@ def test_post_hook_runs_before_the_awaiters(run):
 
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 def test_post_hook_runs_in_the_context_of_the_call(run, transport):
-    """Of an op that ends within its call, of one that is pending, and of one that fails."""
+    """The hook sees the caller's context for an op that ends within its call, a pending one, and a withdrawn one."""
     request = contextvars.ContextVar("request", default=None)
 
     async def main():
@@ -283,7 +283,7 @@ def test_post_hook_runs_in_the_context_of_the_call(run, transport):
             heard, works = [], []
             two.register_post_hook(lambda work: heard.append((work.op.name, request.get())))
             sent = [one.send(torch.ones(1), 1)]
-            await turns()  # it is there
+            await turns()  # The message has arrived.
 
             async def call(name):
                 request.set(name)
@@ -304,7 +304,7 @@ def test_post_hook_runs_in_the_context_of_the_call(run, transport):
             assert heard == [("recv", "at once"), ("recv", "pending"), ("recv", "withdrawn")]
             await together(lambda: call("a task"), one.send(torch.ones(1), 1, tag=5).wait)
             assert heard[3:] == [("recv", "a task")]
-            assert [work.context for work in works] == [None] * 3  # which may hold much
+            assert [work.context for work in works] == [None] * 3  # A context may hold much memory.
 
     run(main)
 
@@ -422,7 +422,7 @@ def test_cancelled_reconfigure_leaves_no_rank_waiting(run):
 
 
 def test_slow_store_without_a_substitute_is_not_given_up(run, monkeypatch):
-    monkeypatch.setattr(meeting, "PROBE", 0.0)  # what a busy machine makes of it
+    monkeypatch.setattr(meeting, "PROBE", 0.0)  # A busy machine makes every probe late.
 
     async def main():
         async with local_world(2) as world:
@@ -468,7 +468,7 @@ def test_split_takes_order_name_and_members(run):
                     return
                 async with child:
                     assert child.rank == [3, 1, 0].index(comm.rank)
-                    assert aiocomms.get_comm("tp") is child  # each task finds its own
+                    assert aiocomms.get_comm("tp") is child  # Each task finds its own communicator.
                     out = torch.empty(3, dtype=torch.int64)
                     await child.all_gather_single(out, torch.tensor([comm.rank]))
                     assert out.tolist() == [3, 1, 0]
@@ -560,7 +560,7 @@ def test_abort_fails_pending_works_on_all_ranks(run):
 
 @pytest.mark.fault(48, transport="local")
 def test_completion_after_an_abort_is_replaced_by_the_reason(run):
-    """All works end together, with the reason of the abort, and the hook is called before any task goes on."""
+    """All works end together, with the reason of the abort, and the hook runs before any task goes on."""
 
     async def main():
         async with local_world(2) as (_, two):
@@ -613,11 +613,11 @@ def test_abort_from_a_signal_handler_wakes_a_sleeping_loop(run):
                 threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
                 assert "by a signal" in str(await outcome(work))
 
-    run(main)  # which hangs if the loop sleeps on
+    run(main)  # The test hangs if the loop sleeps on.
 
 
 def test_abort_from_a_signal_handler_between_any_two_instructions_succeeds(run):
-    """Between any two instructions of an op, some of which hold locks that aborting takes too."""
+    """A signal may interrupt an op while it holds locks that an abort takes, too."""
 
     async def main(delay):
         async with local_world(2) as (one, two):
@@ -679,7 +679,7 @@ def test_cancel_and_aclose_on_another_thread_are_refused():
                 with pytest.raises(RuntimeError, match=rf"{call.__name__} .* another thread .*threadsafe"):
                     await anyio.to_thread.run_sync(anyio.run, call)
             two.send(torch.ones(1), 0)
-            assert await waiting == 1  # nothing was lost
+            assert await waiting == 1  # No message was lost.
 
     run_on("asyncio", main)
 
@@ -771,7 +771,7 @@ def test_cancelled_close_releases_everything(run):
             del two
 
     run(main)
-    before = held()  # from its first run on uvloop keeps a pipe
+    before = held()  # uvloop keeps a pipe from its first run on.
     run(main)
     all_let_go(before)
 
@@ -848,7 +848,7 @@ def test_debug_mode_refuses_busy_buffers(monkeypatch):
             assert buffer.tolist() == [1] * 4 + [2] * 4
             for send in sends:
                 await send
-            reading = [one.send(buffer, 1, tag) for tag in range(2)]  # readers may share
+            reading = [one.send(buffer, 1, tag) for tag in range(2)]  # Several sends may share a buffer.
             for tag in range(2):
                 await two.recv(torch.empty(8), 0, tag)
             for send in reading:
@@ -858,7 +858,7 @@ def test_debug_mode_refuses_busy_buffers(monkeypatch):
 
 
 class NoWindows(LocalTransport):
-    """Collectives alone."""
+    """A transport that carries collectives alone."""
 
     capabilities = Capabilities(ops=frozenset({ops.AllReduce, ops.Barrier}), in_process=True)
 

@@ -1,4 +1,4 @@
-"""Operations within functions that ``torch.compile`` compiles: it calls them as they are, between two graphs."""
+"""Operations in functions that ``torch.compile`` compiles: it calls them unchanged, between two graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.slow, pytest.mark.fault(131
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
-    """A compiler that has compiled nothing. While that is loaded other packages may warn, and later nobody."""
+    """Reset the compiler. Other packages may warn while it is imported, but not later."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._dynamo
@@ -33,7 +33,7 @@ def compiler() -> Iterator[None]:
 
 
 def started(start: Callable[[Tensor], Any]) -> list[Any]:
-    """Start something twice in a compiled function, whose own operators before and behind it are two graphs."""
+    """Start something twice in a compiled function, whose operators before and after it make two graphs."""
     operators = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -89,7 +89,7 @@ def test_compiled_function_waits_on_a_portal(transport: str) -> None:
 
 
 def test_torch_compile_skips_every_method_of_a_handle() -> None:
-    """Also those that nobody has tried above; and every public function of the functional form."""
+    """The check covers untested methods, too, and all public functions of the functional form."""
     kinds, methods = [Handle], []
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -1,4 +1,4 @@
-"""Where the checks of the conformance suite run, and that it recognises data which somebody has changed."""
+"""The cells in which the checks of the conformance suite run, and its recognition of changed data."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_wrong_transport_option_is_refused(given, why):
 
 
 def test_number_of_checks_marked_loops_or_memory_is_bounded():
-    """The marks hold what they stand for; a module that is marked as a whole is not counted."""
+    """Few checks carry these marks themselves; a module that is marked as a whole does not count."""
     texts = [path.read_text() for path in Path(data.__file__).parent.glob("test_*.py")]
     counts = {mark: sum(text.count(f"@pytest.mark.{mark}\n") for text in texts) for mark in ("loops", "memory")}
     assert counts["loops"] <= 60

@@ -1,4 +1,4 @@
-"""Faults that a test of a program injects: each kind, over transports that carry ops themselves and by messages."""
+"""Injected faults: each kind, over transports that carry ops themselves, and by messages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from aiocomms.testing.faults import delay, drop, inject, kill, mismatch, slow_li
 
 pytestmark = pytest.mark.deterministic
 
-PATIENCE = 100.0  # seconds of a deadline that does not pass
+PATIENCE = 100.0  # The seconds of a deadline that does not pass.
 
 
 @pytest.fixture(params=["local", "ucx", {"p2p": "local"}], ids=["local", "ucx", "messages"])
 def transport(request):
-    """Those that carry most ops themselves, one with native shortcuts; and one that has nothing but messages."""
+    """Return a transport: two carry most ops themselves, one of these with native code; the third has only messages."""
     return request.param
 
 
@@ -46,7 +46,7 @@ def test_delayed_op_completes_after_later_messages(run, transport):
             until = anyio.Event()
             with inject(comms, delay(until=until, ranks=[1], op="all_reduce")) as injected:
                 works = [comm.all_reduce(torch.ones(3)) for comm in comms]
-                for tag in range(3):  # these go on, on the same rank and on the same loop
+                for tag in range(3):  # These messages go on, on the same rank and on the same loop.
                     sending = comms[1].send(torch.full((2,), tag), 0, tag)
                     assert (await comms[0].recv(torch.zeros(2, dtype=torch.int64), 1, tag)).tolist() == [tag] * 2
                     await sending
@@ -90,7 +90,8 @@ def test_delay_ends_with_its_block(run, transport):
         async with local_world(2, transport, timeout=PATIENCE) as comms:
             for fault in (delay(PATIENCE * 100, ranks=[1]), slow_link(1 / PATIENCE, ranks=[1])):
                 with inject(comms, fault):
-                    works = [comm.all_gather_object(torch.ones(20_000)) for comm in comms]  # of several messages
+                    # Each object travels in several messages.
+                    works = [comm.all_gather_object(torch.ones(20_000)) for comm in comms]
                     await anyio.lowlevel.checkpoint()
                 assert [len(gathered) for gathered in [await work for work in works]] == [2, 2]
 
@@ -124,7 +125,7 @@ def test_dropped_collective_times_out_on_all_ranks(run, transport):
                         await sums(comm, timeout=0.3 if comm.rank == 0 else PATIENCE)
                     return type(caught.value)
 
-                errors = await run_ranks(comms[::-1], each)  # the deadline begins when all have called
+                errors = await run_ranks(comms[::-1], each)  # The deadline begins when all ranks have called.
                 assert CommTimeoutError in errors
                 assert injected == [("drop", 2, "all_reduce", 2)]
 
@@ -187,7 +188,7 @@ def test_injected_mismatch_raises_mismatch_error(run, transport, differs, op):
 
                 async def call(comm):
                     await calls[op](comm)
-                    await comm.barrier()  # who only sends in a gather hears of it here
+                    await comm.barrier()  # A rank that only sends in a gather gets the error here.
 
                 async def each(comm):
                     with pytest.raises((MismatchError, CommAbortedError)) as caught:
@@ -236,11 +237,11 @@ def test_injected_message_size_fails_only_its_recv(run, transport):
 
 
 def test_fault_hits_each_user_call_once(run, transport):
-    """Objects, windows, streams, batches and lanes are one call each, of however many messages."""
+    """Objects, windows, streams, batches and lanes count as one call each, whatever their number of messages."""
     big = torch.ones(20_000)
 
     async def held(comms, op, start):
-        """What ``start`` has started first is held back while others go on."""
+        """Check that the first of the works that ``start`` starts is held back while others go on."""
         until = anyio.Event()
         with inject(comms, delay(until=until, ranks=[1], op=op)) as injected:
             works = start()
@@ -302,7 +303,7 @@ def test_fault_probability_is_reproducible_by_seed(run):
 
 
 def test_slow_link_delays_in_proportion_to_bytes():
-    """By the loop's clock, which is the test's own here and stands still but for what is waited for."""
+    """The test's own clock moves only while tasks wait, so it measures the delays alone."""
     trio = pytest.importorskip("trio")
     from trio.testing import MockClock
 
@@ -319,7 +320,7 @@ def test_slow_link_delays_in_proportion_to_bytes():
                 for tag, (nbytes, since) in enumerate([(500, 0.5), (1000, 1.5), (0, 1.5)]):
                     await message(tag, nbytes)
                     assert trio.current_time() - began == pytest.approx(since)
-                await ranks([7, 8], lambda tag: message(tag, 1000))  # one after the other
+                await ranks([7, 8], lambda tag: message(tag, 1000))  # These messages go one after the other.
                 assert trio.current_time() - began == pytest.approx(3.5)
                 assert [fault.op for fault in injected] == ["send"] * 5
                 await ranks(comms, lambda comm: comm.all_reduce(torch.zeros(250)))
@@ -344,7 +345,7 @@ def test_kill_ends_the_process_of_its_rank(ranks, transport):
 
 
 async def simulated_with(*faults):
-    """Sum tensors under faults of rank 1; return the outcome, and the seconds that it took."""
+    """Sum tensors under faults of rank 1; return the type of the error, or the seconds that it took."""
     began = here().world.time
     async with new_comm(timeout=5) as comm:
         with inject(comm, *faults):

@@ -144,7 +144,7 @@ def test_wrong_arguments_of_functional_forms_send_nothing():
 
 
 def process_groups():
-    """One as ``new_group`` returns it, and one as its backend's constructor does."""
+    """Yield a group as ``new_group`` returns it, and one as its backend's constructor does."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     yield dist.ProcessGroup(dist.HashStore(), 0, 1)

@@ -1,4 +1,4 @@
-"""What stands for something of one process: a copy is itself, and a pickle is refused in one sentence."""
+"""Handles, which stand for something of one process: a copy is the handle itself, and a pickle is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DATA = {
     "live_group",
     "open_endpoint",
 }
-"""Public classes of which nothing is open: values, what others inherit from, and what is yet to be awaited."""
+"""Public classes that are no handles: values, base classes, and objects that are yet to be awaited."""
 
 
 def public_classes() -> list[type]:
@@ -61,7 +61,7 @@ def public_classes() -> list[type]:
 
 
 def stays(handle: Any) -> None:
-    """It is not copied, nor is it within what holds it; and no pickle is made of it."""
+    """Check that a copy is the handle itself, even within a container, and that a pickle is refused."""
     assert copy.copy(handle) is handle
     assert copy.deepcopy([{"it": handle}])[0]["it"] is handle
     refused = f"^{type(handle).__name__} cannot be pickled: it stands for something of this process alone$"
@@ -79,7 +79,7 @@ def test_every_public_class_is_a_handle_or_data() -> None:
 
 @pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: f"{cls.__module__}.{cls.__name__}")
 def test_handle_is_itself_after_copy_and_deepcopy(cls: type) -> None:
-    if not issubclass(cls, aiocomms.Work):  # which cannot be made without its fields
+    if not issubclass(cls, aiocomms.Work):  # A work cannot be made without its fields.
         stays(cls.__new__(cls))
 
 

@@ -1,4 +1,4 @@
-"""Leases between two simulated processes: what moves where, who waits for whom, and how each step ends."""
+"""Leases between two simulated processes: the data that moves, the waits, and the end of each step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Body = Callable[[aiocomms.Endpoint, aiocomms.Peer], Awaitable[Any]]
 
 
 def numbers(first: int = 0) -> torch.Tensor:
-    """Blocks of which each element has another number."""
+    """Return blocks whose elements all differ."""
     return torch.arange(first, first + BLOCKS * LAYERS * WIDTH).view(BLOCKS, LAYERS, WIDTH)
 
 
 def between(owner: Body, borrower: Body, **options: Any) -> list[Any]:
-    """Run the two ends of a connection, each with its endpoint and its peer; return what they return."""
+    """Run the two ends of a connection, each with its endpoint and its peer; return their results."""
 
     async def program() -> Any:
         world = here().world
@@ -58,11 +58,11 @@ def between(owner: Body, borrower: Body, **options: Any) -> list[Any]:
 
 
 async def nothing(mine: aiocomms.Endpoint, peer: aiocomms.Peer) -> None:
-    """Take nothing that is handed over."""
+    """Take no lease that is handed over."""
 
 
 async def read_until_it_raises(handed: aiocomms.HandedLease) -> CommError:
-    """Read what was lent until that raises, and return why."""
+    """Read a lease until a read raises, and return the error."""
     into = torch.zeros(handed.shape, dtype=torch.int64)
     while True:
         try:
@@ -301,7 +301,7 @@ def test_endpoint_that_closes_ends_those_who_wait() -> None:
 
 
 def test_read_during_which_the_hand_over_has_ended_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes have come, and then the word for them is gone, although the connection is as it was."""
+    """The owner no longer vouches for the bytes that have arrived, although the connection still stands."""
     owners: list[aiocomms.Endpoint] = []
     vouched = HandedLease._vouched
 

@@ -30,7 +30,7 @@ class Move(NamedTuple):
     halves: int = 0
     """The halves of the blocks that a read has seen, or that a write has reached."""
     foreign: bool = False
-    """True if it has seen another lease's bytes."""
+    """True if the read has seen another lease's bytes."""
     called: bool = True
     """True until the operation has ended."""
 
@@ -38,7 +38,7 @@ class Move(NamedTuple):
 class State(NamedTuple):
     lent: Lent
     borrowed: Borrowed | None = None
-    """None: the borrower has not heard of it."""
+    """None: the borrower has not heard of the lease."""
     move: Move | None = None
     moves: int = 1
     """The number of moves that the borrower's program still begins."""
@@ -49,7 +49,7 @@ class State(NamedTuple):
     noticed: bool = False
     """True once the borrower knows that the connection is over."""
     hushed: bool = False
-    """True once nothing of that connection moves on the borrower's side any more."""
+    """True once nothing of the earlier connection moves on the borrower's side any more."""
     ended: int = 0
     """The number of times that the hand-over has ended for the owner's program."""
     vouched: bool = True
@@ -69,8 +69,9 @@ class Model:
     """The protocol.
 
     :param writes: the borrower writes, and does not read.
-    :param maps: it maps the memory of the blocks, and so reaches them without the owner's end of the connection.
-    :param lasting: what the owner is told of that; None: the truth.
+    :param maps: the borrower maps the memory of the blocks, and so reaches it without the owner's end of the
+        connection.
+    :param lasting: whether the owner believes that writes may outlast the connection; None: the truth.
     """
 
     def __init__(self, writes: bool, maps: bool, lasting: bool | None = None) -> None:
@@ -78,9 +79,9 @@ class Model:
         self.start = State(Lent(writes and maps if lasting is None else lasting))
 
     def explore(self) -> int:
-        """Go to every state, and count them.
+        """Visit every state, and count them.
 
-        :raises AssertionError: a step found that the protocol is wrong, or somebody waits for ever.
+        :raises AssertionError: a step found that the protocol is wrong, or a program waits for ever.
         """
         seen, left = {self.start}, [self.start]
         while left:
@@ -95,7 +96,7 @@ class Model:
         return len(seen)
 
     def check_end(self, state: State) -> None:
-        """Check that nobody waits, where nothing happens by itself any more."""
+        """Check that no program waits where nothing happens by itself any more."""
         if state.alive and not state.stopped and state.link != UP:
             assert state.borrowed is None or state.borrowed.state is Borrowing.OVER, (
                 f"the borrower waits for ever: {state}"
@@ -117,7 +118,7 @@ class Model:
     # ------------------------------------------------------------------------------------------------------ the owner
 
     def owner(self, state: State, step: lending.LentStep) -> State:
-        """Take a step of the owner's, as :class:`HandOvers` does."""
+        """Take a step of the owner, as :class:`HandOvers` does."""
         lent, actions = step
         state = state._replace(lent=lent)
         for do in actions:
@@ -141,12 +142,12 @@ class Model:
         return state
 
     def said(self, state: State, **words: str) -> State:
-        """Say words, where the connection still carries them."""
+        """Send words, if the connection still carries them."""
         carries = state.link == UP or state.again or (state.link == ABORTED and not state.owner_closed)
         return state._replace(**{to: (*getattr(state, to), word) for to, word in words.items()}) if carries else state
 
     def steps(self, state: State) -> Iterator[State]:
-        """All that happens next by itself, sooner or later."""
+        """Yield all states that follow sooner or later, without a fault."""
         if state.owns:
             yield from self.owner_steps(state)
         elif state.link == UP:
@@ -178,7 +179,7 @@ class Model:
     # --------------------------------------------------------------------------------------------------- the borrower
 
     def borrower(self, state: State, step: lending.BorrowedStep) -> State:
-        """Take a step of the borrower's, as :class:`Incoming` does."""
+        """Take a step of the borrower, as :class:`Incoming` does."""
         borrowed, actions = step
         state = state._replace(borrowed=borrowed)
         for act in actions:
@@ -213,7 +214,7 @@ class Model:
             yield self.borrower(self.accepted(after, move), lending.done(borrowed))
 
     def moving(self, state: State, move: Move) -> Iterator[State]:
-        """Half of the blocks is read, or written."""
+        """Read or write half of the blocks."""
         reaches = self.maps or not state.owner_closed
         if move.halves == 2 or not reaches:
             return
@@ -222,7 +223,7 @@ class Model:
         yield state._replace(move=move._replace(halves=move.halves + 1, foreign=move.foreign or state.freed > 0))
 
     def accepted(self, state: State, move: Move) -> State:
-        """Give what was read to the program, if the word vouches for it."""
+        """Give the program the bytes of a read, if the owner vouches for them."""
         if not move.write and state.vouched:
             assert not move.foreign, f"another lease's bytes are taken for this one's: {state}"
         return state
@@ -255,7 +256,7 @@ class Model:
     # ---------------------------------------------------------------------------------------------------------- faults
 
     def faults(self, state: State) -> Iterator[State]:
-        """Yield the faults: events that may happen, and that nobody can wait for."""
+        """Yield the faults: events that may happen, and that no program can wait for."""
         lent, borrowed = state.lent, state.borrowed
         if state.owns:
             yield self.owner(state, lending.recall(lent))
@@ -286,7 +287,7 @@ class Model:
         return state._replace(link=link)
 
     def cut_off(self, state: State) -> Iterator[State]:
-        """The connection breaks, and any number of the last words of each side are lost."""
+        """Break the connection, and lose any number of the last words of each side."""
         for here in range(len(state.to_borrower) + 1):
             for there in range(len(state.to_owner) + 1):
                 yield self.lost(state, BROKEN)._replace(

@@ -95,7 +95,7 @@ def test_lost_raises_when_the_communicator_closes(run):
                 tasks.start_soon(wait)
                 await turns()
                 await one.aclose()
-            await wait()  # and later
+            await wait()  # A later call raises, too.
             assert raised == ["lost on 'world' (rank 0): the communicator was closed on this rank"] * 3
             two.abort("enough")
             await wait()
@@ -130,7 +130,7 @@ def test_lost_returns_an_abort_during_the_close(run):
                 tasks.start_soon(one.aclose)
                 await turns()
                 assert one.closed
-                assert not got  # what is under way may end
+                assert not got  # Works under way may still end.
                 two.abort("enough")
             assert got == ["aborted by rank 1: enough"]
             with pytest.raises(CommAbortedError):
@@ -219,7 +219,7 @@ def test_lost_in_a_forked_child_is_refused(run):
 
 
 def test_lost_in_a_supervisor_task_cancels_its_siblings(run):
-    """A task that awaits it beside others ends them, whatever they wait for."""
+    """A task that awaits it beside other tasks ends them, whatever they wait for."""
 
     async def main():
         async with local_world(2) as world:
@@ -246,7 +246,7 @@ def test_lost_in_a_supervisor_task_cancels_its_siblings(run):
 
 
 def test_communicator_whose_peers_aborted_while_it_opened_is_lost(run, install):
-    """A rank may be through with opening before another one, and abort: that has nothing to post, and waits."""
+    """Another rank may open first and abort; this rank, which posts nothing, learns of it all the same."""
 
     class Early(LocalTransport):
         @classmethod
@@ -268,7 +268,8 @@ def test_communicator_whose_peers_aborted_while_it_opened_is_lost(run, install):
 
 
 def test_closed_communicator_keeps_no_tensor_of_its_lanes(run, monkeypatch):
-    monkeypatch.setattr(dumps, "in_background", lambda task: task() or True)  # else a thread has the works for a while
+    # Otherwise a thread holds the works for a while.
+    monkeypatch.setattr(dumps, "in_background", lambda task: task() or True)
 
     async def main():
         async with local_world(2) as (one, two):

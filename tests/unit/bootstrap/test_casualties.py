@@ -1,4 +1,4 @@
-"""A rank that fails before it meets the others tells them, and who waits for it gives up."""
+"""Failure notices of ranks that fail before the rendezvous: the waiting ranks give up."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.fault(122)]
 
 STARTED = 100.0
 SECOND = 30
-"""Looks of one who waits, after which he has waited for more than a second."""
+"""The number of looks after which a rank has waited for more than a second."""
 
 
 class Host:
-    """A host with a clock, on which all ranks of these tests are."""
+    """The host of all ranks of these tests, with a clock."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.name = STARTED, "here"
@@ -37,7 +37,7 @@ class Host:
         patch.setattr(casualties, "_helps", lambda _: False)
 
     def fails(self, store: Store, rank: int, what: str = "ValueError: no", at: float = STARTED + 1) -> None:
-        """Have a rank fail."""
+        """Let a rank fail and leave its notice in the store."""
         self.now = at
         casualties._leave(at_the_bottom(store), casualties._seal(), rank, what)
 
@@ -54,7 +54,7 @@ def store() -> Store:
 
 
 def arriving(store: Store, rank: int, size: int = 3) -> Generator[float, None, str]:
-    """The steps of a rank that arrives below prefixes, as those of torch's and ours are."""
+    """Return the steps of a rank that arrives at a store below two prefixes, torch's and ours."""
     here = PrefixStore("aiocomms/world", PrefixStore("default_pg", store))
     return Arrival(here, rank, size, Seal(None, "world")).steps(600)
 
@@ -74,7 +74,7 @@ def heard(steps: Generator[float, None, str]) -> CommAbortedError:
 def test_waiting_rank_hears_of_a_rank_that_failed(host: Host, store: Store, rank: int) -> None:
     steps = arriving(store, rank)
     wait(steps)
-    host.name = "elsewhere"  # what comes while one waits is new, whatever its clock says
+    host.name = "elsewhere"  # A notice that appears while a rank waits is new, whatever its time.
     host.fails(store, 1, at=3.0)
     host.name = "here"
     error = heard(steps)
@@ -98,7 +98,7 @@ def test_rank_0_leaves_after_the_others_have_heard_of_the_failure(host: Host, st
 
 def test_failure_of_an_earlier_run_is_ignored(host: Host, store: Store) -> None:
     host.fails(store, 1, at=STARTED - 1)
-    host.name = "elsewhere"  # no clock can be compared
+    host.name = "elsewhere"  # The times of two hosts cannot be compared.
     host.fails(store, 2)
     host.name = "here"
     wait(arriving(store, 0), 2 * SECOND)
@@ -166,7 +166,7 @@ def test_long_failure_message_is_truncated(host: Host, store: Store) -> None:
 
 @pytest.fixture
 def told(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    """What the hook of a rank tells the others."""
+    """Return the list of errors that the excepthook of a rank tells the other ranks."""
     errors: list[Exception] = []
     monkeypatch.setattr(casualties, "tell", errors.append)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
@@ -206,7 +206,7 @@ def test_package_looks_for_the_marks_of_every_launcher() -> None:
 
 @pytest.fixture
 def reached(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, str]]:
-    """Which rank leaves what."""
+    """Return the list of failure notices that ranks leave, each with the rank's launch."""
     found: list[tuple[Launch, str]] = []
     monkeypatch.setattr(casualties.threading, "Thread", Called)
     monkeypatch.setattr(casualties, "_reach", lambda launch, what: found.append((launch, what)))
@@ -216,7 +216,7 @@ def reached(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, s
 
 
 class Called:
-    """A thread that has ended when it has been started."""
+    """A thread whose target runs within ``start``."""
 
     def __init__(self, target: Callable[..., None], args: tuple[object, ...], daemon: bool) -> None:
         self.start = lambda: target(*args)
@@ -251,7 +251,7 @@ def test_child_process_of_a_rank_reports_no_failure(
         (1, True, False, "torch's"),
         (1, False, True, "torch's"),
         (0, True, False, "torch's"),
-        (0, False, False, None),  # it would have served the store
+        (0, False, False, None),  # Rank 0 would have served the store.
     ],
 )
 def test_failure_is_written_to_the_store_that_the_other_ranks_read(

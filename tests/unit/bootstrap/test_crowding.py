@@ -1,4 +1,4 @@
-"""The warning that the ranks of one host have more of torch's threads together than processors."""
+"""The warning that the ranks of a host together have more torch threads than the host has processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class EveryTask(dict):
-    """The counted processes, in a test where each task stands for a process."""
+    """A dictionary of counted processes in which each task counts as a process of its own."""
 
     def setdefault(self, pid, claim):
         return claim
@@ -26,7 +26,7 @@ class EveryTask(dict):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Have each rank of this test stand for a process of its own, with two threads of torch, on two processors."""
+    """Let each rank of this test stand for a process with two torch threads, on two processors."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(crowding, "_counted", EveryTask())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -36,7 +36,7 @@ def processes(monkeypatch):
 
 @pytest.fixture
 def warnings(run, caplog):
-    """Return what is logged where so many ranks form a communicator at one store, and end."""
+    """Return a function that forms a communicator of some size, and returns the warnings about threads."""
 
     def form(size):
         store = HashStore()

@@ -36,7 +36,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[02-03]",
     "SLURM_JOB_NODELIST": "node[01-03]",
 }
-# What sbatch gives the shell that runs the script, salloc its shell, and salloc the step that its shell may be.
+# Slurm sets these in the shell of sbatch, in the shell of salloc, and in the interactive step of salloc.
 SLURM_BATCH = {
     "SLURM_JOB_ID": "1",
     "SLURM_PROCID": "0",
@@ -285,7 +285,7 @@ def test_environment_error_lists_only_wrong_variables():
     )
 
 
-# Expected as Slurm 22.05's `scontrol show hostnames` prints them.
+# These are the names that Slurm 22.05's `scontrol show hostnames` prints.
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -313,7 +313,7 @@ def test_huge_hostlist_range_expands_lazily():
 
 
 def compress(hosts):
-    """The inverse, as Slurm's controller does it: neighbours that differ by one share a range."""
+    """Return a host list as Slurm's controller writes it: neighbours that differ by one share a range."""
     parts = []
     for (prefix, width), group in groupby(hosts, key=lambda host: (host[0], len(host[1]))):
         numbers = [int(number) for _, number in group]
@@ -381,7 +381,7 @@ def test_ranks_started_by_one_local_process_derive_one_port():
 
 @pytest.mark.fault(93)
 def test_rank_with_an_unknown_parent_process_needs_a_port(monkeypatch):
-    """As in a container of its own, whose first process it is."""
+    """The first process of a container sees no parent process, so its rank must be given a port."""
     monkeypatch.setattr(os, "getppid", lambda: 0)
     with pytest.raises(ArgumentError, match="MASTER_PORT is missing"):
         read_environment(MPICH)

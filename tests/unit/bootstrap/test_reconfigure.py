@@ -1,4 +1,4 @@
-"""A reconfiguration that has failed stands in the way of none that comes after it."""
+"""Reconfiguration after a failed reconfiguration, which must not prevent a later one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocomms.lowlevel.stores import serve_store
 pytestmark = pytest.mark.real
 
 SHORT = 1.0
-"""Seconds for what cannot succeed."""
+"""The timeout in seconds of calls that cannot succeed."""
 
 
 @pytest.fixture(params=["local", "ucx"])
@@ -44,7 +44,7 @@ async def world(transport: str, store: Store, size: int) -> AsyncIterator[list[a
 
 
 async def in_vain(comm: aiocomms.Communicator, **how: Any) -> CommError:
-    """Reconfigure, which fails; the communicator is as it was."""
+    """Reconfigure with an expected failure, check that the communicator is unchanged, and return the error."""
     with pytest.raises(CommError) as caught:
         await comm.reconfigure(timeout=SHORT, **how)
     assert not comm.closed
@@ -53,7 +53,7 @@ async def in_vain(comm: aiocomms.Communicator, **how: Any) -> CommError:
 
 
 async def succeed(comms: list[aiocomms.Communicator], **how: Any) -> None:
-    """Reconfigure them all, and use what comes of it."""
+    """Reconfigure all communicators, and use the new ones."""
     new = await together(*(lambda comm=comm: comm.reconfigure(**how) for comm in comms))
     try:
         sums = await together(*(lambda comm=comm: comm.all_reduce(torch.ones(1)) for comm in new))
@@ -87,7 +87,7 @@ def test_reconfigure_succeeds_after_an_invited_newcomer_died(transport: str, mon
 
 @pytest.mark.deterministic
 def test_rank_whose_reconfigure_timed_out_does_not_count_as_present(transport: str):
-    """And all meet, whoever has tried before."""
+    """All three ranks meet after two of them have timed out."""
 
     async def main() -> None:
         async with world(transport, HashStore(), 3) as comms:
@@ -113,7 +113,7 @@ def test_unreachable_address_of_an_earlier_meeting_is_dropped():
 
 @pytest.mark.parametrize("moment", ["decide", "form"])
 def test_reconfigure_succeeds_when_the_store_dies_meanwhile(moment: str, monkeypatch: pytest.MonkeyPatch):
-    """Before they have decided, or when they begin to carry it out."""
+    """The store dies when the ranks are about to decide, or about to form the new communicator."""
     store, _ = serve_store("127.0.0.1", HANGS)
     of, name = (Board, "decide") if moment == "decide" else (recovery.Recovery, "_form")
     alive, ask, refused = getattr(of, name), JobStore._ask, []

@@ -1,4 +1,4 @@
-"""What a rank asks of the store while it meets the others, for any number of them; and what others may write there."""
+"""The store calls of a rendezvous with any number of ranks, and the records that other processes may write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place(store, rank, size, token=TOKEN):
 
 
 def exchanging(store, rank, size, token=TOKEN):
-    """The steps of a rank whose value is its number, the first of them taken; and what it gets."""
+    """Return the steps of a rank whose value is its number, after the first step, and the values that it gets."""
     got = {rank: b"%d" % rank}
     steps = place(store, rank, size, token).steps(store, "k", got)
     next(steps, None)
@@ -51,13 +51,13 @@ def test_store_calls_per_rank_are_constant_in_the_number_of_ranks(size):
 
 @pytest.mark.parametrize("size", [2, 300])
 def test_poll_of_the_store_is_one_call(size):
-    """It waits for a rank that does not come, and so do all others that have."""
+    """Ranks that wait for an absent rank make one store call per poll, in a rendezvous and in an exchange."""
     store = scale.CountingStore()
     arrivals = [scale.Steps(store, Arrival(store, r, size, Seal(None, "w")).steps(3600)) for r in range(size - 1)]
     left = (place(store, rank, size) for rank in range(size - 1))
     exchanges = [scale.Steps(store, it.steps(store, "key", {it.rank: b""})) for it in left]
     for waits in (arrivals, exchanges):
-        for _ in range(3):  # in the second one those that came before rank 0 answer it
+        for _ in range(3):  # In the second step the ranks that came before rank 0 answer it.
             assert not any(rank.step() for rank in waits)
         before = [rank.calls for rank in waits]
         assert not any(rank.step() for rank in waits)
@@ -98,7 +98,7 @@ KINDS = ["hash", "file", "tcp", "prefix", "job's, served here", "job's, served e
 @pytest.mark.parametrize("kind", KINDS)
 def test_exchange_works_over_any_store(stores, kind):
     store = stores[kind]
-    values = [bytes(range(256)) * 256, b"", b"\0"]  # the first one is as long as any may be
+    values = [bytes(range(256)) * 256, b"", b"\0"]  # The first value has the largest size.
 
     def exchange(rank):
         got = {rank: values[rank]}
@@ -129,7 +129,7 @@ def test_multi_get_waits_for_all_keys(stores, kind):
     assert store.get("b") == b"\xff\0"
 
 
-# -------------------------------------------------------------------------------------------- what others may write
+# ------------------------------------------------------------------------------------------------ records of others
 
 
 def test_counter_raised_without_a_record_adds_no_rank():
@@ -175,7 +175,7 @@ def test_malformed_counter_in_the_store_raises_protocol_error(data):
         next(steps)
 
 
-# -------------------------------------------------------------------------------------------------------- who came
+# -------------------------------------------------------------------------------------------------------- arrivals
 
 
 def arriving(store, rank, size, token=TOKEN, seconds=3600.0):
@@ -184,7 +184,7 @@ def arriving(store, rank, size, token=TOKEN, seconds=3600.0):
 
 
 def ended(steps):
-    """Take the rank's steps to their end, which is near where all others have come."""
+    """Run the rank's steps to their end, which is near because all other ranks have come."""
     for _ in range(9):
         try:
             next(steps)
@@ -194,7 +194,7 @@ def ended(steps):
 
 
 def test_every_rank_is_told_which_rank_has_another_token():
-    """Rank 0 alone reads what the others have signed."""
+    """Only rank 0 reads the signed records of the others; each rank's error names a rank with another token."""
     store = HashStore()
     ranks = [arriving(store, r, 3, b"another token" if r == 1 else TOKEN)[1] for r in range(3)]
     for steps in ranks:
@@ -208,7 +208,7 @@ def test_every_rank_is_told_which_rank_has_another_token():
 
 
 def test_ranks_that_answer_are_present_without_rank_0(monkeypatch):
-    """The store has the keys of ranks that are gone, as if all had come."""
+    """The store has keys of dead processes; only the ranks that answer count as present."""
     now = [0.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
     store = HashStore()
@@ -261,7 +261,7 @@ def test_malformed_decision_of_rank_0_raises_protocol_error(said):
 
 @pytest.mark.parametrize(("size", "spread", "timeout"), [(16, 3, 10), (32, 5, 30), (64, 0.2, 10), (64, 10, 60)])
 def test_ranks_that_came_are_never_named_missing_without_rank_0(monkeypatch, size, spread, timeout):
-    """In the time of the test: the others come over some seconds, and each gives up by its own deadline."""
+    """Ranks come over some seconds of the test's own time; each gives up at its deadline, and misses only rank 0."""
     now, order = [0.0], random.Random(size)
     monkeypatch.setattr(clock, "now", lambda: now[0])
     store, gave_up = HashStore(), []

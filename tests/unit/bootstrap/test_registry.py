@@ -1,4 +1,4 @@
-"""Transports are found by entry point and chosen by name or on merit; where one is not available the reason is said."""
+"""Transports by entry point, by name and by preference, and the reason why one is not available."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stranger(LocalTransport):
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Write a distribution with transports, as an installer leaves it, and put it where Python looks."""
+    """Yield a function that writes a distribution with transports to where Python finds installed packages."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(name: str, source: str, **classes: str) -> None:
@@ -44,7 +44,7 @@ def distribution(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text("\n".join(["[aiocomms.transports]", *lines, ""]))
         forget()
 
-    def forget() -> None:  # what is installed is looked up once in a process, which outlives this folder
+    def forget() -> None:  # The process caches the installed transports, and outlives this folder.
         registry._entries.cache_clear()
         registry._load.cache_clear()
 
@@ -55,7 +55,7 @@ def distribution(tmp_path, monkeypatch):
 
 
 class Named(LocalTransport):
-    """A transport with what a test says of it, which is otherwise ``local``."""
+    """The ``local`` transport with a preference and an availability that a test sets."""
 
     liking = 0
     reason = None
@@ -253,7 +253,7 @@ def test_communicator_with_some_families_refuses_ops_of_the_others(run, install)
 def test_auto_prefers_the_best_available_transport_for_each_family(install):
     everything = LocalTransport.capabilities.ops
     install(
-        **dict.fromkeys(registry.entries(), make(liking=0)),  # 0 is never
+        **dict.fromkeys(registry.entries(), make(liking=0)),  # A preference of 0 means never.
         all=make("All", of=everything, liking=1),
         pairs=make("Pairs", of=P2P | ops.RMA, liking=5),
         sums=make("Sums", of=ops.COLLECTIVES, liking=7),

@@ -1,4 +1,4 @@
-"""Ranks meet: the arguments of new_comm, the launcher's environment, and what happens when somebody does not come."""
+"""The rendezvous: the arguments of new_comm, the launcher's environment, and absent ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def no_launcher(monkeypatch):
 
 
 def serve():
-    """A store's server, which ends with the last reference to it."""
+    """Serve a store until the last reference to it is gone."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -59,7 +59,7 @@ def connect(port):
 
 
 async def opened(**place):
-    """Open a communicator: what awaiting it does, as an async function."""
+    """Open a communicator; a coroutine function for calls that take one."""
     return await aiocomms.new_comm("local", **place)
 
 
@@ -229,7 +229,7 @@ def test_closed_communicator_refuses_operations(run):
     run(main)
 
 
-# ----------------------------------------------------------------------------------------------- somebody is missing
+# ------------------------------------------------------------------------------------------------- a rank is missing
 
 
 @pytest.mark.virtual_time
@@ -255,7 +255,7 @@ def test_timeout_of_new_comm_names_the_missing_ranks(run, timeout):
 
 
 def leaves_nothing_behind(run, main):
-    """Run it twice; the second time no descriptor is new and no thread, once those that wait on a store have ended."""
+    """Run a program twice: the second run leaves no new descriptor, and no thread once waits on stores have ended."""
     run(main)
     before = held()
     run(main)
@@ -303,14 +303,14 @@ def test_transport_that_fails_while_opening_leaks_nothing(run, install):
 
 
 async def come_to(look):
-    """Wait until rank 0 has come to a store, which has no events."""
+    """Wait until rank 0 has come to a store. A store has no events, so this polls."""
     while not look.check(["aiocomms/world/came/0"]):
         await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.fault(32)
 def test_cancelled_rendezvous_does_not_delay_the_next():
-    """A store's connection carries one call at a time, and an abandoned wait may have minutes to go."""
+    """The ranks meet at once, although the abandoned wait could hold the store's connection for minutes."""
     mine = serve()
     theirs = connect(mine.port)
 
@@ -362,7 +362,7 @@ def test_ranks_that_disagree_on_the_size_do_not_meet(run):
 
 @pytest.mark.real
 def test_unresponsive_store_fails_at_the_deadline(run):
-    """A server that takes the connection and says nothing, which torch waits for without a limit."""
+    """A server accepts the connection and never answers; torch alone would wait without a limit."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "1")
         patch.setenv("WORLD_SIZE", "2")
@@ -502,7 +502,7 @@ def test_new_comm_after_store_lost_error_finds_the_new_store(monkeypatch, free_p
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(formation, "_launched", {})  # a launcher's store is kept as long as its process lives
+    monkeypatch.setattr(formation, "_launched", {})  # A process keeps its launcher's store as long as it lives.
 
     async def meet_over(server):
         await part(await together(lambda: opened(store=server, rank=0, size=2), opened))
@@ -578,11 +578,11 @@ def test_lone_process_names_the_missing_ranks(free_port):
     assert "these ranks had not joined: 1, 2" in stderr
 
 
-# -------------------------------------------------------------------------------------- a store that is older than they
+# ----------------------------------------------------------------------------------------- a store with earlier records
 
 
 def crashed(store, *ranks):
-    """What processes leave behind that came as these ranks of 2 at the same time, and are gone."""
+    """Let these ranks of 2 arrive at the same time and crash; the store keeps their records."""
     here, given_up = PrefixStore("aiocomms/world", store), threading.Event()
 
     def came():
@@ -644,7 +644,7 @@ def test_later_of_two_processes_with_one_rank_replaces_the_first(run):
 
 
 def test_new_comm_cancelled_just_after_forming_closes_its_transport(monkeypatch):
-    """While whoever listens for other ranks' failures goes, the program gives up: nobody will have the transport."""
+    """The cancellation comes while the listener for other ranks' failures stops, so no program gets the transport."""
     closed, close, tasks = [], LocalTransport.aclose, []
 
     async def hear(rendezvous, _missing, _heard, hearing, _forming):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.real
 
 HOST = "127.0.0.1"
 PORT = 29500
-"""Where nothing listens: what is wrong is said before anybody asks."""
+"""A port without a listener, for calls that are refused before they connect."""
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
 
 
@@ -40,7 +40,7 @@ def client(port, host=HOST, timeout=HANGS, rank=1, size=2):
 
 @pytest.fixture
 def port():
-    """One that the kernel gives to nobody else meanwhile: see `processes.free_port`."""
+    """Reserve a port that the kernel gives to no other socket: see `processes.free_port`."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind((HOST, 0))
@@ -49,7 +49,7 @@ def port():
 
 @pytest.fixture(scope="module", autouse=True)
 def _libuv_is_loaded():
-    """Its first server opens a pipe for signals, which stays for the life of the process."""
+    """Start a first server: libuv opens a signal pipe that stays for the life of the process."""
     TCPStore(HOST, 0, 1, is_master=True, timeout=timedelta(seconds=10))
 
 
@@ -57,27 +57,27 @@ def _libuv_is_loaded():
 def _no_descriptor_is_left():
     before = Counter(descriptors())
     yield
-    if Counter(descriptors()) - before:  # fewer may be left: earlier tests may have threads that end when they like
-        gc.collect()  # slow with torch loaded: only where an exception's traceback may hold a store
+    if Counter(descriptors()) - before:  # Fewer may be left: threads of earlier tests may end at any time.
+        gc.collect()  # A collection is slow, so it runs only if a traceback may hold a store.
         for thread in threading.enumerate():
-            if thread.name == "aiocomms store":  # ends when it has seen that the last rank has gone
+            if thread.name == "aiocomms store":  # The thread ends when it has seen that the last rank has gone.
                 thread.join(HANGS)
     assert not Counter(descriptors()) - before
 
 
 def descriptors():
-    """What each open descriptor is; a closed one may leave its number to another."""
+    """Return the target of each open descriptor, because the number of a closed one may be reused."""
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
             links.append(str(entry.readlink()))
-        except FileNotFoundError:  # the directory's own
+        except FileNotFoundError:  # The listing's own descriptor is closed by now.
             continue
     return sorted(links)
 
 
 def listeners(port):
-    """The addresses, as the kernel prints them, on which somebody listens on this port."""
+    """Return the addresses, as the kernel prints them, of the sockets that listen on a port."""
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
@@ -152,7 +152,7 @@ def test_host_name_with_a_loopback_address_is_served_on_the_other_first(monkeypa
 
 def test_client_waits_for_a_late_master(monkeypatch, port):
     knocked = threading.Event()
-    knock = stores._knock  # the moment after an attempt, which nothing else shows
+    knock = stores._knock  # Only the end of this call shows that an attempt is over.
 
     def observed(addresses, target, **how):
         outcome = knock(addresses, target, **how)
@@ -176,7 +176,6 @@ def test_agent_store_is_joined_and_not_hosted_again(port):
 
 
 def a_second_store_outlives_the_first(port):
-    """Share the server."""
     first, second = rank0(port), rank0(port)
     peer = client(port)
     assert listeners(port) == ["0100007F"]
@@ -191,7 +190,7 @@ def a_second_store_outlives_the_first(port):
 
 
 def stores_are_opened_at_once(port):
-    """Share the server."""
+    """Check that stores which threads open at once share a server."""
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(rank0, [port] * 4))
     together[0].set("key", "value")
@@ -199,7 +198,7 @@ def stores_are_opened_at_once(port):
 
 
 def clients_outlive_the_reference_of_rank_0(port):
-    """Keep the server."""
+    """Check that the clients keep the server alive."""
     store = rank0(port)
     peer, another = client(port), client(port, rank=2, size=3)
     del store
@@ -208,11 +207,10 @@ def clients_outlive_the_reference_of_rank_0(port):
     assert another.get("key") == b"value"
     store = rank0(port)
     assert store.get("key") == b"value"
-    del peer, another, store  # in this order: the thread ends with the last user, who waits for that
+    del peer, another, store  # The order matters: the last user waits for the end of the server's thread.
 
 
 def a_second_address_is_refused(port):
-    """Refuse the same port there."""
     store = rank0(port)
     with pytest.raises(ArgumentError, match=rf"this process serves that port on {HOST} already"):
         rank0(port, "127.0.0.2")
@@ -227,7 +225,7 @@ def test_stores_of_rank_0_share_a_server_as_long_as_anybody_uses_it(port):
 
 
 def a_name_is_resolved(port):
-    """Listen at its address only."""
+    """Check that the server listens only at the address of the name."""
     store = rank0(port, "localhost")
     assert set(listeners(port)) <= {"0100007F", "00000000000000000000000001000000"}
     client(port, "localhost").set("key", "value")
@@ -235,7 +233,6 @@ def a_name_is_resolved(port):
 
 
 def the_timeout_is_kept(port):
-    """Say the same."""
     assert rank0(port, timeout=7.5).timeout == timedelta(seconds=7.5)
 
 
@@ -245,7 +242,7 @@ def test_store_resolves_a_host_name_and_keeps_the_given_timeout(port):
 
 
 def it_listens_while_ranks_meet(port):
-    """Listen again for each meeting."""
+    """Check that the store listens again for each meeting."""
     store = rank0(port)
     with store.admitting():
         peer = client(port)
@@ -260,13 +257,13 @@ def it_listens_while_ranks_meet(port):
 
 
 def the_port_is_free_for_torch(port, caplog):
-    """Go on without the port."""
+    """Check that connected ranks meet although torch has taken the port."""
     store = rank0(port)
     with store.admitting():
         peer = client(port)
     torchs = TCPStore(HOST, port, 2, is_master=True, multi_tenant=True, wait_for_workers=False)
     torchs.set("key", "torch's")
-    with store.admitting():  # who is connected already meets without the port
+    with store.admitting():  # A rank that is connected already needs no port to meet.
         peer.set("key", "value")
         assert store.get("key") == b"value"
     assert "accepts no new connections" in caplog.text
@@ -279,7 +276,7 @@ def test_store_listens_only_while_a_communicator_forms(port, caplog):
 
 
 def the_port_is_in_use(port):
-    """Say so, and what to set."""
+    """Check that the error says what is wrong and which variable to set."""
     with (
         socket.create_server((HOST, port)),
         pytest.raises(ArgumentError, match="the port is in use: set MASTER_PORT") as caught,
@@ -291,9 +288,9 @@ def the_port_is_in_use(port):
 
 
 def it_is_the_wrong_machine(port):
-    """Say so, and what to set."""
+    """Check that the error says what is wrong and which variable to set."""
     with pytest.raises(ArgumentError, match="no address of this machine: set MASTER_ADDR") as caught:
-        rank0(port, "198.51.100.7")  # of a block that is reserved for documentation
+        rank0(port, "198.51.100.7")  # This address is reserved for documentation.
     assert "198.51.100.7" in str(caught.value)
 
 
@@ -319,14 +316,14 @@ def test_loopback_only_name_is_refused_when_ranks_are_on_other_hosts():
 
 
 def fails_after(timeout, error, call, *args):
-    """What it says when it gives up; it may do so before a pause that would be too long. If it does not it hangs."""
+    """Return the error message of a call that gives up after its timeout, or before it to avoid a longer pause."""
     with pytest.raises(error) as caught:
         call(*args, timeout=timeout)
     return str(caught.value)
 
 
 def nobody_listens(port):
-    """Say where, for how long, and why."""
+    """Check that the error says the address, the time and the cause."""
     message = fails_after(0.3, StoreLostError, client, port)
     assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
     assert "within 0.3 s" in message
@@ -334,23 +331,23 @@ def nobody_listens(port):
 
 
 def it_is_silent(port):
-    """Say that time is up."""
+    """Check that the error says that the time is up."""
     with socket.socket() as full, socket.socket() as taker:
         full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         full.bind((HOST, port))
         full.listen(0)
-        taker.connect((HOST, port))  # the queue is full now, and the kernel drops whoever knocks
+        taker.connect((HOST, port))  # The queue is full now, and the kernel drops further connections.
         message = fails_after(0.3, StoreLostError, client, port)
     assert "timed out" in message
 
 
 def it_meets_itself(monkeypatch, port):
-    """Take no connection with itself for one with the master."""
+    """Check that a connection of the client to itself does not count as one to the master."""
 
     class Unlucky(socket.socket):
         def connect(self, address):
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.bind(address)  # as the kernel may choose
+            self.bind(address)  # The kernel may choose the same port.
             super().connect(address)
 
     monkeypatch.setattr(stores.socket, "socket", Unlucky)
@@ -381,7 +378,7 @@ def test_client_of_a_foreign_server_raises_protocol_error(port, capfd):
                 client(port)
         finally:
             server.shutdown(socket.SHUT_RDWR)
-    capfd.readouterr()  # torch's stack traces
+    capfd.readouterr()  # This drops torch's stack traces.
 
 
 @pytest.mark.deterministic
@@ -405,7 +402,7 @@ def test_invalid_host_name_is_refused_at_once():
 
 
 def as_another_user(call):
-    """Whether a process of another user comes through with a call."""
+    """Return whether a process of another user makes a call without an error."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -427,7 +424,7 @@ def test_other_local_user_is_admitted_only_with_the_token(port, monkeypatch):
         stranger.append(reach_store(HOST, port, 1, 20))
         stranger[0].set("forged", "value")
 
-    stranger = []  # its connection is not closed before it ends
+    stranger = []  # The list keeps the connection open until its process ends.
     store = rank0(port)
     assert not as_another_user(write)
     assert not store.check(["forged"])

@@ -1,4 +1,4 @@
-"""``aiocomms bench``: its figures, its checks, its ranks, and what it says of bad arguments."""
+"""``aiocomms bench``: its figures, its checks, its ranks, and its errors for bad arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUICK = ["--iters", "10", "--warmup", "1", "-e", "8"]
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In this process the loop is watched for a shorter time, and torch gets its threads back."""
+    """Shorten the time for which the loop is watched, and restore torch's number of threads."""
     before = torch.get_num_threads()
     for module in (measure, turns):
         monkeypatch.setattr(module, "BEATING", 0.005)
@@ -52,13 +52,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def document(capsys: pytest.CaptureFixture[str], *given: str, status: int = 0) -> dict[str, Any]:
-    """What it prints with ``--json``, in this process."""
+    """Return the document that the command prints with ``--json``, in this process."""
     assert main([*HERE, "--json", *given]) == status
     return json.loads(capsys.readouterr().out)
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own."""
+    """Run a command in a process of its own."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANGS, check=False)
 
@@ -155,7 +155,7 @@ def test_check_0_skips_the_verification(capsys):
     assert row["wrong"] is None
 
 
-# ------------------------------------------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 @pytest.mark.search
@@ -208,7 +208,7 @@ def test_unsupported_operation_is_listed_as_missing_and_the_rest_runs(capsys, mo
 @pytest.mark.search
 def test_bench_compares_processes_with_other_libraries():
     done = bench("send", "put", *QUICK, "--transport", "c10d,local", "--vs", "gloo,mpich", "--json")
-    assert done.returncode == 1, done.stderr  # `local` is none between processes
+    assert done.returncode == 1, done.stderr  # `local` does not join processes.
     found = json.loads(done.stdout)
     missing = {(each["by"], each["op"]): each["reason"] for each in found["missing"]}
     assert "joins ranks of one process" in missing["local", None]
@@ -268,7 +268,7 @@ def test_bench_ends_when_a_rank_dies(tmp_path):
     assert f"aiocomms bench: process 1 ended by signal {int(signal.SIGABRT)}" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------- what is told
+# ------------------------------------------------------------------------------------------------------ documentation
 
 
 @pytest.mark.deterministic

@@ -44,4 +44,4 @@ def test_info_ends_with_the_part_that_lacks_or_what_to_try(monkeypatch, capsys, 
 
 @pytest.mark.fault(125)
 def test_python_dash_m_aiocomms_runs_the_command():
-    assert importlib.import_module("aiocomms.__main__").main is main  # of python -m aiocomms
+    assert importlib.import_module("aiocomms.__main__").main is main

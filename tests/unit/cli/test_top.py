@@ -1,4 +1,4 @@
-"""What ``aiocomms top`` shows of real processes: some hang, some end, and some are not to be looked at."""
+"""``aiocomms top`` on real processes: some hang, some end, and some may not be inspected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.deterministic
 
 TOP = [sys.executable, "-m", "aiocomms", "top"]
 STRANGER = 65534
-"""A user that is not root, and has no processes."""
+"""A user that is not root and has no processes."""
 
 WAITS = """
 import asyncio, torch
@@ -62,7 +62,7 @@ def hang(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def hung(hang: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in which a rank waits for another one's message, and whose loop hangs, or has nothing to do."""
+    """Start a process in which a rank waits for a message; its loop hangs, or has nothing to do."""
     code = "import time" + WAITS.replace("HANG", hang)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -84,7 +84,7 @@ async def reduces(comm) -> None:
 
 
 async def tangle(place: Rank, name: str) -> tuple[int, str]:
-    """Ranks 0 and 1 reduce, and rank 2 waits for a message of rank 1, whose loop hangs; rank 0 looks at that."""
+    """Let ranks 0 and 1 reduce, and rank 2 wait for rank 1, whose loop hangs; rank 0 runs ``aiocomms top``."""
     async with place.open(name) as comm:
         await comm.all_reduce(torch.ones(3))
         call = waits if place.rank == 2 else reduces
@@ -100,7 +100,7 @@ async def tangle(place: Rank, name: str) -> tuple[int, str]:
             assert looks.returncode == 0
             place.tell("seen")
         elif place.rank == 1:
-            place.told("seen")  # and the loop does not come round meanwhile
+            place.told("seen")  # This call blocks the event loop.
             await comm.send(torch.ones(1), 2, tag=7)
         await task
         if place.rank == 2:
@@ -156,7 +156,7 @@ def test_top_notes_a_process_that_has_ended(hung: subprocess.Popen[str], capsys)
     [group] = top.look().groups
     assert (group.comm, sorted(group.ranks), top.ended()) == ("pair", [0, 1], False)
     hung.kill()
-    os.waitid(os.P_PID, hung.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    os.waitid(os.P_PID, hung.pid, os.WEXITED | os.WNOWAIT)  # The process has ended, and is not reaped yet.
     frame = top.look()
     assert (frame.groups, frame.notes) == ([], [f"process {hung.pid} has no communicator open that can be looked at"])
     assert top.ended()
@@ -177,16 +177,16 @@ def test_top_refreshes_a_terminal_until_the_process_ends(hung: subprocess.Popen[
         os.close(theirs)
         said = b""
         try:
-            while said.count(b"the waiter") < 6:  # twice in a frame: three were drawn
+            while said.count(b"the waiter") < 6:  # Each frame shows the task twice.
                 said += os.read(ours, 1 << 16)
             hung.kill()
             hung.wait()
-            with contextlib.suppress(OSError):  # nobody holds the other end any more
+            with contextlib.suppress(OSError):  # The other end of the terminal is closed.
                 while os.read(ours, 1 << 16):
                     pass
         finally:
             os.close(ours)
-            top.terminate()  # if it is still there
+            top.terminate()  # The command may still run.
         assert top.wait() == 0
     assert b"\x1b[" in said
 

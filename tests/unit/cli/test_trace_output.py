@@ -1,4 +1,4 @@
-"""The file that ``aiocomms trace --output`` writes: the rules of the Trace Event Format, and Perfetto's own viewer."""
+"""The file of ``aiocomms trace --output``, checked against the Trace Event Format and with Perfetto's viewer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deterministic
 RANKS = 3
 
 Number = Annotated[int, msgspec.Meta(ge=1)]
-"""To Perfetto 0 is no process's and no thread's number."""
+"""A number of a process or a thread; Perfetto has no 0."""
 
 
 class Arguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,20 +53,20 @@ class Complete(msgspec.Struct, forbid_unknown_fields=True, tag_field="ph", tag="
 
 
 class Trace(msgspec.Struct, forbid_unknown_fields=True):
-    """See "Trace Event Format" by Nat Duca and Dean Sinclair: the JSON object format, and "Complete" events."""
+    """A trace in the JSON object format of "Trace Event Format" by Nat Duca and Dean Sinclair: "Complete" events."""
 
     traceEvents: list[Metadata | Complete]  # noqa: N815
     displayTimeUnit: Literal["ms", "ns"]  # noqa: N815
 
 
 async def busy(comm: Communicator, folder: Path) -> None:
-    """Ops one after the other and at once, done, withdrawn and pending."""
+    """Call ops one after the other and at once; some end, some are withdrawn, and some are pending."""
     rank, size = comm.rank, comm.size
     for _ in range(5):
         await comm.all_reduce(torch.ones(1000))
     left, right = (rank - 1) % size, (rank + 1) % size
     works = [comm.recv(torch.zeros(1), left, tag=tag) for tag in range(4)]
-    for tag in reversed(range(4)):  # each ends before those that were called before it
+    for tag in reversed(range(4)):  # Each receive ends before those that were called earlier.
         await comm.send(torch.ones(1), right, tag=tag)
         await works[tag]
     with pytest.raises(CommTimeoutError):
@@ -78,7 +78,7 @@ async def busy(comm: Communicator, folder: Path) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A trace of real ranks."""
+    """Write a trace of real ranks, and return its path."""
 
     async def world() -> None:
         async with local_world(RANKS, name="tp") as comms:
@@ -102,7 +102,7 @@ def test_trace_output_matches_the_chrome_trace_format(output: Path) -> None:
     processes = {event.pid: event.args.name for event in metadata if event.name == "process_name"}
     assert processes == {rank + 1: f"tp: rank {rank}" for rank in range(RANKS)}
     threads = {event.tid: event.pid for event in metadata if event.name == "thread_name"}
-    assert len(threads) == sum(event.name == "thread_name" for event in metadata)  # no number twice
+    assert len(threads) == sum(event.name == "thread_name" for event in metadata)  # No number appears twice.
     assert all(threads[pid] == pid for pid in processes)
     ops = defaultdict[int, list[Complete]](list)
     for op in complete(output):
@@ -112,7 +112,7 @@ def test_trace_output_matches_the_chrome_trace_format(output: Path) -> None:
     for row in ops.values():
         for before, after in pairwise(sorted(row, key=lambda op: (op.ts, op.end))):
             assert before.end <= after.ts, (before, after)
-    assert max(Counter(threads.values()).values()) > 2  # some are drawn beside each other
+    assert max(Counter(threads.values()).values()) > 2  # Ops that overlap are drawn in rows of their own.
 
 
 @pytest.mark.real
@@ -120,7 +120,7 @@ def test_trace_output_matches_the_chrome_trace_format(output: Path) -> None:
 def test_perfetto_viewer_shows_every_op_of_the_trace(output: Path) -> None:
     with perfetto.viewer(output) as viewer:
         told = viewer.query("select name, value from stats where severity != 'info' and value > 0", name="str", value=0)
-        assert told == []  # nothing was dropped
+        assert told == []  # The viewer has dropped nothing.
         shown = viewer.query(
             "select process.name as process, slice.name as name, slice.category as state, slice.dur as dur, "
             "thread.tid as tid, ifnull(extract_arg(slice.arg_set_id, 'args.seq'), -1) as seq "

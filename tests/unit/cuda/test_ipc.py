@@ -1,4 +1,4 @@
-"""Memory that processes of a host share by CUDA IPC, over stand-ins for torch's calls and the runtime's."""
+"""CUDA IPC memory that processes of a host share, with stand-ins for torch's calls and CUDA's runtime."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.deterministic
 
 HANDLE = bytes(range(64))
 SHARED = ("gpu-0", b"\x02c" + HANDLE, 12, 4, b"/counter", 3, b"e" * 64, True)
-"""What torch says of memory of the first GPU."""
+"""The record that describes shared memory of the first GPU."""
 
 
 class Storage:
-    """A storage of torch's. It says when nothing refers to it any more."""
+    """A torch storage that logs the end of its last reference."""
 
     device = torch.device("cuda", 1)
 
@@ -38,12 +38,12 @@ class Storage:
 
 
 class Ipc:
-    """Two GPUs, and what was called, each call within the device and the stream that it is in."""
+    """Two GPUs, with a log of the calls that says on which device each call is made."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.opens = self.reaches = 0
-        """The statuses of two calls of the runtime."""
+        """The statuses that two calls of the runtime return."""
         self.refused = ""
         self.inside: list[int] = []
         self.cudaGetErrorString = lambda status: b"invalid resource handle"
@@ -108,7 +108,7 @@ def test_share_returns_none_where_torch_refuses(gpus: Ipc, monkeypatch: pytest.M
 
 
 def test_shared_memory_stays_mapped_from_before_torch_maps_until_it_unmaps(gpus: Ipc) -> None:
-    """torch's own calls would hold the interpreter's lock for as long as the driver takes."""
+    """Our mapping surrounds torch's: torch's own calls would hold the GIL for as long as the driver takes."""
     mapped = ipc.map_shared(0, SHARED)
     assert mapped is not None
     assert gpus.log == [("mapped", HANDLE, 1, 0), ("torch maps", 0, SHARED[1:])]
@@ -121,7 +121,7 @@ def test_shared_memory_stays_mapped_from_before_torch_maps_until_it_unmaps(gpus:
     ("handle", "ours"), [(HANDLE, True), (b"\x03c" + HANDLE, True), (b"\x02e" + HANDLE, False), (b"\x02e", False)]
 )
 def test_only_a_cudamalloc_handle_is_opened_directly(gpus: Ipc, handle: bytes, ours: bool) -> None:
-    """Of memory from ``cudaMalloc``, as torch has written it before and after it gave handles a version."""
+    """A handle of ``cudaMalloc`` memory is opened directly, in torch's formats with and without a version."""
     mapped = ipc.map_shared(0, ("gpu-0", handle, *SHARED[2:]))
     assert mapped is not None
     assert (("mapped", HANDLE, 1, 0) in gpus.log) == ours
@@ -148,7 +148,7 @@ def test_map_shared_returns_none_where_cuda_refuses(gpus: Ipc) -> None:
 
 @pytest.mark.parametrize("status", [0, 704])
 def test_map_shared_enables_peer_access_from_the_copying_gpu(gpus: Ipc, status: int) -> None:
-    """It may be allowed already, which torch must not hear of as an error."""
+    """Access may be enabled already; then CUDA's error is cleared, so that torch does not raise it."""
     gpus.reaches = status
     mapped = ipc.map_shared(1, SHARED)
     assert mapped is not None

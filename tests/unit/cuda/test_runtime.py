@@ -1,4 +1,4 @@
-"""CUDA's runtime by hand, over a stand-in for its library."""
+"""Direct calls of CUDA's runtime, with a stand-in for its library."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
-    """A ``torch.cuda.ExternalStream``."""
+    """A stand-in for ``torch.cuda.ExternalStream``."""
 
     def __init__(self, handle: int, device: torch.device) -> None:
         self.cuda_stream = handle
 
 
 class Library:
-    """The runtime: makes streams, and says what is wrong."""
+    """A stand-in for the runtime, which makes streams and returns a status."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -48,14 +48,14 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setattr(runtime, "library", lambda: library)
-    monkeypatch.setattr(runtime, "_idle", {})  # streams that are kept for the life of the process
+    monkeypatch.setattr(runtime, "_idle", {})  # Otherwise these streams live as long as the process.
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     return library
 
 
 def test_own_stream_is_unique_and_reused_once_garbage(library: Library) -> None:
-    """However many there are; torch's own would come again after 32. One that is garbage is given to the next."""
+    """Forty streams differ, whereas torch repeats one after 32; the stream of a freed object is used again."""
     streams = [runtime.own_stream(DEVICE, 0) for _ in range(40)]
     high = runtime.own_stream(DEVICE, -1)
     assert len({stream.cuda_stream for stream in [*streams, high]}) == 41

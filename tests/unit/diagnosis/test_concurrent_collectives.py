@@ -1,4 +1,4 @@
-"""Debug mode: two tasks of a rank that have collectives of one communicator under way at once."""
+"""Debug mode: the error if two tasks have collectives of one communicator under way at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = __file__
 
 
 def line_of(text):
-    """The line of this file that has a comment."""
+    """Return the number of the line of this file that ends with a comment."""
     lines = Path(HERE).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
 
@@ -111,7 +111,7 @@ def test_one_task_may_start_several_collectives(run):
     async def each(comm):
         works = [comm.all_reduce(torch.ones(1)) for _ in range(3)]
         works.append(comm.barrier())
-        async with anyio.create_task_group() as tasks:  # who awaits them is another matter
+        async with anyio.create_task_group() as tasks:  # Other tasks may await the works.
             for work in works:
                 tasks.start_soon(work.wait)
         return works[0].result().item()
@@ -169,7 +169,7 @@ def test_messages_and_other_communicators_are_no_hazard(run):
 
 
 def test_pending_collective_of_an_ended_task_is_no_hazard(run):
-    """As one whose request was cancelled: its collective goes on, and the next one comes after it on every rank."""
+    """A collective whose task was cancelled stays under way, and the next one follows it on every rank."""
 
     async def main():
         async with local_world(2) as (one, two):

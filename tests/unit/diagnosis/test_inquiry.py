@@ -1,4 +1,4 @@
-"""What the error of a late receive says of the ranks that the others wait for."""
+"""Inquiries: the words in the error of a late receive about the ranks that other ranks wait for."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ IDLE = "has finished no collective and is in no operation"
 
 
 class Standing:
-    """The clock of inquiries, which stands still while ranks are asked.
+    """A clock of inquiries that stands still while ranks are asked.
 
-    Nobody is said to have waited who may not have, and who answers late may not have: on a busy machine an answer takes
-    longer than these tests' deadlines.
+    An inquiry drops a wait that may have ended, also because an answer came late. On a busy machine an answer takes
+    longer than the deadlines of these tests.
     """
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Standing:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """A rank on a busy machine may take longer to answer than a program would wait."""
+    """Give ranks the time that they need to answer on a busy machine, and stop the clock of inquiries."""
     clock, begin = Standing(), Inquiry.begin
 
     def begin_now(self, late, end):
@@ -64,9 +64,9 @@ async def late(work):
 
 
 async def all_late(world, works):
-    """The deadline of a receive of each rank passes when all of them have waited."""
+    """Let the deadline of every receive pass after all ranks have begun to wait; return the errors."""
     for comm, work in zip(world, works, strict=True):
-        comm._core.expire(work)  # as the watchdog does
+        comm._core.expire(work)  # The watchdog makes this call.
     return [await late(work) for work in works]
 
 
@@ -125,16 +125,16 @@ def test_circle_of_recvs_that_all_timed_out_is_named(run, size, transport):
             circle = " -> ".join(f"rank {r % size}" for r in range(size + 1))
             assert error.message == f"{ALONE}: {others}: they waited in a circle: {circle}"
             assert error.peer == 1
-            await ranks(world, lambda comm: comm.barrier())  # and the communicator goes on
+            await ranks(world, lambda comm: comm.barrier())  # The communicator stays usable.
 
     run(main)
 
 
 def test_every_rank_of_a_long_circle_names_it(run, monkeypatch):
-    """What is said of each rank is for the first few, and the circle whole."""
+    """The error describes only the first few ranks, but names the whole circle."""
     all_begun, inquire = threading.Event(), Inquiry._inquire
 
-    def when_all_have_begun(self, wait, end):  # for the clock goes on with each
+    def when_all_have_begun(self, wait, end):  # Each inquiry that begins moves the clock.
         if self._comm.rank == 11:
             all_begun.set()
         assert all_begun.wait(PATIENCE)
@@ -194,7 +194,7 @@ def test_recvs_that_waited_at_different_times_form_no_circle(run):
 @pytest.mark.real
 @EVERY
 def test_rank_whose_loop_is_busy_answers_an_inquiry(run, transport):
-    """Both ranks live in one loop, which is blocked until the answer is there; only the error waits for it."""
+    """Both ranks share a loop, which is blocked until the answer has come; only the error waits for the loop."""
 
     async def main():
         async with local_world(2, transport) as world:
@@ -202,7 +202,7 @@ def test_rank_whose_loop_is_busy_answers_an_inquiry(run, transport):
             hear = world[0]._core.notes.on_word
             world[0]._core.notes.on_word = lambda rank, word: (hear(rank, word), heard.set())
             work = receive(world[0], 1)
-            assert heard.wait(PATIENCE)  # and the loop does not turn meanwhile
+            assert heard.wait(PATIENCE)  # The loop does not turn meanwhile.
             assert not work.done()
             assert (await late(work)).message == f"{ALONE}: rank 1 {IDLE}"
 
@@ -229,7 +229,7 @@ def test_inquiry_that_cannot_be_made_leaves_the_timeout_error(run, monkeypatch, 
     async def main():
         async with local_world(2) as world:
             for comm in world:
-                comm.recv(torch.zeros(1), 1 - comm.rank, tag=8, timeout=30)  # there is a watchdog
+                comm.recv(torch.zeros(1), 1 - comm.rank, tag=8, timeout=30)  # These deadlines start the watchdog.
             work = receive(world[0], 1, 30)
             if why == "no thread":
                 with no_threads():
@@ -243,7 +243,7 @@ def test_inquiry_that_cannot_be_made_leaves_the_timeout_error(run, monkeypatch, 
 
 @pytest.mark.real
 def test_message_that_arrives_during_an_inquiry_is_received(run, monkeypatch):
-    """The receive is withdrawn when it is known what to say, and not before."""
+    """The receive is withdrawn only when the inquiry has ended."""
 
     async def main():
         asked, go_on = threading.Event(), threading.Event()
@@ -269,7 +269,7 @@ def test_message_that_arrives_during_an_inquiry_is_received(run, monkeypatch):
 @pytest.mark.parametrize("who", ["the asker", "the asked"])
 @EVERY
 def test_inquiry_ends_although_both_ranks_close_meanwhile(run, monkeypatch, who, transport):
-    """The answer comes when both communicators are closed."""
+    """The answer comes after both communicators have closed."""
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
 
     async def main():
@@ -338,7 +338,7 @@ def test_one_thread_answers_all_inquiries(run, monkeypatch):
 
 
 def test_lost_communicator_asks_no_questions(run):
-    """Its own error says more."""
+    """The abort's own error says more than an answer."""
 
     async def main():
         async with local_world(2, "c10d") as world:
@@ -352,7 +352,7 @@ def test_lost_communicator_asks_no_questions(run):
 
 
 class Telling:
-    """Rank 0's transport: rank 1 answers at once."""
+    """A transport of rank 0 on which rank 1 answers at once."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -382,7 +382,7 @@ def packed(number, **changed):
 
 
 def test_well_formed_forged_answer_is_understood():
-    """Else the next test would find nothing."""
+    """The unchanged answer is valid; otherwise the next test would test nothing."""
     assert follow(packed) == ": rank 1 is in barrier: they waited in a circle: rank 0 -> rank 1 -> rank 0"
 
 
@@ -433,7 +433,7 @@ def test_any_answer_fits_in_a_note(doing, what, waits):
 
 
 class ToldEarly(LocalTransport):
-    """A transport that another rank has told something before this rank has a communicator."""
+    """A transport that gets notes of another rank before this rank has a communicator."""
 
     @classmethod
     async def open(cls, rendezvous, options):

@@ -1,4 +1,4 @@
-"""What is open when its event loop ends is closed then, and says so."""
+"""The leak guard: it closes what is open when its event loop ends, and warns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deterministic
 
 
 def in_loop_of_ones_own(main: Callable[[], Awaitable[Any]]) -> Any:
-    """What a program does that has no asyncio.run()."""
+    """Run a program in an event loop of its own, without ``asyncio.run()``."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(main())
@@ -58,7 +58,7 @@ async def world_of_two() -> list[Any]:
 @pytest.mark.fault(56, transport="local")
 @run_loop
 def test_communicator_left_open_is_closed_with_a_warning_when_its_loop_ends(run_loop: Callable[..., Any]) -> None:
-    """Each rank with a work that waits for the other, and neither is waited for."""
+    """Each rank has a work that waits for the other rank, and no task awaits the works."""
     kept: list[Any] = []
 
     async def main() -> None:

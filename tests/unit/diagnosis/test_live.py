@@ -1,4 +1,4 @@
-"""The live view of a process: who may look, that it costs nothing while nobody does, and that nothing is left of it."""
+"""The live view of a process: who may look, that it costs nothing until then, and that it leaves nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from aiocomms.testing import local_world
 pytestmark = pytest.mark.deterministic
 
 STRANGER = 65534
-"""A user that is not root, and has no processes."""
+"""A user that is not root and has no processes."""
 
 
 def addresses() -> list[str]:
-    """Where this process can be looked at."""
+    """Return the addresses at which this process can be inspected."""
     return listeners(Path("/proc/net/unix").read_text(), os.geteuid()).get(os.getpid(), [])
 
 
@@ -36,7 +36,7 @@ def tasks() -> set[str]:
 
 
 async def new_tasks(before: set[str], count: int) -> list[str]:
-    """Return the threads since, once there are so many; those in which a world was opened end a moment later."""
+    """Wait until there are so many new threads; those that opened a world end a moment later."""
     ends = time.monotonic() + PATIENCE
     while len(tasks() - before) != count:
         assert time.monotonic() < ends, f"{tasks() - before}, wanted {count}"
@@ -47,13 +47,13 @@ async def new_tasks(before: set[str], count: int) -> list[str]:
 def sockets() -> int:
     found = 0
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # what lists the folder
+        with contextlib.suppress(FileNotFoundError):  # The listing's own descriptor is closed by now.
             found += str(path.readlink()).startswith("socket")
     return found
 
 
 def ask(address: str) -> bytes:
-    """All that a process says; the loop of the caller does not run meanwhile."""
+    """Return all that a process says. The caller's loop does not run meanwhile."""
     said = b""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE)
@@ -64,7 +64,7 @@ def ask(address: str) -> bytes:
 
 
 def in_child(call: Callable[[], bool]) -> int:
-    """The exit status of a forked child that makes a call: 0 if that is true."""
+    """Make a call in a forked child; return the child's exit status, which is 0 if the call returns true."""
     child = os.fork()
     if not child:
         os._exit(0 if call() else 1)
@@ -100,9 +100,9 @@ def test_listener_thread_sleeps_while_no_client_connects() -> None:
         before = tasks()
         async with local_world(1) as [comm]:
             [thread] = await new_tasks(before, 1)
-            ask(addresses()[0])  # so it has begun
+            ask(addresses()[0])  # After an answer the thread has begun.
             seen = ("", -1)
-            while seen[0] != "S" or seen != status(thread):  # until it sleeps again
+            while seen[0] != "S" or seen != status(thread):  # The thread must sleep again.
                 await asyncio.sleep(0)
                 seen = status(thread)
             for _ in range(1000):
@@ -196,7 +196,7 @@ def test_client_that_never_reads_does_not_delay_close(monkeypatch: pytest.Monkey
         said = b""
         while more := guest.recv(1 << 16):
             said += more
-    assert not said.endswith(b"\n\n")  # it was cut off
+    assert not said.endswith(b"\n\n")  # The answer was cut off.
     assert addresses() == []
 
 
@@ -211,7 +211,7 @@ def test_communicator_opens_without_a_thread_or_descriptor_for_the_listener(
             [comm] = await world.__aenter__()
         assert addresses() == []
         assert (await comm.all_reduce(torch.ones(1))).item() == 1
-        async with local_world(1):  # the next one tries again
+        async with local_world(1):  # The next communicator tries again.
             assert ask(addresses()[0]).count(b"\n") == 3
         assert len(addresses()) == 1
         await world.__aexit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Plans of a service in reports: which are under way, since when, and where each rank is with them."""
+"""Plans of a service in reports: those under way, their start, and the state of each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.deterministic
 
 
 def frame(world, name):
-    """Return the lines that `aiocomms top` draws of it."""
+    """Return the lines that `aiocomms top` draws for a communicator."""
     encoded = [msgspec.json.encode(comm._sight()) for comm in world]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(looking, "_listeners", dict)
@@ -39,7 +39,7 @@ def called(comm):
 
 
 async def held_up(world, look):
-    """Have a service carry out two plans: of the first rank 1 does not come to the operation. Look meanwhile."""
+    """Let a service execute two plans, and call ``look`` while rank 1 has not begun the first plan's collective."""
     go = anyio.Event()
 
     async def serve(comm):

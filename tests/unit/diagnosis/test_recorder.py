@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps and what it lets go, its files, and what is made of them."""
+"""The flight recorder: its ring of ops, its files, and the reports that are made of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HERE = Path(__file__).read_text().splitlines()
 
 @pytest.fixture(autouse=True)
 def records(tmp_path, monkeypatch):
-    """The folder of the files."""
+    """Return the folder of the recorder's files."""
     folder = tmp_path / "records"
     monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", str(folder))
     monkeypatch.setattr(dumps, "_complained", [])
@@ -61,7 +61,7 @@ def read(path):
 
 
 async def written(folder, count):
-    """The files, once there are so many that are complete."""
+    """Wait until so many files are complete, and return them."""
     with anyio.fail_after(HANGS):
         while True:
             found = [path for path in folder.glob("*") if path.read_bytes().endswith(b"\n")]
@@ -92,7 +92,7 @@ def test_recorder_keeps_the_last_ops(run, monkeypatch, said, kept):
 
 
 def test_recorder_shows_no_older_op_in_the_slot_of_a_pending_one(run, monkeypatch):
-    """For one that is pending, or that a hook has refused: of these the ring has nothing."""
+    """The ring has no entry for a pending op, or for one that a hook has refused."""
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
     def refuse(op, seq):
@@ -126,7 +126,7 @@ def test_recorder_shows_no_older_op_in_the_slot_of_a_pending_one(run, monkeypatc
 
 
 def test_recorder_keeps_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
-    """One was called before all others that are kept; one has failed when its call returns."""
+    """One op was called before all others in the ring; another op has failed when its call returns."""
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
     async def main():
@@ -282,7 +282,7 @@ def test_hanging_recorder_folder_does_not_delay_the_error(run, transport, monkey
             for work in (late, other):
                 with pytest.raises(CommTimeoutError):
                     await work
-            for _ in range(2):  # both ranks do, and none later, into another test's folder
+            for _ in range(2):  # Each rank must write now, and not later into another test's folder.
                 await anyio.to_thread.run_sync(writes.acquire)
 
     try:
@@ -375,7 +375,7 @@ def test_recorder_limits_the_number_and_size_of_files(records, monkeypatch):
             paths += [comm.dump() for _ in range(5)]
             assert sorted(records.iterdir()) == sorted([others, *paths[-dumps.PER_PROCESS :]])
             assert 2000 < paths[-1].stat().st_size < 3000 + 1000
-            assert read(paths[-1])[1][-1].seq == 99  # the oldest are left out
+            assert read(paths[-1])[1][-1].seq == 99  # The oldest ops are left out.
 
     run_on("asyncio", main)
 
@@ -431,14 +431,14 @@ def test_unwritable_recorder_file_is_logged_once_and_leaves_the_error(run, recor
     said = [record for record in caplog.records if "cannot be written" in record.getMessage()]
     assert len(said) == (0 if why == "unwanted" else 1)
     ends = time.monotonic() + PATIENCE
-    while why == "full" and list(records.iterdir()):  # what another rank has begun to write
+    while why == "full" and list(records.iterdir()):  # Another rank may have begun to write a file.
         assert time.monotonic() < ends
     assert why == "full" or not records.is_dir()
 
 
 @pytest.mark.real
 def test_lost_communicator_writes_a_recorder_file_on_every_rank(run, records):
-    """By an abort too, on every rank, without holding up anybody."""
+    """An abort makes every rank write a file, and delays none."""
 
     async def main():
         async with local_world(2) as world:
@@ -481,7 +481,7 @@ def test_timeout_error_says_what_every_rank_is_doing(run, records):
 
 
 def test_timeout_error_without_a_store_names_the_missing_rank(run, monkeypatch):
-    """A world whose ranks have no store to ask each other through still says who was missing."""
+    """Ranks without a store, through which they could ask each other, still name the missing rank."""
     monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
 
     async def main():
@@ -497,7 +497,7 @@ def test_timeout_error_without_a_store_names_the_missing_rank(run, monkeypatch):
 
 
 def test_hanging_store_does_not_delay_the_timeout_error(run, monkeypatch):
-    """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
+    """A store hangs if its host is stopped. A rank that waits for the late rank's verdict does not hang either."""
     given_up = threading.Event()
     monkeypatch.setattr(StoreRendezvous, "tell", lambda *_: given_up.wait(30))
     monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
@@ -534,7 +534,7 @@ def test_judge_tells_for_each_rank_how_it_relates_to_the_late_op():
 
 @pytest.mark.fault(124)
 def test_behind_finds_the_ranks_that_a_late_collective_waits_for():
-    """A step waits for rank 1, which waits for rank 3; rank 2 is done. Who is silent is late if a step waits for it."""
+    """A step waits for rank 1, which waits for rank 3; rank 2 is done. A silent rank is late if a step waits for it."""
     late = Item("all_reduce", 9, "pending", collective=5)
     briefs = {
         0: Brief(0, 5, 4, "", [late]),
@@ -553,7 +553,7 @@ def test_behind_finds_the_ranks_that_a_late_collective_waits_for():
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("where", ["communicator", "lane"])
 def test_timeout_errors_of_all_ranks_name_the_same_late_rank(run, transport, where):
-    """Also in a lane, whose collectives are made of messages: who waits is not late."""
+    """A rank that waits is not late, even in a lane, whose collectives are made of messages."""
 
     async def main():
         async with local_world(5, transport) as world:
@@ -593,7 +593,7 @@ def test_late_rank_of_a_split_is_named_by_its_rank_in_the_parent(run):
 
 
 def test_judge_keeps_collectives_of_different_lanes_apart():
-    """Another lane's collectives, and the communicator's, are no answer."""
+    """Collectives of another lane, or of the communicator, say nothing about the late one."""
     late = Item("all_reduce", 9, "pending", collective=0, lane="a")
     briefs = {
         0: Brief(0, 5, 4, "", [late]),
@@ -607,7 +607,7 @@ def test_judge_keeps_collectives_of_different_lanes_apart():
 
 
 def test_collectives_of_lanes_are_recorded_with_lane_name_and_no_number(records):
-    """Their collectives stand between the communicator's own, which all ranks number alike."""
+    """Collectives of lanes do not count among the communicator's own, which all ranks number alike."""
 
     async def main():
         async with local_world(2) as world:
@@ -704,7 +704,7 @@ def test_trace_of_an_empty_folder_fails(tmp_path, capsys):
 
 
 def test_trace_aligns_clocks_and_names_missing_ranks(tmp_path, capsys):
-    """Ranks of one host share the monotonic clock, whatever becomes of the wall clock."""
+    """Ranks of one host share the monotonic clock, whatever happens to the wall clock."""
     pending = b'\n{"name":"recv","seq":4,"state":"pending","args":{"src":2,"tag":1},"posted":4.0}\n'
     done = b'\n{"name":"all_reduce","seq":0,"state":"done","collective":1,"posted":3.0,"finished":5.0}\n'
     (tmp_path / "a.aiocomms.jsonl").write_bytes(header(size=3) + done + pending)
@@ -731,7 +731,7 @@ def test_trace_names_a_circle_of_recvs_that_timed_out(run, size, records, capsys
             works = [comm.recv(torch.zeros(1), (comm.rank + 1) % size, tag=7, timeout=0.05) for comm in world]
             for work in works:
                 await work.wait()
-            await ranks(world, lambda comm: comm.barrier())  # the communicator goes on
+            await ranks(world, lambda comm: comm.barrier())  # The communicator stays usable.
             for comm in world:
                 comm.dump()
 
@@ -788,7 +788,7 @@ def test_trace_names_no_circle_through_a_dead_rank_or_a_message_in_flight(reason
 
 @pytest.mark.parametrize("second", ["later", "answered"])
 def test_trace_names_no_circle_of_recvs_that_matched_or_waited_apart(run, second, records, capsys):
-    """Receives that did not wait at the same time, or that were matched."""
+    """The receives did not wait at the same time, or were matched."""
 
     async def main():
         async with local_world(2) as (one, two):
@@ -812,7 +812,7 @@ def test_trace_names_no_circle_of_recvs_that_matched_or_waited_apart(run, second
 @pytest.mark.fault(125)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 def test_mismatch_error_has_the_communicators_collective_number(run, transport):
-    """The communicator's own, as everywhere, and not the transport's: that of an object is made of several."""
+    """The number is not the transport's, for which one collective of an object is several."""
 
     async def differ(comm):
         await comm.new_window(torch.zeros(4))
@@ -874,7 +874,7 @@ def test_info_shows_versions_and_transports_and_hides_the_token(capsys, monkeypa
 @pytest.mark.fault(123)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 def test_trace_of_an_idle_stream_and_service_says_that_none_waits(run, transport, records, capsys):
-    """What they stand ready with is pending on both ranks; nobody is said to wait in a circle, or at all."""
+    """The receives that stand ready are pending on both ranks; no report says that a rank waits."""
 
     async def execute(plan):
         return plan
@@ -904,7 +904,7 @@ def test_trace_of_an_idle_stream_and_service_says_that_none_waits(run, transport
             comm.dump()
             assert comm.statistics().oldest is None
             assert comm._core.recorder.snapshot("").header.brief.pending == []
-            doing, waits, *_ = comm._core._inquiry._look()  # what the others are told who ask
+            doing, waits, *_ = comm._core._inquiry._look()  # Other ranks that ask get this answer.
             assert (doing, waits) == ("has finished no collective and is in no operation", [])
         assert looking.TopGroup("", 2, {comm.rank: comm._sight() for comm in world}).waits() == []
 

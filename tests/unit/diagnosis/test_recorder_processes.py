@@ -1,4 +1,4 @@
-"""What real processes say and write when one of them is missing."""
+"""Errors and recorder files of real processes when one of them is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 pytestmark = [pytest.mark.real, pytest.mark.search]
 
 HEARD = 2.0
-"""Seconds in which a rank that is not busy is heard, on however slow a machine."""
+"""The seconds in which a rank that is not busy answers, on however slow a machine."""
 
 
 @pytest.fixture(params=["c10d", "ucx"])
@@ -41,7 +41,7 @@ async def fails(work) -> CommError:
 
 
 async def lose(place: Rank, folder: str, busy: bool) -> str:
-    """Rank 2 does not come to the third collective: it waits for a message, or does not let its loop run."""
+    """Return each rank's error: rank 2 misses the third collective, as it waits for a message or blocks its loop."""
     os.environ["AIOCOMMS_RECORDER_DIR"] = folder
     postmortem.PATIENCE, postmortem.LONGER, postmortem.WRITING = HEARD if busy else PATIENCE, PATIENCE, PATIENCE
     async with place.open("tp") as comm:
@@ -53,7 +53,7 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
             await place.all_told("called", 1, 2)
             while list(comm._core.waiting_for(work)) != [2]:  # noqa: ASYNC110 - no event tells that rank 1's call has come
                 await asyncio.sleep(0)
-            comm._core.expire(work)  # as the watchdog does
+            comm._core.expire(work)  # The watchdog makes this call.
         elif place.rank == 2 and busy:
             place.told("failed 0")
         error = await fails(work)
@@ -148,7 +148,7 @@ def test_signal_dumps_the_recorder_while_the_loop_is_blocked(how: str, tmp_path:
         try:
             assert process.stdout.readline() == "blocked\n"
             for turn in (1, 2):
-                # A signal that comes between Python's look at them and a system call is not seen before the call ends.
+                # Python sees a signal that comes just before a system call only after the call.
                 wait_for(lambda: how == "while True: pass" or sleeps(process.pid))
                 process.send_signal(signal.SIGUSR1)
                 wait_for(lambda turn=turn: len(whole(records)) == 3 * turn)
@@ -169,7 +169,7 @@ def test_signal_dumps_the_recorder_while_the_loop_is_blocked(how: str, tmp_path:
 
 
 def whole(folder: Path) -> dict[Path, list[dict]]:
-    """The files that are complete, decoded."""
+    """Return the decoded lines of each complete file."""
     found = {}
     for path in folder.glob("*"):
         text = path.read_text()
@@ -179,7 +179,7 @@ def whole(folder: Path) -> dict[Path, list[dict]]:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether the main thread of a process waits in a system call."""
+    """Return whether the main thread of a process waits in a system call."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 

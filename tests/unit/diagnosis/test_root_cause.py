@@ -1,4 +1,4 @@
-"""Whom torchrun is told to be at fault."""
+"""Reports of failures to torchrun, and which rank they blame."""
 
 from __future__ import annotations
 

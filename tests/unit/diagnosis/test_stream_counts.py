@@ -1,4 +1,4 @@
-"""Streams in reports: their names, what they have carried and hold, the time that tasks are blocked in them."""
+"""Streams in reports: their names, their counts of items, and the time that tasks are blocked in them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def pair(one, two, *given, **options):
 
 
 def names(comm):
-    """Return the recorded ops that are of something."""
+    """Return owner, state and idleness of the recorded ops that have an owner."""
     return {(item.of, item.state, item.idle) for item in comm._core.recorder.snapshot("").items() if item.of}
 
 
@@ -56,7 +56,7 @@ def test_messages_of_a_stream_are_recorded_with_its_name(name):
                 found = {(of, state) for of, state, _ in names(comm) if of != "a stream"}
                 each = {(of, state) for of in ("stream 'another'", called) for state in ("done", "pending")}
                 assert found == each | {(f"{of}, for room", "pending") for of, _ in each}
-                # The greetings of ends without a name do not say which is which.
+                # The greeting of a stream without a name does not say which stream it is of.
                 assert any(of == "a stream" for of, *_ in names(comm)) == (not name)
             await together(*(stream.aclose for stream in (*first, there, here)))
             # The names outlive the streams, as long as the recorder has their messages.
@@ -121,7 +121,7 @@ def test_statistics_count_what_an_end_carries_and_holds():
             assert msgspec.json.decode(msgspec.json.encode(two.statistics()))["streams"][0]["queued"] == 2
             await here.aclose()
             assert here.statistics().queued == 0
-            assert here.statistics().seconds == here.statistics().seconds > 0  # stands still, since it is closed
+            assert here.statistics().seconds == here.statistics().seconds > 0  # The time stands still after the close.
             assert two.statistics().streams == []
 
     on_loop(main)
@@ -175,7 +175,7 @@ def test_bubble_of_streams_that_are_not_open_is_zero():
     assert shut.bubble(shut) == 0.0
     busy = msgspec.structs.replace(shut, seconds=4.0, receive_blocked=1.0, send_blocked=2.0)
     assert busy.bubble(busy) == 0.75
-    assert busy.bubble(msgspec.structs.replace(busy, send_blocked=8.0)) == 1.0  # tasks that wait side by side
+    assert busy.bubble(msgspec.structs.replace(busy, send_blocked=8.0)) == 1.0  # Several tasks may wait at once.
 
 
 def test_blocked_seconds_are_those_in_which_any_task_is_suspended():
@@ -289,7 +289,7 @@ def test_no_span_is_made_of_a_receive_that_stands_ready():
 
 
 def sights(world):
-    """Return the words of a live view, as `aiocomms top` reads them."""
+    """Return the sights of all ranks, as `aiocomms top` decodes them."""
     encoded = [msgspec.json.encode(comm._sight()) for comm in world]
     return [looking._checked(msgspec.json.decode(each, type=Sight)) for each in encoded]
 
@@ -335,7 +335,7 @@ def test_trace_is_filtered_by_the_name_of_a_stream(tmp_path, capsys):
     on_loop(main)
 
     def shown(name):
-        """Return the exit status, the words, and the drawn ops."""
+        """Return the exit status, the output, and the names of the drawn ops."""
         output = tmp_path / "trace.json"
         status = command(["trace", str(tmp_path), "--name", name, "--output", str(output)])
         events = msgspec.json.decode(output.read_bytes())["traceEvents"]

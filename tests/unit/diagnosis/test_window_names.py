@@ -33,7 +33,7 @@ def on_loop(main):
 
 
 def recorded(comm, name):
-    """Return what the recorded ops of a name are called, with their states."""
+    """Return the text and the state of each recorded op of a name."""
     return [(str(item), item.state) for item in comm._core.recorder.snapshot("").items() if item.name == name]
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class Plain(LocalTransport):
-    """Sends and receives, so that all else is made of them."""
+    """A transport that only sends and receives, so that every other op is made of messages."""
 
     capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}), in_process=True)
 

@@ -202,7 +202,7 @@ class Poisoned:
 @pytest.mark.parametrize("value", [torch.ones(10_007), b"b" * 40_028, "s" * 40_028], ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("how", ["recv", "broadcast", "all_gather", "gather", "scatter"])
 def test_received_object_is_freed_without_garbage_collection(run, how, value):
-    """Else hundreds of megabytes pile up, and are given back to the kernel amid a turn of the loop."""
+    """Reference cycles would pile up hundreds of megabytes, until a collection frees them within a turn of the loop."""
     calls = {
         "recv": lambda comm: comm.recv_object(0) if comm.rank else comm.send_object([value], 1),
         "broadcast": lambda comm: comm.broadcast_object([value], 0),
@@ -220,7 +220,7 @@ def test_received_object_is_freed_without_garbage_collection(run, how, value):
             gc.disable()
             try:
                 await ranks(world, calls[how])
-                while left():  # a thread that has copied holds it until it has ended
+                while left():  # A thread that has copied holds the tensor until the thread has ended.
                     await turns()
             finally:
                 gc.enable()
@@ -246,7 +246,7 @@ def test_failing_pickle_leaves_the_communicator_usable(run, first):
 
 
 def test_all_gather_object_works_among_a_hundred_ranks():
-    """The last to come completes everybody's messages, without going deeper with each."""
+    """The last rank completes the messages of all ranks, without a deeper recursion for each."""
 
     async def main():
         async with local_world(100) as world:
@@ -325,7 +325,7 @@ def test_non_ascii_text_message_raises_protocol_error():
 
 
 def test_large_tensors_bytes_and_texts_travel_as_their_own_messages():
-    """Sent from the program's memory, received into the result's."""
+    """The messages are sent from the program's memory, and received into the result's."""
     cpu = torch.device("cpu")
     tensor, data, text = torch.ones(20_000), bytes(40_000), "x" * 40_000
     parcel = parcels.Parcel([tensor, data, text], cpu, pickle=False)
@@ -340,7 +340,7 @@ def test_large_tensors_bytes_and_texts_travel_as_their_own_messages():
         target.fill_(content)
     assert value[1:] == [b"b" * 40_000, "y" * 40_000]
     del parcel, data, text, arrival, value
-    into[1].fill_(1)  # a transport may keep what it writes to, after the object is gone
+    into[1].fill_(1)  # A transport may keep its target after the object is gone.
 
 
 def test_object_memory_on_another_device_is_copied_to_the_communicators():
@@ -389,7 +389,7 @@ def test_object_copies_are_made_by_a_thread(run, monkeypatch):
 
 @pytest.mark.parametrize("call", ["send", "broadcast", "all_gather", "gather", "scatter"])
 def test_object_copies_are_freed_by_a_thread(run, monkeypatch, call):
-    """Nothing else has them by then: to give memory back may take the kernel longer than a turn of the loop may."""
+    """A thread drops the last reference, because the kernel may need longer than a turn of the loop to free memory."""
     freed, let_go = [], parcels.Parcel.let_go
 
     def noted(parcel):
@@ -445,9 +445,7 @@ def test_recv_object_fails_when_the_communicator_ends_amid_its_tensors(run, monk
                 with pytest.raises(CommAbortedError, match="amid an object"):
                     await work
             del work
-        while (
-            landed() is not None
-        ):  # what a thread of the flight recorder, or an error's traceback, still holds goes soon
+        while landed() is not None:  # The flight recorder's thread or a traceback may hold the work for a moment.
             gc.collect()
             await turns()
 
@@ -470,7 +468,7 @@ def test_debug_mode_guards_the_tensors_of_an_object(monkeypatch):
 
 
 def test_memory_error_while_copying_to_itself_fails_only_that_op(run, monkeypatch):
-    """No other rank waits for it: what failed was asked of a thread, and nothing was sent."""
+    """The copy fails in a thread before a message is sent, so no other rank waits for it."""
 
     def full(*_):
         raise MemoryError("no room")

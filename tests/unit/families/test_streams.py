@@ -101,7 +101,7 @@ def test_stream_send_waits_when_capacity_is_used_up(run, capacity):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(send)
                 await turns(60)
-                assert len(sent) == capacity  # the peer's program has taken none, and holds no more than that
+                assert len(sent) == capacity  # The peer's program has taken no item, and its end holds no more.
                 for i in range(3 * capacity):
                     assert (await here.receive()).item() == i
 
@@ -138,7 +138,7 @@ def test_closed_end_refuses_calls_and_breaks_the_other_end(run):
                     await call()
             with pytest.raises(anyio.BrokenResourceError):
                 await there.receive()
-            await turns()  # the news travels as a message does
+            await turns()  # The close travels as a message.
             with pytest.raises(anyio.BrokenResourceError):
                 await there.send(torch.ones(1))
             await there.aclose()
@@ -182,13 +182,13 @@ def test_cancelled_stream_receives_and_sends_lose_no_item(run):
 
 @pytest.mark.fault(104)
 def test_cancelled_stream_send_keeps_its_tensor_until_delivery(run):
-    """And no longer: what was cancelled behind it, without a credit, keeps nothing."""
+    """A cancelled send that waits behind it, without a credit, keeps no tensor."""
 
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two, capacity=1)
             held = []
-            here._expect = lambda *args: held.append(args)  # a slow peer: it has not asked for the payload
+            here._expect = lambda *args: held.append(args)  # A slow peer has not asked for the payload yet.
             kept = []
             for _ in range(2):
                 item = torch.full((3,), 7.0)
@@ -337,7 +337,7 @@ def test_stream_close_wakes_pending_sends_and_receives(run, closes):
 @pytest.mark.parametrize("loop", [VIRTUAL, pytest.param("asyncio", marks=pytest.mark.real)])
 @pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
 def test_unsent_stream_messages_at_close_report_no_failure(loop, left, monkeypatch):
-    """Nor is it waited for: a close whose grace never ends would hang."""
+    """The close does not wait for these messages either: with an endless grace it would hang."""
     monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
 
     async def main():
@@ -402,7 +402,7 @@ def test_malformed_stream_header_breaks_only_the_stream(header):
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
             junk = header.ljust(forged.STREAM_HEADER_BYTES, b"\0")
-            await forged.send(one, junk, 1, there._out_tag, ops.STREAM_DATA)  # nobody is told a stream's tag
+            await forged.send(one, junk, 1, there._out_tag, ops.STREAM_DATA)  # A program is not told a stream's tag.
             with pytest.raises(ProtocolError):
                 await here.receive()
             await checkpoint()
@@ -458,13 +458,13 @@ def test_stream_carries_dataclasses_and_mappings(run):
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
 def test_stream_send_waits_for_room_in_bytes(run, items):
-    """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""
+    """A sender waits once the other end holds that many bytes; a larger item comes alone, and none overtakes it."""
 
     def item(count):
         return torch.zeros(count, dtype=torch.uint8) if items is torch.Tensor else {"bytes": bytes(count)}
 
     async def quiet():
-        """Wait until all messages have come, which takes time in a simulation, and a few turns here."""
+        """Wait until all messages have come, which takes time in a simulation, and a few turns of other loops."""
         await (turns(60) if clock.simulation is None else anyio.sleep(1))
 
     async def main():
@@ -480,7 +480,7 @@ def test_stream_send_waits_for_room_in_bytes(run, items):
                 for count in (400, 450, 5000, 10):
                     tasks.start_soon(send, count)
                     await quiet()
-                assert sent == [400, 450]  # 10 bytes had room, and are behind 5000
+                assert sent == [400, 450]  # The 10 bytes have room, but wait behind the 5000.
                 await here.receive()
                 await quiet()
                 assert sent == [400, 450]
@@ -495,7 +495,7 @@ def test_stream_send_waits_for_room_in_bytes(run, items):
                 await there.send(item(900))
             assert scope.cancelled_caught
             await here.receive()
-            await together(lambda: there.send(item(3000)), here.receive)  # a place in the line was given up
+            await together(lambda: there.send(item(3000)), here.receive)  # The cancelled send has left the queue.
 
     run(main)
 

@@ -144,7 +144,7 @@ def test_variables_give_a_rank_its_place_and_its_restarts():
 
 
 class TestReports:
-    """The reports of a rank to the launcher, through the line that the environment names."""
+    """Reports of a rank to the launcher, over the descriptor that the environment names."""
 
     @pytest.fixture(autouse=True)
     def _place(self, monkeypatch):
@@ -189,7 +189,7 @@ class TestReports:
         assert supervised.is_replaced()
 
     def test_supervisor_reads_what_its_ranks_report(self, monkeypatch, run):
-        """The rank that leaves is replaced, although no failure is; what is no report is passed over."""
+        """The supervisor replaces a rank that leaves, although failed ranks are not, and ignores a malformed report."""
 
         async def main():
             supervisor = Supervisor(Job(program=["x.py"], ranks=2), None, None, None)

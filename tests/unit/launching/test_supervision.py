@@ -1,4 +1,4 @@
-"""The decisions of ``aiocomms run``: a test plays the processes and the clock."""
+"""The decisions of ``aiocomms run``; each test plays the processes and the clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 class Stage:
-    """The processes of a job, as far as its supervisor knows them."""
+    """The supervision of a job, for which a test plays the processes and the clock."""
 
     def __init__(self, size: int, *, restart: bool = True, most: int = 8, grace: float = 30.0) -> None:
         self.supervision = Supervision(size, restart=restart, most=most, grace=grace)
@@ -65,7 +65,7 @@ class Stage:
         self._take(self.supervision.tick(self.now))
 
     def new(self) -> list[Deed]:
-        """Return what has been asked for since the last call."""
+        """Return the actions that the supervision has asked for since the last call."""
         deeds, self.deeds = self.deeds, []
         return deeds
 
@@ -302,7 +302,7 @@ def test_rank_that_leaves_is_replaced_although_it_ends_with_0(restart):
 
 
 def test_rank_that_leaves_and_does_not_end_is_killed_after_its_grace():
-    """The others may say that they have lost it before or behind its own word: that does not shorten the time."""
+    """Other ranks may report its loss before or after its own report, which does not shorten the time."""
     stage = formed(grace=9.0)
     stage.lose(2)
     stage.leave(2)

@@ -1,4 +1,4 @@
-"""Live groups: whose contributions are in a result, who is waited for, and what is refused."""
+"""Live groups: the contributions in a result, the ranks that a call waits for, and refused calls."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from aiocomms.live.lane import LiveLane, Partial
 pytestmark = pytest.mark.deterministic
 
 SHORT = 0.05
-"""Seconds that are waited for somebody who does not come."""
+"""The seconds for which a call waits for an absent rank."""
 
 
 @pytest.fixture
 def memory() -> HashStore:
-    """A store for the ranks of a group that share memory. Deadlines over a store are simulated elsewhere."""
+    """Return a store for a group whose ranks share memory. Deadlines over a store are simulated elsewhere."""
     pytest.importorskip("aiocomms_words", reason="the part with native code is not installed")
     return HashStore()
 
 
 @pytest.fixture(params=["memory", "store"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """A store for the ranks of a group, which share memory too, or do not."""
+    """Return a store for a group whose ranks share memory, or have only the store."""
     if request.param == "store":
         monkeypatch.setattr(forming, "native", lambda: None)
     else:
@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ha
 
 @contextlib.asynccontextmanager
 async def groups(store: HashStore, size: int, **options: Any) -> AsyncIterator[list[LiveGroup]]:
-    """All ranks of a group, in this process."""
+    """Open all ranks of a group in this process."""
     openings = [aiocomms.live_group(store=store, rank=rank, size=size, **options) for rank in range(size)]
     async with contextlib.AsyncExitStack() as stack:
         opened = await asyncio.gather(*openings)
@@ -71,7 +71,7 @@ def number(value: float) -> Tensor:
 
 
 async def sums(lanes: Sequence[LiveLane], **options: Any) -> list[Partial[Tensor]]:
-    """Have some ranks add 1, 2, 4 and so on, by their ranks."""
+    """Let some ranks add 1, 2, 4 and so on, by rank; return their results."""
     calls = [lane.all_reduce(number(2.0**lane._place.rank), **options) for lane in lanes]
     return list(await asyncio.gather(*calls))
 
@@ -107,7 +107,7 @@ async def test_call_ends_by_its_deadline_with_those_that_have_come(memory):
             assert (found.value.item(), found.ranks) == (6.0, (1, 2))
         [late] = await sums(three[:1])
         assert (late.value.item(), late.ranks, late.number) == (6.0, (1, 2), 1)
-        for found in await sums(three):  # From now on it is waited for again.
+        for found in await sums(three):  # The late rank is waited for again.
             assert (found.value.item(), found.ranks, found.number) == (7.0, (0, 1, 2), 2)
 
 
@@ -162,7 +162,7 @@ async def test_place_of_another_process(store, request):
         if "memory" in request.node.name:
             with pytest.raises(ArgumentError, match="rank is 1, which"):
                 await again
-        else:  # A store does not tell who lives: the one before is told.
+        else:  # A store does not tell which processes live, so the earlier process learns of the later one.
             async with again:
                 with pytest.raises(CommClosedError, match="another process"):
                     await (await last.lane()).barrier(timeout=SHORT)

@@ -1,4 +1,4 @@
-"""The native code for the rounds of live groups: it does what the code in Python does, and nothing else."""
+"""The native code for the rounds of live groups, which does what the Python code does and nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 
 
 def kept_from_native(lane: LiveLane) -> None:
-    """Have the rounds of a lane be those in Python."""
+    """Let the rounds of a lane run in Python."""
     lane._rounds._shortcut = None
 
 
@@ -76,7 +76,7 @@ async def test_native_reductions_are_those_in_python(op, native):
 
 
 def at_once(call: Any) -> Any:
-    """Return what a coroutine returns that waits for nothing."""
+    """Return the result of a coroutine that waits for nothing."""
     with pytest.raises(StopIteration) as ended:
         call.send(None)
     return ended.value.value
@@ -86,14 +86,14 @@ def at_once(call: Any) -> Any:
 async def test_known_call_is_done_by_native_code_in_place(monkeypatch):
     async with lanes(1) as (lane,):
         tensor = torch.tensor([3.0])
-        for _ in range(2):  # The first rounds of a lane are Python's.
+        for _ in range(2):  # The first rounds of a lane run in Python.
             await lane.all_reduce(tensor)
         monkeypatch.setattr(lane, "_call", None)
         found = at_once(lane.all_reduce(tensor, timeout=5))
         assert found.value is tensor
         assert found == (tensor, (0,), 2)
         assert tensor._version > 0
-        with pytest.raises(TypeError):  # A call that is not known, and one that is not plain, take the other way.
+        with pytest.raises(TypeError):  # Python code handles unknown calls, and tensors that are not contiguous.
             at_once(lane.all_reduce(torch.ones(2)))
         with pytest.raises(TypeError):
             at_once(lane.all_reduce(torch.ones(4, 2).t()))

@@ -1,8 +1,8 @@
-"""The agreement of live groups, as it is, in every order of its steps.
+"""A model check of the agreement of live groups: the real code, in every order of its steps.
 
-The rounds run over registers whose every call is a step; a checker takes the steps of all ranks in every order, with a
-death, a process that takes the dead one's place, and deadlines that pass, at each step. A rank's state is that of its
-coroutines, and what they hold between two awaits: so a statement of these must not keep anything elsewhere, as a
+The rounds run over registers whose every call is a step. A checker takes the steps of all ranks in every order, with a
+death, a process that takes the dead one's place, and deadlines that pass, at each step. The state of a rank is where
+its coroutines are, and their variables there. So the code must hold no value elsewhere across an await, as a
 comprehension that awaits does. A write takes two steps, and so may be seen half done; contributions are read when they
 are used.
 """
@@ -31,11 +31,11 @@ class Wait(NamedTuple):
     register: int
     held: int
     told: int
-    """The number of times that all who wait had been told to look when it began."""
+    """The number of times that all waiters had been woken when it began."""
 
 
 class Step:
-    """One step of a rank: it is taken when the checker says so."""
+    """One step of a rank, which the checker decides when to take."""
 
     def __init__(self, what: Any) -> None:
         self._what = what
@@ -128,14 +128,14 @@ class Process:
         world.shared.told += 1
 
     def go(self, heard: Any) -> None:
-        """Tell it what its step has returned, and have it go on to its next one."""
+        """Give the process the result of its step, and run it to its next step."""
         try:
             self.wants = self._program.send(heard)
         except StopIteration:
             self.wants = None
 
     def state(self) -> Any:
-        """Return the places in its coroutines, and the values there."""
+        """Return where its coroutines are, and their variables there."""
         found, inner = [], self._program
         while (frame := getattr(inner, "cr_frame", None)) is not None:
             found.append((frame.f_code.co_name, frame.f_lasti, frozen(frame.f_locals)))
@@ -147,7 +147,7 @@ class Process:
 
 
 def frozen(value: Any) -> Any:
-    """Return a value that can be compared, of what a coroutine holds; objects of the model are always the same."""
+    """Return a comparable form of a coroutine's variable; objects of the model are always the same, and become None."""
     if isinstance(value, Rounds):
         return frozen(vars(value))
     if isinstance(value, dict):
@@ -158,15 +158,15 @@ def frozen(value: Any) -> Any:
 
 
 class World:
-    """One order of steps, from the beginning."""
+    """One order of steps, from the start."""
 
     def __init__(self, calls: Sequence[int], rounds: type[Rounds] = Rounds, shared: type[Shared] = Shared) -> None:
         self.size, self.rounds, self.shared = len(calls), rounds, shared()
         self.left_behind = 0
         self.found: dict[int, tuple[Any, int]] = {}
-        """The state that each round was found to have, by its number."""
+        """The contributions and the bits of each round, by its number."""
         self.counted: dict[Given, int] = {}
-        """The round in which each contribution was."""
+        """The number of the round that used each contribution."""
         self._calls = calls
         self.deaths = self.late = 0
         for rank in range(self.size):
@@ -191,7 +191,7 @@ class World:
         assert result.get(mine[0], mine)[:2] != mine[:2] or result.get(mine[0], mine) == mine, f"{mine}: {result}"
 
     def choices(self, deaths: int, late: int) -> Iterator[tuple[str, int]]:
-        """List what may happen next: a step of a process, its death, a process in its place, a deadline that passes."""
+        """Yield what may happen next: a step or wake-up of a process, a passed deadline, a death with a replacement."""
         for index, process in enumerate(self.processes):
             if process.wants is None:
                 continue
@@ -207,7 +207,7 @@ class World:
                 yield "die", index
 
     def take(self, choice: tuple[str, int]) -> None:
-        """Have it happen."""
+        """Let one of the choices happen."""
         kind, index = choice
         process = self.processes[index]
         if kind == "die":
@@ -224,7 +224,7 @@ class World:
         process.go(heard)
 
     def state(self) -> Any:
-        """Return all that matters for what may happen."""
+        """Return all that decides what may happen next."""
         return (
             tuple(sorted(self.shared.registers.items())),
             tuple(sorted(self.shared.areas.items())),
@@ -235,9 +235,9 @@ class World:
 
 
 def explore(make: Callable[[], World], deaths: int, late: int) -> int:
-    """Look at every order; return how many states there are.
+    """Visit every order; return the number of states.
 
-    :raises AssertionError: something is wrong in one, or somebody waits in one where nothing can happen any more.
+    :raises AssertionError: a state is wrong, or a rank waits in a state in which nothing can happen any more.
     """
     seen, orders = set(), [[]]
     while orders:
@@ -250,7 +250,7 @@ def explore(make: Callable[[], World], deaths: int, late: int) -> int:
             coming = list(world.choices(deaths, late))
             waiting = [process for process in world.processes if process.wants is not None]
             assert coming or not waiting, f"ranks {[it.rank for it in waiting]} wait for ever"
-            if coming:  # The last goes on from here, and the others begin anew.
+            if coming:  # The last choice continues this order, and each other one starts a new order.
                 orders += [[*order, choice] for choice in coming[:-1]]
                 order = [*order, coming[-1]]
                 world.take(coming[-1])
@@ -284,7 +284,7 @@ def test_no_order_of_more_steps_breaks_the_agreement(calls, deaths, late):
 
 
 class TornRounds(Rounds):
-    """Rounds that do not look whether a round's areas are used again."""
+    """Rounds that do not check whether a round's areas are used again."""
 
     async def _look(self, number: int) -> tuple[Round, int]:
         round_, held = await self._held(number)

@@ -1,4 +1,4 @@
-"""Receives from any rank, and probes, over a fake transport: whose turn it is, and what is left where others win."""
+"""Receives from any rank, and probes, over a fake transport: their turns, and the withdrawal of those that lose."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Asked:
 
 
 class Wire:
-    """A communicator of three ranks, whose transport does what a test says."""
+    """A communicator of three ranks, whose transport a test controls."""
 
     rank, size, name, device = 0, 3, "fake", torch.device("cpu")
 
     def __init__(self) -> None:
         self.posted: list[tuple[ops.Op, Any]] = []
         self.left: list[Any] = []
-        """What was withdrawn."""
+        """The works that were withdrawn."""
         self.withdraws = True
         self.fails: CommError | None = None
         self.arrivals = Arrivals(cast("Any", self))
@@ -73,19 +73,19 @@ class Wire:
         return work
 
     def probes(self) -> list[int]:
-        """The sources of the probes that wait, in the order of their posts."""
+        """Return the sources of the pending probes, in the order of their posts."""
         return [
             op.src for op, work in self.posted if type(op) is ops.Probe and not work.done() and work not in self.left
         ]
 
     def see(self, src: int) -> None:
-        """A message of a rank has come."""
+        """Let a message of a rank come."""
         for op, work in list(self.posted):
             if isinstance(op, ops.Probe) and op.src == src and not work.done() and work not in self.left:
                 work.complete(op.message(8, torch.float32))
 
     def lose(self, src: int, error: CommError) -> None:
-        """No message of a rank will come."""
+        """Fail the probes of a rank that will send no message."""
         for op, work in list(self.posted):
             if isinstance(op, ops.Probe) and op.src == src and not work.done():
                 work.fail(error)
@@ -108,7 +108,7 @@ def test_recv_any_ops_share_one_probe_per_rank() -> None:
     assert wire.probes() == [1, 2]
     wire.see(2)
     (take,) = wire.takes()
-    assert wire.probes() == [1, 2]  # for those behind
+    assert wire.probes() == [1, 2]  # The calls behind the first one still wait.
     take.complete()
     assert works[0].outcome == 2
     wire.see(1)
@@ -142,11 +142,11 @@ def test_recv_any_whose_message_is_gone_keeps_its_turn() -> None:
 
 
 def test_recv_any_takes_messages_of_all_ranks_in_turn() -> None:
-    """A rank of whom nobody has taken a message has lost no turn; and of few tags it is known."""
+    """The rank that was served last comes last; only a limited number of tags is remembered."""
     wire = Wire()
     work = wire.call(from_any())
     wire.see(1)
-    wire.see(2)  # while the first is being taken
+    wire.see(2)  # The first message is being taken.
     wire.takes()[0].complete()
     assert work.done()
     assert wire.empty
@@ -169,14 +169,14 @@ def test_recv_any_withdrawn_while_pending_withdraws_its_probes() -> None:
     assert wire.empty
     assert len(wire.left) == 2
     assert not wire.arrivals.withdraw(cast("Any", works[0]))
-    wire.left[0].complete(ops.Message(2, 0, 8, torch.float32))  # it was too late to withdraw the probe
+    wire.left[0].complete(ops.Message(2, 0, 8, torch.float32))  # The withdrawal of the probe came too late.
     assert wire.empty
     assert not wire.takes()
 
 
 @pytest.mark.parametrize("matched", [False, True])
 def test_recv_any_is_withdrawn_while_taking_unless_matched(matched: bool) -> None:
-    """A transport that hands ops on later may not have begun."""
+    """A transport that delays ops may not have begun the one that takes the message."""
     wire = Wire()
     work = wire.call(from_any())
     wire.see(1)
@@ -203,7 +203,7 @@ def test_recv_any_fails_when_its_probe_cannot_be_posted() -> None:
 
 
 def test_recv_any_fails_only_if_all_other_sources_are_lost() -> None:
-    """What waits for others goes on, and this rank is none of them."""
+    """Calls that wait for other sources stay pending, and so does a call that waits for this rank itself."""
     wire = Wire()
     one, some, own = (wire.call(op) for op in (from_any(1), from_any(0, 1, 2), from_any(0)))
     wire.lose(1, first := CommError("1"))

@@ -1,4 +1,4 @@
-"""Which ops of lanes a transport is given, and which go by messages."""
+"""Routes of ops of lanes: to a transport, or by messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMS = {torch.float32: frozenset({"sum"})}
 
 
 def way_of(op: ops.Op, capabilities: Capabilities | None) -> tuple[str, int]:
-    """How an op of lane 5 is carried, and the lane that its carrier is told."""
+    """Return how an op of lane 5 is carried, and the lane that its carrier gets."""
     ways: list[tuple[str, int]] = []
 
     class Lowering(Router):
@@ -33,7 +33,7 @@ def way_of(op: ops.Op, capabilities: Capabilities | None) -> tuple[str, int]:
     )
     family = {op.family: cast("Transport", transport)} if capabilities is not None else {}
     routes = Lowering(cast("Any", SimpleNamespace(offload=None, rank=0)), family).within
-    for _ in range(2):  # decided, and found again
+    for _ in range(2):  # The first call finds the route, and the second one uses it.
         routes[type(op)](op, 5, cast("Any", None))
     assert ways[0] == ways[1]
     return ways[0]

@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Its lane and kind are matched; the rest is what it really is, and only the checker sees it."""
+    """A message: receives match its lane and kind, and only the checker sees the rest."""
 
     src: int
     dst: int
@@ -47,29 +47,29 @@ class Message(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is in a lane."""
+    """The progress of a rank in a lane."""
 
     called: int = 0
-    """How many collectives it has called."""
+    """The number of collectives that the rank has called."""
     ended: int = 0
     step: int = -1
-    """The step of the one under way; -1: none is."""
+    """The step of the collective under way; -1: none is."""
     due: frozenset[int] = frozenset()
     """The ranks whose messages this step still needs."""
     patient: bool = True
-    """Whether the task waits for what it has called, and was not cancelled."""
+    """True if the task waits for its call, and was not cancelled."""
 
 
 class State(NamedTuple):
     places: tuple[tuple[Place, ...], ...]
-    """By rank and lane."""
+    """The places, by rank and lane."""
     messages: tuple[Message, ...]
-    """On their way or waiting, in the order sent."""
+    """The messages on their way or waiting, in the order sent."""
     dead: int | None = None
 
 
 def steps_of(op: ops.Op, rank: int) -> list[tuple[list[int], list[int]]]:
-    """Of each step of the real schedule the ranks that it sends to, and those that it receives from."""
+    """Return for each step of the real schedule the ranks that it sends to, and those that it receives from."""
     steps = SCHEDULES[type(op)](Context(Group(rank), 0), op)  # type: ignore[arg-type]
     return [
         ([p.dst for p in step if isinstance(p, ops.Send)], [p.src for p in step if isinstance(p, ops.Recv)])
@@ -84,8 +84,8 @@ class Model(lane_models.Model):
     """The protocol.
 
     :param keyed: whether messages match by lane.
-    :param published: whether a lane begins only when those before it have ended everywhere, as an order would have it
-        that one rank publishes.
+    :param published: whether a lane begins only when those before it have ended everywhere, as in an order that one
+        rank publishes.
     """
 
     counts = tuple(map(len, PROGRAM))
@@ -97,7 +97,7 @@ class Model(lane_models.Model):
         self.published = published
 
     def steps(self, state: State) -> Iterator[State]:
-        """All that happens next by itself, sooner or later."""
+        """Yield all states that follow sooner or later, without a fault."""
         for rank in alive(state):
             for lane, place in enumerate(state.places[rank]):
                 if self.may_call(state, rank, lane):
@@ -110,11 +110,11 @@ class Model(lane_models.Model):
                 yield lost(state, rank)
 
     def ended(self, state: State) -> bool:
-        """As every protocol; and no message is left, if nobody has died."""
+        """Return whether no work waits and, if no rank has died, no message is left."""
         return super().ended(state) and (state.dead is not None or not state.messages)
 
     def begin(self, state: State, rank: int, lane: int) -> State:
-        """Take the steps of a lane that need nobody: of the collective under way, or of the next one that is called."""
+        """Take the steps of a lane that need no message: of the collective under way, or of the next called one."""
         place = state.places[rank][lane]
         if place.due or place.called == place.ended or not self.may_begin(state, lane):
             return state
@@ -126,17 +126,17 @@ class Model(lane_models.Model):
         dsts, srcs = steps[place.step + 1]
         place = place._replace(step=place.step + 1, due=frozenset(srcs))
         sent = [Message(rank, dst, lane, kind, place.ended, place.step) for dst in dsts]
-        messages = tuple(sorted((*state.messages, *sent), key=self.matched))  # stable: what is matched keeps its order
+        messages = tuple(sorted((*state.messages, *sent), key=self.matched))  # The sort is stable: matches keep order.
         return self.begin(placed(state._replace(messages=messages), rank, lane, place), rank, lane)
 
     def may_begin(self, state: State, lane: int) -> bool:
-        """Whether nothing holds up a lane."""
+        """Return whether nothing holds up a lane."""
         return not self.published or all(
             row != lane_models.LOST and row[i].ended == len(PROGRAM[i]) for row in state.places for i in range(lane)
         )
 
     def matched(self, message: Message) -> tuple[object, ...]:
-        """That of a message by which a receive takes it."""
+        """Return the part of a message that a receive matches."""
         return message[:4] if self.keyed else (message.src, message.dst, message.kind)
 
     def receive(self, state: State, rank: int, lane: int, src: int) -> State:
@@ -154,7 +154,7 @@ class Model(lane_models.Model):
 
 @every_order
 def test_lanes_model_reaches_no_wrong_or_stuck_state(order: tuple[int, ...]) -> None:
-    """Whatever rank 2 calls first, and awaits before it calls the next."""
+    """The model holds in whatever order rank 2 calls the lanes, if it awaits each before it calls the next."""
     states = Model((*TASKS, order)).explore()
     print(f"{states} states")
     assert states > 100_000, "the model is not what it was"
@@ -166,6 +166,6 @@ def test_checker_finds_mixed_messages_without_lane_keys() -> None:
 
 
 def test_checker_finds_the_deadlock_of_a_published_order() -> None:
-    """With a rank that awaits the lane which is second in it before it calls the first."""
+    """A rank that awaits a later lane of the order before it calls the earlier ones waits for ever."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
         Model((*TASKS, FIRST), published=True).explore()

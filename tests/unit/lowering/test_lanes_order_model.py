@@ -21,18 +21,18 @@ from lane_models import FIRST, LOST, RANKS, TASKS, alive, called, every_order, l
 pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
 PROGRAM = (2, 1, 1)
-"""How many collectives each lane has."""
+"""The number of collectives of each lane."""
 LANES = range(len(PROGRAM))
 
 
 class Place(NamedTuple):
-    """Where a rank is in a lane."""
+    """The progress of a rank in a lane."""
 
     called: int = 0
-    """How many collectives it has called."""
+    """The number of collectives that the rank has called."""
     ended: int = 0
     patient: bool = True
-    """Whether the task waits for what it has called, and was not cancelled."""
+    """True if the task waits for its call, and was not cancelled."""
 
 
 Call = tuple[int, int]
@@ -41,10 +41,10 @@ Call = tuple[int, int]
 
 class State(NamedTuple):
     places: tuple[tuple[Place, ...], ...]
-    """By rank and lane."""
+    """The places, by rank and lane."""
     order: tuple[Call, ...] = ()
     begun: tuple[int, ...] = (0,) * len(RANKS)
-    """How many entries of the order each rank has begun."""
+    """The number of entries of the order that each rank has begun."""
     done: tuple[int, ...] = (0,) * len(RANKS)
     dead: int | None = None
 
@@ -52,7 +52,7 @@ class State(NamedTuple):
 class Model(lane_models.Model):
     """The protocol.
 
-    :param callers: how many ranks must have called a collective before it is appended; right are all.
+    :param callers: the number of ranks that must have called a collective before it is appended; correct is all.
     """
 
     counts = PROGRAM
@@ -63,7 +63,7 @@ class Model(lane_models.Model):
         self.callers = callers
 
     def steps(self, state: State) -> Iterator[State]:
-        """All that happens next by itself, sooner or later."""
+        """Yield all states that follow sooner or later, without a fault."""
         for rank in alive(state):
             for lane in LANES:
                 if self.may_call(state, rank, lane):
@@ -75,7 +75,7 @@ class Model(lane_models.Model):
                 yield lost(state, rank)
 
     def append(self, state: State) -> Iterator[State]:
-        """The first rank appends what enough ranks have called, when it is its turn in its lane."""
+        """Append on the first rank the collectives that enough ranks have called, in the order of each lane."""
         for lane in LANES:
             number = sum(it == lane for it, _ in state.order)
             rows = [row for row in state.places if row != LOST]
@@ -83,7 +83,7 @@ class Model(lane_models.Model):
                 yield state._replace(order=(*state.order, (lane, number)))
 
     def run(self, state: State, rank: int) -> Iterator[State]:
-        """Begin what stands next in the order, or end what all have begun."""
+        """Begin the next collective of the order, or end the one that all ranks have begun."""
         at = state.done[rank]
         if at == len(state.order):
             return
@@ -101,13 +101,13 @@ class Model(lane_models.Model):
 
 
 def more(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The counts with one more of a rank."""
+    """Return the counts with one more for a rank."""
     return (*counts[:rank], counts[rank] + 1, *counts[rank + 1 :])
 
 
 @every_order
 def test_lanes_order_model_reaches_no_wrong_or_stuck_state(order: tuple[int, ...]) -> None:
-    """Whatever rank 2 calls first, and awaits before it calls the next."""
+    """The model holds in whatever order rank 2 calls the lanes, if it awaits each before it calls the next."""
     states = Model((*TASKS, order)).explore()
     print(f"{states} states")
     assert states > 100_000, "the model is not what it was"
@@ -115,6 +115,6 @@ def test_lanes_order_model_reaches_no_wrong_or_stuck_state(order: tuple[int, ...
 
 @pytest.mark.parametrize("callers", [1, 2])
 def test_checker_finds_the_deadlock_of_an_order_by_some_callers(callers: int) -> None:
-    """With a rank that awaits the lane which is second in it before it calls the first."""
+    """A rank that awaits a later lane of the order before it calls the earlier ones waits for ever."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
         Model((*TASKS, FIRST), callers).explore()

@@ -20,7 +20,7 @@ SIZES = [1, 2, 3, 4, 5, 7, 8]
 
 
 class Plain(LocalTransport):
-    """Sends and receives, and nothing else."""
+    """A transport that only sends and receives."""
 
     capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}), in_process=True)
 
@@ -93,7 +93,7 @@ def test_lowered_reductions_are_right(size, n):
         return results
 
     first, *others = on_ranks(size, each)
-    for results in others:  # the same bits everywhere
+    for results in others:  # All results have the same bits.
         assert all(a.equal(b) for a, b in zip(first, results, strict=True))
 
 
@@ -278,7 +278,7 @@ def test_windows_over_messages_put_get_and_signal(loop):
 
 
 def test_window_close_by_an_error_completes_the_puts_of_others(loop, monkeypatch):
-    """Rank 0 leaves its body with an error, and takes the data of rank 1's put only later; sends are done at once."""
+    """Rank 0 leaves its block with an error, and takes the data of rank 1's put only later; sends are done at once."""
     late = []
 
     class Sent:
@@ -314,7 +314,7 @@ def test_window_close_by_an_error_completes_the_puts_of_others(loop, monkeypatch
             with pytest.raises(ZeroDivisionError):
                 async with win:
                     raise ZeroDivisionError
-            await comm.send(word, 1)  # behind its farewell
+            await comm.send(word, 1)  # This message follows the close of the window.
             await comm.recv(word, 1)
             assert not slot.any()
             for take in late:

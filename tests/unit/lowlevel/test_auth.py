@@ -1,4 +1,4 @@
-"""The job's token: where it comes from, what it signs, and what a job without one may not do."""
+"""The job's token: its sources, the records that it signs, and the limits of a job without one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_token_is_read_from_environment_or_file(file):
     ids=str,
 )
 def test_unreadable_token_is_an_error(environ, why):
-    """And never the same as none."""
+    """An unreadable token does not count as no token."""
     with pytest.raises(ArgumentError, match=why) as caught:
         read_token(environ)
     assert TOKEN not in str(caught.value)
@@ -83,7 +83,7 @@ def test_symlink_to_a_token_file_is_refused(file, tmp_path):
 
 
 def test_fifo_as_token_file_is_refused_without_blocking(tmp_path):
-    """Opening it does not wait for somebody who writes."""
+    """The open does not wait for a writer of the pipe."""
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ArgumentError, match="no regular file"):
         read_token({"AIOCOMMS_TOKEN_FILE": str(tmp_path / "pipe")})
@@ -220,7 +220,7 @@ def test_a_forged_record_names_its_rank(record):
 
 
 def test_record_of_an_earlier_generation_is_refused(monkeypatch):
-    """Its keys are others; but who can write to the store can copy it there."""
+    """Its keys differ, but a process that can write to the store can copy it to a later key."""
     monkeypatch.setenv("AIOCOMMS_TOKEN", TOKEN)
 
     def place(rank):
@@ -262,7 +262,7 @@ def test_wrong_token_raises_auth_error_on_both_ranks(monkeypatch):
 
 
 def address():
-    """An address of this host that others may reach, or none."""
+    """Return an address of this host that others may reach; skip the test if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -294,7 +294,7 @@ def test_store_is_served_to_other_hosts_only_with_a_token(monkeypatch):
     with pytest.raises(ArgumentError, match=rf"would be open to other hosts at {where}, and this job has no token"):
         connect_store(where, port, 0, 2, agent_store=False, timeout=5)
     with socket.create_server((where, port)):
-        pass  # nobody listens there
+        pass  # No listener is left there.
     monkeypatch.setenv("AIOCOMMS_TOKEN", TOKEN)
     store = connect_store(where, port, 0, 2, agent_store=False, timeout=5)
     assert store.host == where

@@ -1,4 +1,4 @@
-"""The numbers of processes, which tell one from a later one with its pid."""
+"""Process numbers, which distinguish a process from a later one with the same pid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_number_has_the_pid_and_the_time_at_which_the_process_began() -> None:
     assert process_number(os.getpid()) == this_process()[1]
     assert process_number(os.getpid()) % 2**22 == os.getpid()
     assert process_number(os.getpid()) > 2**22
-    assert process_number(0) == 0  # a pid that no process has
+    assert process_number(0) == 0  # No process has this pid.
 
 
 def test_descriptor_is_of_the_process_with_the_number_alone() -> None:

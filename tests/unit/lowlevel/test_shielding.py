@@ -1,4 +1,4 @@
-"""Calls that are awaited to their end, whoever cancels: by asyncio's own `cancel()`, and by scopes."""
+"""Calls that are awaited to their end, although asyncio's own ``cancel()`` or a scope cancels them."""
 
 from __future__ import annotations
 

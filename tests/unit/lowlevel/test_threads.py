@@ -1,4 +1,4 @@
-"""Blocking calls off the loop: what they return, who waits for them, and what is left when nobody does."""
+"""Blocking calls off the loop: their results, their awaiters, and what an abandoned call leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "aiocomms blocking call"
 
 @pytest.fixture
 def left_behind():
-    """Gives ``left_behind()``, the threads of this test: earlier ones may have left some, too."""
+    """Return a function that lists the threads of this test; earlier tests may have left some, too."""
     earlier = set(threading.enumerate())
     return lambda: [it for it in threading.enumerate() if it.name == NAME and it not in earlier]
 
@@ -55,7 +55,7 @@ def test_run_in_thread_raises_what_the_call_raises(run):
 
 def test_run_in_thread_frees_arguments_of_a_failed_call_without_gc(run):
     class Held:
-        """A store's connection, say."""
+        """A stand-in for a store's connection."""
 
     def fail(held):
         raise LookupError
@@ -94,7 +94,7 @@ def test_run_in_thread_runs_ten_calls_concurrently(run):
 def test_cancelled_run_in_thread_leaves_the_thread_and_no_descriptor(run, left_behind):
     async def main():
         begun, release = threading.Event(), threading.Event()
-        await run_in_thread(int)  # what the loop opens for its first reader
+        await run_in_thread(int)  # The loop opens a descriptor for its first reader.
         before = Counter(held()[1])
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
@@ -106,7 +106,7 @@ def test_cancelled_run_in_thread_leaves_the_thread_and_no_descriptor(run, left_b
         (thread,) = left_behind()
         assert thread.daemon
         assert not Counter(held()[1]) - before
-        # The number of its descriptor is somebody else's by now, and is not written to.
+        # Another file may have the number of its descriptor by now, and the thread must not write to it.
         theirs = os.eventfd(0, os.EFD_NONBLOCK)
         release.set()
         thread.join(HANGS)
@@ -119,7 +119,7 @@ def test_cancelled_run_in_thread_leaves_the_thread_and_no_descriptor(run, left_b
 
 
 def test_run_in_thread_in_a_cancelled_scope_starts_the_call(run):
-    """What must be released is released."""
+    """The call may release a resource, so it must run."""
 
     async def main():
         called = threading.Event()
@@ -152,7 +152,7 @@ def test_run_in_thread_without_threads_or_descriptors_fails_without_leaks(run, m
 
 
 def test_call_in_thread_returns_before_the_thread_runs(monkeypatch):
-    """A new thread that waits for a core keeps nobody: neither the loop, nor whoever else has it started."""
+    """The caller does not wait until a processor runs the new thread."""
     waiting, calls = [], []
     monkeypatch.setattr(threads._thread, "start_new_thread", lambda run, args: waiting.append(run))
     monkeypatch.setattr(threading.Thread, "start", lambda thread: waiting.append(None))
@@ -165,7 +165,7 @@ def test_call_in_thread_returns_before_the_thread_runs(monkeypatch):
 
 @pytest.mark.real
 def test_interpreter_exit_waits_for_an_abandoned_call():
-    """Not for ever: it is a daemon's. Before Python 3.14 one that came back too late ended the process by SIGABRT."""
+    """The wait is short. Before Python 3.14 a daemon thread that came back too late ended the process by SIGABRT."""
     program = """
 import anyio, atexit, threading
 from torch.distributed import HashStore

@@ -1,4 +1,4 @@
-"""Whatever ranks tell each other begins with what it is, and its version: it is compared before anything is decoded."""
+"""Versions of all data between ranks: they are compared before anything else is decoded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 pytestmark = pytest.mark.deterministic
 
 OTHER = 4711
-"""The version of the other rank, whose records have another shape too."""
+"""The version of the other rank, whose records also have another shape."""
 SHORT = msgspec.msgpack.encode([1])
 
 
@@ -104,7 +104,7 @@ def arrive(store: HashStore, rank: int) -> BaseException | str:
 
 
 def record(text: str) -> bytes:
-    """What a rank of another version wrote, without a token."""
+    """Return a record that a rank of another version has written, without a token."""
     return RENDEZVOUS._replace(version=OTHER).head + b"\x01" + text.encode()
 
 
@@ -113,7 +113,7 @@ def record(text: str) -> bytes:
 def test_rank_of_another_version_raises_protocol_error_with_both_versions(
     monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
-    """It has seen this rank, so it is no process that is gone; and it did come."""
+    """The other process has seen this rank, so it belongs to this run, and it has arrived."""
     store, mine, theirs = HashStore(), "0" * 16, "1" * 16
     monkeypatch.setattr(generations.secrets, "token_hex", lambda _: mine)
     store.set(f"came/{other}", record(theirs if other else f"{theirs} digest "))
@@ -129,7 +129,7 @@ def test_rank_of_another_version_raises_protocol_error_with_both_versions(
 @pytest.mark.fault(105)
 @pytest.mark.parametrize("other", range(2))
 def test_record_of_a_gone_process_of_another_version_is_ignored(other: int) -> None:
-    """It did not see the rank that is there now."""
+    """The other process has not seen the present rank."""
     store, theirs = HashStore(), "1" * 16
     store.set(f"came/{other}", record(theirs if other else f"{theirs} digest "))
     store.set(f"met/{theirs}", theirs + "2" * 16)
@@ -154,7 +154,7 @@ def listener() -> socket.socket:
 
 
 def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], listener: socket.socket) -> list[object]:
-    """What becomes of two ranks at a gate each, of which each speaks its own version."""
+    """Return the results of two ranks at a gate each, each of which speaks its own version."""
     results: list[object] = [None, None]
     local, connected = threading.local(), threading.Event()
 
@@ -192,7 +192,7 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
 def test_handshake_between_versions_names_both_versions(
     monkeypatch: pytest.MonkeyPatch, listener: socket.socket
 ) -> None:
-    """Who connects knows at once. Who accepts does not know that it is a rank, but says what it was."""
+    """The rank that connects fails at once; the one that accepts does not know that the other is a rank."""
     ours = handshake.HANDSHAKE
     accepts, connects = handshakes(monkeypatch, {0: ours, 1: ours._replace(version=OTHER)}, listener)
     assert isinstance(connects, ProtocolError)

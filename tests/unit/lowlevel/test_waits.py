@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class Noted:
-    """An event of a simulation: a wait ends at once, and says how long it would have been."""
+    """An event of a simulation, whose wait ends at once and records its timeout."""
 
     def __init__(self, waits: list[float | None]) -> None:
         self._waits, self._set = waits, False
