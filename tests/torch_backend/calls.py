@@ -1,4 +1,4 @@
-"""A communicator in whose place a group's calls are noted."""
+"""A fake communicator that records the calls of a group."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiocomms.arguments import COMM_TIMEOUT
 
 
 def lists(value: Any) -> Any:
-    """What a value holds, and no tensor."""
+    """Return a value with lists in place of its tensors."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [lists(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 class Calls:
-    """A communicator that notes what is called, and does nothing; the first ``ended`` operations have ended."""
+    """A communicator that records calls, and does nothing; its first ``ended`` operations are done."""
 
     rank, size, timeout = 1, 2, 600.0
 
@@ -31,7 +31,7 @@ class Calls:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, timeout: Any = COMM_TIMEOUT) -> Any:
-            self.seen.append((name, lists(args)))  # but the deadline, which some operators of c10d do not tell
+            self.seen.append((name, lists(args)))  # Some operators of c10d pass no deadline.
             self.deadlines.append(timeout)
             number = len(self.seen)
             return SimpleNamespace(done=lambda: number <= self.ended, wait=lambda patience: None, source=None)

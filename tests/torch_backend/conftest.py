@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture(params=["ucx", "c10d"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Each transport that processes have; a test may name one."""
+    """Return each transport between processes; a test may choose one."""
     name: str = request.param
     return name

@@ -1,7 +1,7 @@
-"""Drawn programs, run by gloo, by the backend and by communicators, and compared in all that can be seen of them.
+"""Random programs, run over gloo, the backend and communicators, and compared in all their visible effects.
 
-``python tests/torch_backend/differential.py --seed=1 --programs=1000`` prints what differs, with the seed that repeats
-it, and which of the differences that are known it has met.
+``python tests/torch_backend/differential.py --seed=1 --programs=1000`` prints the differences, with the seeds that
+repeat them, and the known differences that it has met.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ DTYPES = [
     *(torch.uint16, torch.uint32, torch.uint64),
 ]
 TOGETHER = 500
-"""Programs that the same processes run."""
+"""The number of programs that the same processes run."""
 NOT_OF_GLOO = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
-"""Gloo refuses them; complex ones where torch makes no real ones of them."""
+"""Dtypes that gloo refuses, the complex ones unless torch views them as real ones."""
 SHAPES = [(), (0,), (1,), (5,), (2, 3), (3, 0), (3, 2, 2), (300,), (70_000,)]
 LAYOUTS = ["contiguous", "contiguous", "transposed", "strided", "offset"]
 MODES = ["plain", "plain", "grad", "saved", "inference", "no_grad"]
@@ -53,9 +53,9 @@ KINDS = [
     *("message", "barrier"),
 ]
 ONE_SIDED = {"gather", "scatter", "message"}
-"""What has not the same tensors on all ranks, so that a refusal on one of them leaves the others to wait."""
+"""Calls whose tensors differ between ranks, so that a refusal on one rank leaves the others waiting."""
 ROOTED = ONE_SIDED | {"broadcast", "reduce"}
-"""What does not write on all ranks."""
+"""Calls that write on some ranks only."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Call:
     op: str
     root: int
     way: str
-    """How torch's groups are called: by a function, or by a method."""
+    """The way to call torch's groups: by a function, or by a method."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def drawn(seed: int, size: int) -> Program:
 
 @dataclass
 class Tensors:
-    """What one call of one rank writes, and what it reads; in place, where nothing else is read."""
+    """The tensors that one call of one rank writes and reads; a call in place reads no others."""
 
     written: list[Tensor]
     read: list[Tensor]
@@ -127,7 +127,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
 
 
 def _laid(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another place."""
+    """Return the same values in another memory layout."""
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "strided" and tensor.dim():
@@ -138,7 +138,7 @@ def _laid(tensor: Tensor, layout: str) -> Tensor:
 
 
 def shapes(call: Call, rank: int, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The shapes of what a rank writes and reads."""
+    """Return the shapes of the tensors that a rank writes and reads."""
     part, parts = [call.shape], [call.shape] * size
     of_root = rank == call.root
     table: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
@@ -158,7 +158,7 @@ def shapes(call: Call, rank: int, size: int) -> tuple[list[tuple[int, ...]], lis
 
 
 def made(program: Program, index: int, rank: int, size: int) -> Tensors:
-    """The tensors of a call, the same each time."""
+    """Return the tensors of a call, with the same values each time."""
     call = program.calls[index]
     numbers = itertools.count()
 
@@ -170,7 +170,7 @@ def made(program: Program, index: int, rank: int, size: int) -> Tensors:
 
 
 def defined(op: str, dtype: torch.dtype) -> bool:
-    """Whether a reduction means something for a dtype."""
+    """Return whether a reduction is defined for a dtype."""
     whole = not (dtype.is_floating_point or dtype.is_complex)
     number = dtype is not torch.bool
     return {"B": whole, "A": not whole, "M": not dtype.is_complex, "S": number, "P": number}[op[0]]
@@ -188,7 +188,7 @@ def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def expected(program: Program, index: int, rank: int, size: int) -> list[Tensor] | None:
-    """What the tensors that a rank writes hold in the end; None: nobody says it."""
+    """Return the final values of the tensors that a rank writes, or None if they are unspecified."""
     call = program.calls[index]
     ranks = [made(program, index, each, size) for each in range(size)]
     own, root = ranks[rank], ranks[call.root]
@@ -220,7 +220,7 @@ def expected(program: Program, index: int, rank: int, size: int) -> list[Tensor]
 
 _Start = Callable[[Call, list[Tensor], list[Tensor]], Any]
 Starts = Callable[[Call, Tensors], Any]
-"""Starts a call, and returns what can be waited for; None: there is nothing to wait for."""
+"""A function that starts a call, and returns its work, or None if there is no work."""
 
 
 def _torchs(call: Call) -> Any:
@@ -304,16 +304,16 @@ def by_aiocomms(comm: Any) -> Starts:
 
 @dataclass
 class Outcome:
-    """What became of one call on one rank."""
+    """The outcome of one call on one rank."""
 
     refused: str
-    """Why it was refused; empty: it was not."""
+    """The reason for a refusal, or an empty text."""
     values: list[Any]
     written: list[int | None]
-    """By how much the versions of the tensors that it writes have risen; None: they have none."""
+    """The increases of the versions of the tensors that it writes; None for a tensor without one."""
     read: list[int | None]
     backward: str
-    """Whether a gradient that needs a value from before was computed or refused; empty: none was asked for."""
+    """The result for a gradient that needs an old value: computed, refused, or empty if none was asked for."""
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -329,7 +329,7 @@ _REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, aiocomms.
 
 
 class Trial:
-    """A program on one rank, by one of those who run them."""
+    """A program on one rank, run by one implementation."""
 
     def __init__(self, program: Program, rank: int, size: int, starts: Starts) -> None:
         self._program, self._starts = program, starts
@@ -396,7 +396,7 @@ class Trial:
 
 
 def differs(program: Program, index: int, rank: int, size: int, who: str, seen: Outcome) -> str:
-    """Say what is wrong with an outcome, or ``known: `` and why it is as it is; empty: nothing."""
+    """Return the fault of an outcome, or ``known: `` and the reason for a known difference, or an empty text."""
     call = program.calls[index]
     if call.kind in REDUCING and not defined(call.op, call.dtype):
         return "" if seen.refused else f"{call.op} of {call.dtype} is {seen.values}"
@@ -436,16 +436,16 @@ KNOWN: dict[str, dict[str, str]] = {
         "requires grad": "autograd would not see the write",
     },
 }
-"""Differences that are no defects: by who refuses, a part of the text, and why."""
+"""Differences that are no defects: by implementation, a part of the message, and the reason."""
 
 
 def of_gloo(call: Call) -> bool:
-    """Whether gloo carries a call; where it does not, or autograd refuses its write, its next operation may hang."""
+    """Return whether gloo carries a call; after a refusal by gloo or autograd, its next operation may hang."""
     return call.dtype not in NOT_OF_GLOO and (call.kind not in REDUCING or defined(call.op, call.dtype))
 
 
 async def compares(place: Rank, seeds: Sequence[int]) -> Counter[str]:
-    """Run the programs of some seeds in turn by each, and count what differs, known or not."""
+    """Run the programs of some seeds by each implementation in turn, and count the differences, known or not."""
     rank, size, store = place.rank, place.size, place.store()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
     starts: dict[str, Starts] = {"gloo": by_torch(dist.group.WORLD)}
@@ -493,13 +493,13 @@ def _judged(program: Program, rank: int, size: int, who: str, start: Starts) -> 
 
 
 def first_differences(found: Counter[str]) -> list[str]:
-    """Return those of the first program that has any: what comes after it may follow from it."""
+    """Return the differences of the first program that has any: later ones may follow from them."""
     different = sorted(what for what in found if what.startswith(DIFFERENCE))
     return [what for what in different if what.partition(",")[0] == different[0].partition(",")[0]]
 
 
 def main() -> int:
-    """Run programs in a process for each rank, and print what differs."""
+    """Run programs in a process for each rank, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--programs", type=int, default=1000)

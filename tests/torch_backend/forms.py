@@ -1,4 +1,4 @@
-"""What torch's binding says of the forms of a group's methods, in its docstrings; and calls that are made of that."""
+"""The forms of a group's methods, from the docstrings of torch's binding, and calls that are made from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TENSORS = {
     "gather": (PARTS, PART),
     "scatter": (PART, PARTS),
 }
-"""What each method writes and reads. Those that are not here have one tensor, which is a part."""
+"""The tensors that each method writes and reads. Other methods have one tensor, which is a part."""
 TIMEOUT = timedelta(seconds=50)
 _WORDS = {"root": 1, "srcRank": 0, "dstRank": 1, "tag": 3, "arg1": 3, "timeout": TIMEOUT, "op": dist.ReduceOp.MAX}
 _DEPTHS = {PART: 0, WHOLE: 0, PARTS: 1, ROWS: 2}
@@ -54,10 +54,10 @@ class Form:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of every method that starts an operation; of Backend's, those of methods that a group of ours has."""
+    """Yield each form of each method that starts an operation; of Backend, only methods that `Group` has."""
     for owner in (c10d.ProcessGroup, c10d.Backend):
         for method, function in vars(owner).items():
-            if owner is c10d.Backend and method not in vars(Group):  # it is ProcessGroup's there, in C++
+            if owner is c10d.Backend and method not in vars(Group):  # ProcessGroup has such a method in C++.
                 continue
             for line in (getattr(function, "__doc__", None) or "").splitlines():
                 found = re.fullmatch(rf"(?:\d+\. )?{method}\(self: [\w.]+(?:, (.*))?\) -> c10d::Work", line)
@@ -69,7 +69,7 @@ def forms() -> Iterator[Form]:
 
 
 def options(kind: type) -> Any:
-    """Options of torch that say something else than their defaults, where they can."""
+    """Return options of torch with other values than their defaults, where there are any."""
     made = kind()
     made.timeout = TIMEOUT
     for name, value in (("reduceOp", dist.ReduceOp.MAX), ("rootRank", 1)):
@@ -117,12 +117,12 @@ class Call:
 
     @property
     def right(self) -> bool:
-        """Whether torch has such a call."""
+        """True for a call that torch accepts."""
         return self.how.startswith("by ")
 
 
 def calls(form: Form, rank: int) -> Iterator[Call]:
-    """What is right by places, by names, by defaults; and for each argument one that it cannot be."""
+    """Yield right calls by places, names and defaults, and calls with one argument of a wrong type."""
 
     def values(root: int) -> dict[str, Any]:
         return {name: _value(form, name, rank, root) for name in form.types}
@@ -150,7 +150,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _answer(world: Any, method: str, tensors: list[Tensor]) -> dict[str, Any]:
-    """Take part in a message of which the other rank calls what is tried."""
+    """Send or receive the other end of a message whose method is tried on the other rank."""
     (world.recv(tensors, 0, 3) if method == "send" else world.send(tensors, 1, 3)).wait()
     return {"tensors": tensors}
 
@@ -174,5 +174,5 @@ def _outcome(world: Any, call: Call, rank: int) -> Any:
 
 
 def outcomes(world: Any, rank: int) -> dict[str, Any]:
-    """What becomes of the values of every call of every form; or that it is refused, or why it fails."""
+    """Return the final values of each call of each form, or its refusal, or its error."""
     return {str(call): _outcome(world, call, rank) for form in forms() for call in calls(form, rank)}

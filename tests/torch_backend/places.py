@@ -17,7 +17,7 @@ import aiocomms.integrations.torch_backend
 def group(
     place: Rank, backend: str = aiocomms.integrations.torch_backend.BACKEND, **more: Any
 ) -> Iterator[dist.ProcessGroup]:
-    """The default group, over the transport of the place."""
+    """Open the default group, over the transport of the place."""
     if backend == aiocomms.integrations.torch_backend.BACKEND:
         more["pg_options"] = place.transport
     where = {"store": place.store(), "rank": place.rank, "world_size": place.size, "timeout": timedelta(seconds=60)}

@@ -1,4 +1,4 @@
-"""Drawn programs come to the same by gloo, the backend and communicators: fixed ones here, others in the search."""
+"""Random programs give the same over gloo, the backend and communicators: fixed seeds here, others in the search."""
 
 from __future__ import annotations
 

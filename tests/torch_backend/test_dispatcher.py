@@ -1,4 +1,4 @@
-"""Calls that torch's dispatcher sees: what listens there hears of them, and what comes out is the group's own."""
+"""Calls through torch's dispatcher: dispatch modes see them, and the group still runs the operation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.fault(134)]
 
 
 class Spy(TorchDispatchMode):
-    """Notes the operators of c10d that it sees."""
+    """A dispatch mode that records the operators of c10d."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ def group(comm: Calls) -> Group:
 
 
 def twice(value: Any) -> Any:
-    """The same with tensors that are two: themselves, and themselves times ten."""
+    """Return a value with a TwoTensor for each tensor: itself, and ten times itself."""
     if isinstance(value, Tensor):
         return TwoTensor(value, value * 10)
     return [twice(each) for each in value] if isinstance(value, list) and value else value
 
 
 def called(group: Group, form: Form, arguments: Callable[[Any], Any] = lambda value: value) -> list[Any]:
-    """What a method of a group calls, with all arguments that torch has for it."""
+    """Return the calls of a method of a group, with all arguments that torch has for it."""
     comm = cast("Calls", group.comm)
     comm.seen.clear()
     call = next(calls(form, 1))
@@ -66,12 +66,12 @@ def called(group: Group, form: Form, arguments: Callable[[Any], Any] = lambda va
 
 
 def torchs() -> Iterator[Form]:
-    """The forms that torch calls, and that begin an operation at once."""
+    """Return the forms that torch calls, and that start an operation at once."""
     return (form for form in forms() if form.owner == "ProcessGroup" and form.method != "recv_anysource")
 
 
 def test_a_mode_sees_each_operation(group: Group) -> None:
-    """And what is called in the end is what is called without it."""
+    """Each mode sees one operator for each operation, and the communicator gets the same calls as without modes."""
     for form in torchs():
         expected = called(group, form)
         with Spy() as outer, Spy() as inner:
@@ -91,7 +91,7 @@ def test_a_tensor_of_several_is_each_of_them(group: Group) -> None:
 def test_a_work_is_done_when_all_that_was_started_is(group: Group, comm: Calls) -> None:
     work = group.allreduce(TwoTensor(torch.ones(2), torch.zeros(2)))
     assert not work.is_completed()
-    comm.ended = 1  # of which gloo's work is
+    comm.ended = 1  # Gloo's work would be done here.
     assert not work.is_completed()
     comm.ended = 2
     assert work.is_completed()
@@ -107,7 +107,7 @@ def test_communication_is_counted(group: Group) -> None:
 def test_fake_tensors_reach_no_rank(group: Group, comm: Calls) -> None:
     mode = FakeTensorMode()
     fake = mode.from_tensor(torch.ones(2))
-    group.allreduce([fake])  # its mode is off
+    group.allreduce([fake])  # The mode of the tensor is off.
     with mode:
         group.allreduce([torch.ones(2)])
         with Spy() as spy:
@@ -164,7 +164,7 @@ def test_another_backends_device_is_answered_by_what_to_write(group: Group, monk
 
 @pytest.fixture
 def named(group: Group) -> Iterator[str]:
-    """The group under a name that torch finds it by."""
+    """Yield a name under which torch finds the group."""
     name = "a group of the tests"
     group.setGroupName(name)
     _register_process_group(name, group)

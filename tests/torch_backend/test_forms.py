@@ -1,4 +1,4 @@
-"""The forms in which torch calls a group's methods: that all are known, and what each comes to."""
+"""The forms in which torch calls a group's methods: all are known, and give the same tensors and options."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.fault(114)]
 
 
 def ours(method: str) -> str:
-    """The name under which our forms of a method of torch's are."""
+    """Return the name under which `FORMS` has the forms of a method of torch."""
     name: str = getattr(Group, method).__name__
     return name
 
 
 def of_ours() -> Iterator[Form]:
-    """The forms of torch's methods; but of those that in C++ are calls of another one, with the same arguments."""
+    """Return the forms of torch's methods, without methods that call another one with the same arguments in C++."""
     return (form for form in forms() if form.method in vars(Group))
 
 
 def test_every_form_of_torch_is_known() -> None:
-    """A newer torch that has another form, or method, fails here, before it is read wrongly."""
+    """A newer torch with another form or method fails here, before its arguments are misread."""
     known = {method: [tuple(form) for form in found] for method, found in FORMS.items()}
     unknown = [str(form) for form in of_ours() if tuple(form.types) not in known.get(ours(form.method), [])]
     assert not unknown
@@ -41,7 +41,7 @@ def test_every_form_of_torch_is_known() -> None:
 
 
 def spoken(call: Call) -> How:
-    """What the arguments of a call say beside its tensors."""
+    """Return the options that the arguments of a call give beside its tensors."""
     types = set() if call.how == "by defaults" else set(call.form.types)
     reduces, rooted = "reduce" in call.form.method, call.form.method in ("broadcast", "reduce", "gather", "scatter")
     return How(
@@ -52,7 +52,7 @@ def spoken(call: Call) -> How:
 
 
 def test_every_form_comes_to_one() -> None:
-    """Each form, however its arguments are given, comes to the same tensors, and the same options."""
+    """Each form gives the same tensors and options, by places, by names or by defaults."""
     for form in of_ours():
         for call in (call for call in calls(form, 1) if call.right):
             *values, how = one_form(ours(form.method), call.args, call.named)

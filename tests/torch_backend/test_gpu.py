@@ -1,4 +1,4 @@
-"""Torch's own code over the backend on a fake GPU, in processes: tensors of the CPU stand for those on it."""
+"""Torch's own code over the backend on a fake GPU, in processes: tensors of the CPU stand for tensors on the GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GPU = torch.device("cuda", 0)
 
 
 def distribute(folder: Path) -> None:
-    """Have the fake transport be found, as one that is installed."""
+    """Make the fake transport an installed one."""
     folder.mkdir(parents=True)
     sys.path.insert(0, str(installed(folder, ucx_fake="fake_ucx:FakeUcxTransport")))
 
 
 def net(rank: int) -> torch.nn.Module:
-    """A model whose weights differ between ranks, until DDP gives all those of rank 0."""
+    """Return a model whose weights differ between ranks, until DDP gives all ranks the weights of rank 0."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +48,7 @@ def gradients(rank: int, hook: bool) -> list[list[float]]:
 
 
 async def ddp(place: Rank) -> None:
-    """The gradients are those over gloo, also where a hook makes them."""
+    """The gradients of DDP equal those over gloo, also with a communication hook."""
     distribute(Path(place.folder) / f"rank {place.rank}")
     opened: list[torch.device] = []
 

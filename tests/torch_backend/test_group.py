@@ -1,4 +1,4 @@
-"""What a group is to torch besides its operations: ranges of the profiler, splits, coalescing, its end."""
+"""A group beside its operations: ranges of the profiler, splits, coalescing, and its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 
 def calls(rank: int) -> None:
-    """One of each kind, with tensors of its own number of elements."""
+    """Call one operation of each kind, each with its own number of elements."""
     peer = 1 - rank
     dist.all_reduce(torch.ones(2, 1).t())
     dist.all_gather_single(torch.zeros(6), torch.ones(3))
@@ -53,7 +53,7 @@ def shown(events: Any) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.name.startswith("aiocomms:"):
-            assert event.is_async == (event.name in SHOWN)  # it ends on another thread, as torch's own do
+            assert event.is_async == (event.name in SHOWN)  # The range ends on another thread, as in torch.
             found.setdefault(event.name, []).append(event.input_shapes)
     return found
 
@@ -68,12 +68,12 @@ async def profiled(place: Rank) -> None:
             calls(place.rank)
             with pytest.raises(ArgumentError):
                 dist.broadcast(torch.eye(2).to_sparse(), 0)
-        assert shown(legacy.function_events) == SHOWN | {"aiocomms:broadcast": [[[2, 2]]]}  # which was refused
+        assert shown(legacy.function_events) == SHOWN | {"aiocomms:broadcast": [[[2, 2]]]}  # The broadcast was refused.
         calls(place.rank)
 
 
 async def monitored(place: Rank) -> None:
-    """It says who is missing, whether one or all, and the group goes on, also with its barriers."""
+    """A monitored barrier names one missing rank or all, and the group and its barriers still work."""
     with group(place) as world:
         world.monitored_barrier(timedelta(seconds=60))
         if place.rank == 0:
@@ -93,7 +93,7 @@ async def monitored(place: Rank) -> None:
 
 
 async def split(place: Rank) -> None:
-    """As torch 2.15 calls it for the CPU; 2.13 refuses before it asks the group."""
+    """The group splits as torch 2.15 calls it for the CPU; torch 2.13 refuses before that call."""
     with group(place) as world:
         assert world.supports_splitting
         mine = world.split_group([0, 2], timedelta(seconds=50), None, "some", "theirs")
@@ -114,7 +114,7 @@ async def split(place: Rank) -> None:
 
 
 async def groups(place: Rank) -> None:
-    """Each of some ranks has a transport of its own choice."""
+    """Groups of some ranks may have a transport of their own."""
     with group(place) as world:
         assert dist.get_backend() == "aiocomms"
         assert isinstance(world, aiocomms.integrations.torch_backend.Group)
@@ -134,7 +134,7 @@ def test_three_ranks(ranks: Run) -> None:
 
 
 async def coalesced(place: Rank) -> None:
-    """Both ways in which torch has several collectives go together: it keeps them for one call, or the group does."""
+    """Torch coalesces collectives in two ways: torch keeps them for one call, or the group does."""
     with group(place) as world:
         for device in (None, torch.device("cpu")):
             tensors = [torch.full((n,), 1.0 + place.rank) for n in (2, 3)]
@@ -168,7 +168,7 @@ async def by_default(place: Rank) -> None:
 
 
 async def is_destroyed(place: Rank) -> None:
-    """The end of a group waits for the callbacks of futures, and for values that are put back."""
+    """The end of a group waits for callbacks of futures, and for values copied back into noncontiguous tensors."""
     with group(place):
         for turn in range(5):
             some, tensor = dist.new_group(), torch.ones(400, 300).t()
@@ -229,7 +229,7 @@ def test_two_ranks(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
 
 @pytest.mark.deterministic
 def test_draining_waits_for_what_was_submitted() -> None:
-    """Not for the call that drains, nor, once it is closed, for threads that are idle."""
+    """A drain waits for each submitted call, except a call that itself drains."""
     completer, order = Completer(), []
     inside = threading.Event()
 
@@ -248,7 +248,7 @@ def test_draining_waits_for_what_was_submitted() -> None:
 
 @pytest.mark.deterministic
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
-    """As torch does from 2.14 on, for a name that is not registered."""
+    """Torch 2.14 and later loads the entry point of a backend whose name is not registered."""
     (found,) = entry_points(group="torch.distributed.backends", name=aiocomms.integrations.torch_backend.BACKEND)
     register = found.load()
     register()

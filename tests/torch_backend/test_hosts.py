@@ -1,4 +1,4 @@
-"""What is built on torch.distributed, run over the backend and over gloo: DDP, FSDP2, DTensor, pipelines, checkpoints.
+"""Torch code on torch.distributed, run over the backend and over gloo: DDP, FSDP2, DTensor, pipelines, checkpoints.
 
 The code is torch's own, out of its wheel; both backends must give the same numbers.
 """
@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> Found:
 
 
 def ddp(rank: int) -> Found:
-    """Several steps, with many small buckets, and backward passes that are not reduced."""
+    """Train by DDP for several steps, with many small buckets, and backward passes that are not reduced."""
     model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -64,7 +64,7 @@ def ddp(rank: int) -> Found:
 
 
 def ddp_sparse(rank: int) -> Found:
-    """Gradients of an embedding, of which each rank has other rows, and of these another number."""
+    """Return sparse gradients of an embedding; each rank uses other rows, and another number of them."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.EmbeddingBag(10, 3, sparse=True, mode="sum"))
     model(torch.arange(2 + 4 * rank).view(1, -1)).square().sum().backward()
@@ -85,7 +85,7 @@ class PartlyUsed(nn.Module):
 
 
 def ddp_uneven(rank: int) -> Found:
-    """One rank has more batches than the other; DDP's Join then calls the group's methods with tensors, not lists."""
+    """Train with more batches on one rank: DDP's Join then calls the group's methods with tensors, not lists."""
     model = DistributedDataParallel(PartlyUsed(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model]):
@@ -150,7 +150,7 @@ def compiled(rank: int) -> Found:
 
 
 def distributed(rank: int) -> Found:
-    """A tensor that is two goes through DTensor; and the weights of rank 0 to all ranks, whatever theirs are."""
+    """Distribute a TwoTensor as DTensors, and the weights of rank 0 to all ranks."""
     mesh = init_device_mesh("cpu", (2,))
     two = TwoTensor(torch.arange(8.0).view(4, 2), 10 * torch.arange(8.0).view(4, 2))
     found: Found = {}
@@ -226,7 +226,7 @@ def test_the_numbers_are_those_over_gloo(ranks: Run, host: int) -> None:
 
 
 async def keeps(place: Rank) -> None:
-    """What two ranks have written together they read again, into other values."""
+    """Two ranks read a checkpoint that they have written together, over other values."""
     with group(place):
         mesh = init_device_mesh("cpu", (2,))
 
@@ -249,7 +249,7 @@ async def keeps(place: Rank) -> None:
 
 
 async def loses_a_rank(place: Rank) -> None:
-    """DDP's reducer, which is C++, hears that the other rank is gone, and says so."""
+    """DDP's reducer, in C++, raises an error that names the dead rank."""
     with group(place):
         model = DistributedDataParallel(network())
         model(batch(place.rank)).sum().backward()

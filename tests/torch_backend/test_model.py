@@ -1,4 +1,4 @@
-"""A real model under torch's tensor parallelism, over the backend: all-MiniLM-L6-v2 against itself, unsplit."""
+"""A real model under torch's tensor parallelism, over the backend: all-MiniLM-L6-v2, split and unsplit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PLAN = {
     "intermediate.dense": ColwiseParallel(),
     "output.dense": RowwiseParallel(),
 }
-"""Of each of the six layers: heads, and features of the middle layer."""
+"""The split of each of the six layers: by heads, and by features of the middle layer."""
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """Token ids, padded on the right, and how many each text has."""
+    """Return token ids, padded on the right, and the number of tokens of each text."""
     from embedding_server.model import load_tokenizer
 
     lines = (EXAMPLES / "embedding_server" / "sentences.txt").read_text().splitlines()[:8]
@@ -36,7 +36,7 @@ def texts() -> tuple[Tensor, Tensor]:
 
 
 async def split(place: Rank) -> float:
-    """The largest difference from the unsplit model's vectors, which have unit length."""
+    """Return the largest difference from the unsplit model's vectors, which have unit length."""
     sys.path.insert(0, str(EXAMPLES))
     from embedding_server.model import Stage
 

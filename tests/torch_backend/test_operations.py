@@ -103,7 +103,7 @@ async def moves(place: Rank) -> None:
         assert out.tolist() == [0.0] * sizes[0] + [1.0] * sizes[1]
         out = torch.zeros(2, 2) if rank == 0 else torch.zeros(4, 2)[::2]
         given = torch.arange(4.0).view(2, 2) + 10 * rank
-        dist.all_to_all_single(out, given, *(([1, 1], [1, 1]) if rank else ()))  # each says it in its own way
+        dist.all_to_all_single(out, given, *(([1, 1], [1, 1]) if rank else ()))  # Rank 0 leaves the sizes out.
         assert out.tolist() == [[2.0 * rank, 2.0 * rank + 1], [10.0 + 2 * rank, 11.0 + 2 * rank]]
         shaped = torch.ones(2, 3) if rank == 0 else torch.zeros(6)
         dist.broadcast(shaped, 0)
@@ -147,7 +147,7 @@ def test_operations_are_those_of_torch(ranks: Run, body: Callable[[Rank], Awaita
 
 
 async def awaited(place: Rank, comes: str) -> None:
-    """One work is done within its call, or its first await; another when the other rank comes, later than that."""
+    """The first work completes within its call or first await; the second completes after the other rank calls."""
     tensor = torch.ones(2)
     work = dist.all_reduce(tensor, async_op=True)
     (out,) = await work
@@ -201,7 +201,7 @@ def one_more(seen: threading.Event, future: torch.futures.Future[list[torch.Tens
 
 
 async def futures(place: Rank) -> None:
-    """Futures end by themselves."""
+    """Futures complete without a wait for their work."""
     with group(place):
         tensor = torch.ones(2)
         for late in (False, True):
@@ -224,7 +224,7 @@ async def futures(place: Rank) -> None:
 
 
 def reduces_once_more(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    """As the hooks of powerSGD do: it waits for a future within a callback of one."""
+    """Wait for a future within a callback of another one, as the hooks of powerSGD do."""
     tensor = future.value()[0].clone()
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
@@ -244,7 +244,7 @@ async def nested(place: Rank) -> None:
 
 
 async def puts_back(place: Rank) -> None:
-    """A work of a tensor that is not contiguous is done when the values are in it, whoever waits, and however many."""
+    """A work of a noncontiguous tensor is done once the values are in it, for each way and number of waits."""
     with group(place):
         for turn in range(20):
             with torch.inference_mode(turn % 2 == 0):
@@ -255,7 +255,7 @@ async def puts_back(place: Rank) -> None:
             assert work is not None
             place.tell(f"called {turn}")
             if turn % 4 == 0:
-                while not work.is_completed():  # noqa: ASYNC110 - it is this that is shown
+                while not work.is_completed():  # noqa: ASYNC110 - this poll is what is tested
                     await asyncio.sleep(0)
             elif turn % 4 == 1:
                 future = work.get_future()
@@ -267,7 +267,7 @@ async def puts_back(place: Rank) -> None:
         tensor.fill_(7.0)
         assert work.is_success()
         work.wait()
-        assert bool((tensor == 7).all())  # what is written later stays
+        assert bool((tensor == 7).all())  # A later write stays.
 
 
 async def dies(place: Rank) -> None:
@@ -278,7 +278,7 @@ async def dies(place: Rank) -> None:
         tensor = torch.ones(2)
         with pytest.raises(dist.DistBackendError, match="rank 1") as raised:
             dist.all_reduce(tensor)
-        assert isinstance(raised.value.__cause__, CommError)  # of what it has met, or that it was refused since
+        assert isinstance(raised.value.__cause__, CommError)  # The cause is the death, or a later refusal.
         assert raised.value.__cause__.peer == 1
         with pytest.raises(dist.DistBackendError, match="rank 1"):
             await dist.all_reduce(tensor, async_op=True)
@@ -317,7 +317,7 @@ async def aborts(place: Rank) -> None:
 
 
 async def wrong(place: Rank) -> None:
-    """Each mistake is an error that says so, and the group goes on."""
+    """Each mistake raises an error that names it, and the group still works."""
     with group(place):
         with pytest.raises(UnsupportedOperation, match="avg"):
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)

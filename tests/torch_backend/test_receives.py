@@ -1,4 +1,4 @@
-"""Receives from any source: what they match, in which order, and what becomes of those that end otherwise."""
+"""Receives from any source: the order in which they match, and their end without a message."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TAG = 5
 
 
 def received(source: int | None, tag: int = TAG) -> tuple[int, float]:
-    """Receive one number, and say whom it is from."""
+    """Receive one number, and return its source and the number."""
     tensor = torch.zeros(1)
     return dist.recv(tensor, source, tag=tag), tensor.item()
 
 
 @pytest.mark.deterministic
 def test_a_communicator_that_is_closed_as_a_receive_comes():
-    """Nobody else waits for the receive, so whoever finds the door closed ends it."""
+    """A receive that is posted on a communicator as it closes ends at once, with CommClosedError."""
     store = HashStore()
     one, two = in_threads(
         *(lambda rank=rank: blocking.new_comm("local", store=store, rank=rank, size=2) for rank in range(2))
@@ -55,7 +55,7 @@ def test_a_communicator_that_is_closed_as_a_receive_comes():
 
 
 async def in_order(place: Rank) -> None:
-    """Receives that are named and those that are not match in the order of the calls, beside those with other tags."""
+    """Receives with and without a source match in the order of the calls, beside those with other tags."""
     with group(place):
         if place.rank == 1:
             await asyncio.to_thread(place.told, "posted")
@@ -76,7 +76,7 @@ async def in_order(place: Rank) -> None:
 
 
 async def keeps(place: Rank) -> None:
-    """Messages of both ranks are there before the first receive: none is lost or overtakes another of its rank."""
+    """Messages of both ranks arrive before the first receive: none is lost, or overtakes another of its rank."""
     with group(place):
         if place.rank:
             for value in range(6):
@@ -98,7 +98,7 @@ async def from_threads(place: Rank) -> None:
     count = 100
     with group(place):
         if place.rank:
-            for value in range(2 * count if place.rank == 1 else count):  # enough for both, whomever the one has taken
+            for value in range(2 * count if place.rank == 1 else count):  # There are enough for both threads.
                 dist.send(torch.tensor([float(value)]), 0, tag=TAG)
         else:
             seen: list[list[tuple[int, float]]] = [[], []]
@@ -122,7 +122,7 @@ async def from_threads(place: Rank) -> None:
 
 
 async def without(place: Rank) -> None:
-    """A rank that has left sends nothing; one that has sent nothing in time ends the receive, and the group goes on."""
+    """A receive from any source ignores a rank that has left; a receive that times out leaves the group usable."""
     with group(place) as world:
         if place.rank == 0:
             world.set_timeout(timedelta(seconds=0.1))
@@ -148,7 +148,7 @@ async def without(place: Rank) -> None:
 
 
 async def left_behind(place: Rank) -> None:
-    """The end of the group ends those that are under way, and those behind them; so does an abort."""
+    """The end or an abort of a group ends receives under way, and receives queued behind them."""
     with group(place):
         for end in (dist.destroy_process_group, lambda some: some.abort()):
             some = dist.new_group()
@@ -169,7 +169,7 @@ def test_from_any_source(ranks: Run, body: Callable[[Rank], Any]) -> None:
 
 
 async def interrupted(place: Rank) -> None:
-    """A wait that Ctrl-C ends leaves no receive posted, whatever its tensor, and from whomever."""
+    """A wait that Ctrl-C ends leaves no receive posted, for any layout of the tensor, and any source."""
     with group(place):
         peer = 1 - place.rank
         for number, (tensor, source) in enumerate([(torch.zeros(2, 2).t(), peer), (torch.zeros(4), None)]):
@@ -189,13 +189,13 @@ async def interrupted(place: Rank) -> None:
 
 
 def bells(part: Any) -> int:
-    """How many threads wait for a part."""
+    """Return the number of threads that wait for a part."""
     own = sum(isinstance(bell, type(threading.Lock())) for bell in getattr(part, "_bells", []))
     return own + sum(bells(each) for each in getattr(part, "_parts", []))
 
 
 async def interrupts(work: Any, waiting: Callable[[], int]) -> None:
-    """What Ctrl-C raises in the main thread is raised in one that waits."""
+    """Raise KeyboardInterrupt in a thread that waits, as Ctrl-C does in the main thread."""
     threads: list[int] = []
 
     def wait() -> None:
@@ -204,14 +204,14 @@ async def interrupts(work: Any, waiting: Callable[[], int]) -> None:
             work.wait()
 
     task = asyncio.ensure_future(asyncio.to_thread(wait))
-    while not waiting():  # noqa: ASYNC110 - of this nobody tells
+    while not waiting():  # noqa: ASYNC110 - no event reports a waiting thread
         await asyncio.sleep(0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[0]), ctypes.py_object(KeyboardInterrupt))
     await task
 
 
 async def interrupted_beside_another(place: Rank) -> None:
-    """Where a task still awaits the same work, it goes on."""
+    """A work continues after Ctrl-C in a waiting thread while a task still awaits it."""
     with group(place):
         tensor = torch.zeros(2, 2).t()
         if place.rank == 0:
