@@ -1,4 +1,4 @@
-"""Modes of torch that a program has switched on, in any task of the loop: nothing of ours runs in them."""
+"""Modes of torch that any task of the loop has entered: no code of aiocomms runs in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocomms.testing import local_world
 pytestmark = [pytest.mark.deterministic, pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])]
 
 SMALL, LARGE = 2, 3 * 2**15
-"""Elements; the large ones go by other schedules, and beside an object's encoding."""
+"""Numbers of elements: large tensors take other schedules, and travel outside of an object's encoding."""
 
 
 def ones(count: int) -> Tensor:
@@ -55,7 +55,7 @@ COLLECTIVES: dict[str, Callable[[Communicator, int], Any]] = {
 
 
 async def communicate(world: Sequence[Communicator], count: int) -> None:
-    """Call all that has a tensor of ``count`` elements."""
+    """Call every operation that takes tensors, with ``count`` elements."""
     for call in COLLECTIVES.values():
         await ranks(world, lambda comm, call=call: call(comm, count))
     zero, one, *_ = world
@@ -67,7 +67,7 @@ async def communicate(world: Sequence[Communicator], count: int) -> None:
 
 
 async def everything(transport: str) -> None:
-    """Open a world, and have its ranks do whatever they can."""
+    """Open a world, and call operations of every kind on its ranks."""
     async with local_world(3, transport) as world:
         await communicate(world, SMALL)
         await communicate(world, LARGE)
@@ -81,7 +81,7 @@ async def everything(transport: str) -> None:
 
 
 class Watching(TorchDispatchMode):
-    """Notes which functions of ours call torch while it is on."""
+    """A dispatch mode that records which functions of aiocomms call torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_op_that_ends_within_another_tasks_mode_gives_plain_tensors(transport: s
             await asyncio.gather(task, sending)
             assert type(got) is Tensor
             assert not got.is_inference()
-            got += 1  # which of a tensor of inference mode is an error
+            got += 1  # An in-place update of an inference tensor would fail.
             assert tensor.tolist() == other.tolist() == [3.0] * LARGE
 
     run_on("asyncio", main)

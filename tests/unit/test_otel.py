@@ -1,4 +1,4 @@
-"""The exporter for OpenTelemetry: real ops, and what the SDK's own exporters to memory hold afterwards."""
+"""The exporter for OpenTelemetry: real ops, and the spans that the SDK's in-memory exporters hold afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def provider_of(exporter, sampler=ALWAYS_ON):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_op_span_is_a_child_of_its_tasks_span(exporter, transport):
-    """Two tasks work at the same time, and each op's span is of the task that called it."""
+    """Two tasks work at the same time; each op's span is a child of the span of the task that called it."""
 
     async def main():
         provider = provider_of(exporter)
@@ -57,7 +57,7 @@ def test_op_span_is_a_child_of_its_tasks_span(exporter, transport):
             async def rank(comm):
                 if comm.rank == 0:
                     await together(lambda: request(comm, "one", 0, 1), lambda: request(comm, "two", 1, 0))
-                else:  # of no request
+                else:  # Rank 1 has no span of a request.
                     for name in ("one", "two"):
                         await comm.lane(name).all_reduce(torch.ones(2))
                         await comm.lane(name).barrier()
@@ -98,7 +98,7 @@ def test_op_span_lasts_until_the_op_ends(exporter):
 
 
 class Names(Sampler):
-    """Samples the spans of some names."""
+    """A sampler that keeps the spans of some names."""
 
     def should_sample(self, parent_context, trace_id, name, *args, **kwargs):
         return SamplingResult(Decision.RECORD_AND_SAMPLE if name in ("request", "barrier") else Decision.DROP)
@@ -199,7 +199,7 @@ class Rank:
                     await body(driver, self)
 
     def spans(self):
-        """The spans that have ended here but those of the service's own messages, in order."""
+        """Return the spans that have ended here, in order, without those of the service's own messages."""
         return [span for span in self.exporter.get_finished_spans() if "object" not in span.name]
 
 

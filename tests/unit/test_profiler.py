@@ -1,4 +1,4 @@
-"""Ranges of a communicator's ops: what torch's own profiler has seen, and what it has not."""
+"""Ranges of a communicator's ops in torch's profiler."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_profiler_started_or_stopped_amid_an_op_leaves_no_range_open(run) -> Non
                 handle.remove()
                 handle.remove()
             await cut.cancel()
-        assert [event.input_shapes for event in named(found)] in ([], [[[3]]])  # that is the profiler's to say
-        assert [event.input_shapes for event in named(next_one)] == [[[4]]]  # it ended with the handle
+        assert [event.input_shapes for event in named(found)] in ([], [[[3]]])  # The profiler may drop this range.
+        assert [event.input_shapes for event in named(next_one)] == [[[4]]]  # The range ended with the handle.
 
     run(main)
 

@@ -1,4 +1,4 @@
-"""The exporter for Prometheus: real ops, a real registry, and what that library's own parser reads of a scrape."""
+"""The exporter for Prometheus: real ops, a real registry, and scrapes that Prometheus' own parser reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRANSPORTS = ["local", "ucx"]
 
 
 def scrape(registry):
-    """The samples of a scrape, by their names and labels."""
+    """Return the samples of a scrape, by their names and labels."""
     text = prometheus_client.generate_latest(registry).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -44,7 +44,7 @@ def test_ops_are_counted_by_kind_transport_and_size(transport):
     async def main():
         registry = prometheus_client.CollectorRegistry()
         async with local_world(2, transport, name="measured") as comms:
-            await ranks(comms, lambda comm: comm.barrier())  # before anybody looked
+            await ranks(comms, lambda comm: comm.barrier())  # This op ends before `instrument`.
             handles = [instrument(comm, registry) for comm in comms]
 
             async def call(comm):
@@ -100,13 +100,13 @@ def test_scrape_on_another_thread_shows_pending_and_failed_ops(transport):
             assert value(seen, "failures_total", comm="world", rank=0, reason="CommAbortedError", peer=1) == 1
             assert value(seen, "pending", comm="world", rank=0) == 0
             counted = [name for name, _ in seen if name == "aiocomms_op_seconds_count"]
-            assert counted == []  # what has failed has no duration
+            assert counted == []  # A failed op has no duration.
 
     run_on("asyncio", main)
 
 
 def test_scrape_shows_the_lateness_of_the_loop(run):
-    """It is what the call of the last scrape took; while the loop has not come round, for how long it has not."""
+    """The lateness is the time until the loop ran the call of the last scrape, or the time since that call."""
 
     async def main():
         registry = prometheus_client.CollectorRegistry()
@@ -123,7 +123,6 @@ def test_scrape_shows_the_lateness_of_the_loop(run):
 
 
 def test_scrape_shows_the_heartbeat_age_while_peers_are_asked(monkeypatch):
-    """What the heartbeat has measured of the other rank, and of no rank once nobody is asked any more."""
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "5")
 
     async def main():
@@ -132,7 +131,7 @@ def test_scrape_shows_the_heartbeat_age_while_peers_are_asked(monkeypatch):
             instrument(one, registry)
             labels = {"comm": "world", "rank": 0, "peer": 1}
             assert value(scrape(registry), "heartbeat_age_seconds", **labels) is None
-            one._core.in_flight.heartbeat.look(time.monotonic())  # as the watchdog does while something is pending
+            one._core.in_flight.heartbeat.look(time.monotonic())  # The watchdog does this while an op is pending.
             assert value(scrape(registry), "heartbeat_age_seconds", **labels) == 0.0
             assert one.statistics().silence.keys() == {1}
             one._core.in_flight.heartbeat.look(time.monotonic() - 60)
@@ -163,7 +162,7 @@ def test_closed_communicator_disappears_from_the_scrape():
 @pytest.mark.fault(127)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 def test_series_continue_after_a_recovery(transport):
-    """No scrape comes between the loss and the recovery: the failure is seen after it, beside what comes then."""
+    """A failure that no scrape saw before the recovery is counted after it, beside the ops of the successor."""
 
     async def main():
         registry = prometheus_client.CollectorRegistry()
@@ -185,7 +184,7 @@ def test_series_continue_after_a_recovery(transport):
                 with pytest.raises(CommAbortedError):
                     await work
                 comms[:] = await ranks(comms, lambda comm: comm.reconfigure(ranks=[0, 1]))
-            seen = scrape(registry)  # of the last one, which nobody measures, what was there before
+            seen = scrape(registry)  # The last communicator adds nothing yet.
             assert {dict(labels)["comm"] for _, labels in seen} == {"world"}
             assert (value(seen, "failures_total", **failed), value(seen, "pending", **own)) == (3, None)
             instrument(comms[0], registry)
@@ -262,7 +261,7 @@ def test_histogram_buckets_cover_sizes_and_durations():
 
 @pytest.mark.fault(127)
 def test_series_of_a_service_continue_after_a_recovery():
-    """Its plans are shown on every rank, and so is each communicator that it has, until it ends."""
+    """A scrape shows the plans of a service on every rank, and its current communicator, until the service ends."""
 
     async def recover(lost):
         return await lost.reconfigure(ranks=[0, 1])

@@ -1,4 +1,4 @@
-"""The pytest plug-in, as other people's test suites meet it."""
+"""The pytest plug-in, in test suites such as users write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import HANGS
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
-# What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
+# Pytester removes a run's imports from sys.modules. Import them here once, for torch cannot be imported twice.
 for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):
     importlib.import_module(_module)
 
@@ -226,7 +226,7 @@ async def test_it(world, n):
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
 def test_failing_test_reports_only_its_own_error_and_ends(suite, mark, monkeypatch):
-    """Were its world to be closed and not aborted, its works would be waited for, for ever."""
+    """The world of a failed test is aborted: a close would wait for its works for ever."""
     monkeypatch.setattr("aiocomms.core.core.CLOSE_GRACE", math.inf)
     source = f"""
 seen = []
@@ -435,7 +435,7 @@ LEFTOVERS = {
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
 def test_work_or_task_left_behind_is_an_error(suite, mark, left):
     source = LEFT.format(mark=f"@pytest.mark.{mark}", left=left)
-    # Without the summary, which repeats the whole message where the variable CI is set.
+    # The option -rN omits the summary, which repeats the whole message if the variable CI is set.
     result = suite(source, "-k", "not trio", "-W", "ignore", "-rN")
     result.assert_outcomes(passed=2, errors=1, deselected=0 if mark == "asyncio" else 2)
     result.stdout.fnmatch_lines(["the test has ended, and these operations have not:", f"  {LEFTOVERS[left]}*"])

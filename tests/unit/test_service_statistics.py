@@ -1,4 +1,4 @@
-"""The statistics of a service: how its plans have ended, what is under way, how long that takes; over a recovery."""
+"""The statistics of a service: outcomes, durations and number of its plans, also after a recovery."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Body = Callable[[Driver, list[Service]], Awaitable[object]]
 
 
 class Gate:
-    """Plans that are named ``"wait"`` wait for it on every rank."""
+    """An event that the plans named ``"wait"`` wait for on every rank."""
 
     def __init__(self) -> None:
         self.opened = anyio.Event()
 
 
 def make(service: Service, gate: Gate):
-    """Return what carries out plans: ``"wait"``, ``"items"``, ``("fail", rank)``, or any other word."""
+    """Return the function that executes plans: ``"wait"``, ``"items"``, ``("fail", rank)``, or any other word."""
 
     async def give():
         for n in range(3):
@@ -69,7 +69,7 @@ async def serve(world, body: Body, gate: Gate, recover=None, **limits) -> list[S
 
 @asynccontextmanager
 async def calling(call: Awaitable[object]):
-    """Have a call under way in a task within the block, which is cancelled at the end."""
+    """Run a call in a task during the block, and cancel it at the end."""
 
     async def await_it() -> None:
         await call
@@ -110,7 +110,7 @@ def test_every_call_is_counted_once_by_how_it_has_ended(run):
         assert (sum(one.took.counts), sum(one.waited.counts)) == (3, 8)
         assert one.waited.seconds > 0
         assert one.took.seconds > 0
-        # The plan that could not be sent did not come here, and what rank 0 gives up has not failed here.
+        # Rank 1 never got the plan that could not be sent, and a plan that rank 0 cancels is no failure here.
         assert two.failed == [PlanFailures("KeyError", 2)]
         assert (two.done + two.cancelled, two.refused, two.running, two.recoveries) == (6, 0, 0, 0)
         assert two.cancelled >= 2

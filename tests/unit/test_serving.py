@@ -36,7 +36,7 @@ Make = Callable[[CurrentComm], Callable[..., Awaitable[object]]]
 
 
 async def serve(world, make: Make, body: Callable[[Driver], Awaitable[object]], recover=None) -> None:
-    """Run ``body(driver)`` on rank 0 of a service whose ranks carry out plans by ``make(comm)``."""
+    """Run ``body(driver)`` on rank 0 of a service whose ranks execute plans by ``make(comm)``."""
 
     await ranks(world, lambda comm: serve_one(comm, make, body, recover))
 
@@ -62,7 +62,7 @@ def drive(run, size: int, make: Make, body: Callable[[Driver], Awaitable[object]
 
 
 def summing(comm):
-    """A plan is how often to sum up its tensor over all ranks."""
+    """Return a function that all-reduces the tensor of a plan as often as the plan says."""
 
     async def execute(plan):
         times, x = plan
@@ -79,7 +79,7 @@ def summing(comm):
 def test_every_rank_executes_each_plan(run, size, how):
     async def body(driver):
         give = getattr(driver, how)
-        large = torch.arange(20_000.0)  # a message of its own
+        large = torch.arange(20_000.0)  # This tensor takes a message of its own.
         results = await together(*(lambda n=n: give((n, large + n)) for n in range(4)))
         for n, x in enumerate(results):
             want = large + n if n == 0 else (size * (large + n) + size * (size - 1) / 2) * size ** (n - 1)
@@ -138,7 +138,7 @@ def test_plans_in_order_run_one_after_the_other_on_every_rank(run):
         async with local_world(3) as world:
             issued = world[0]._core.ledger.calls
             await serve(world, make, body)
-            assert world[0]._core.ledger.calls == issued + 5  # the communicator's own collectives
+            assert world[0]._core.ledger.calls == issued + 5  # These are collectives of the communicator itself.
 
     run(main)
     order = [plan for what, plan in seen[0] if what == "begin"]
@@ -219,7 +219,7 @@ def test_driver_error_is_raised_unchanged(run):
 
 
 class Panic(BaseException):
-    """What a library raises that wants to be caught by nobody."""
+    """An error of a library that `except Exception` must not catch."""
 
 
 async def awaits_what_was_cancelled():
@@ -243,7 +243,7 @@ async def panics():
 @pytest.mark.parametrize("how", ["run", "run_in_order"])
 @pytest.mark.parametrize("fails", [awaits_what_was_cancelled, cancels_itself, panics])
 def test_base_exception_of_a_plan_fails_only_that_plan(transport, culprit, how, fails):
-    """A CancelledError that nobody meant for the service may come out of any future."""
+    """A plan may raise CancelledError although its service was not cancelled, as from a cancelled future."""
 
     def make(comm):
         async def execute(plan):
@@ -279,7 +279,7 @@ def test_base_exception_of_a_plan_fails_only_that_plan(transport, culprit, how, 
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_system_exit_within_a_plan_reaches_every_rank(culprit):
-    """The loop ends there and then: what the others wait for is said before."""
+    """SystemExit ends the loop at once; the abort reaches the other ranks before that."""
     said = {}
 
     def make(comm):
@@ -308,7 +308,7 @@ def test_system_exit_within_a_plan_reaches_every_rank(culprit):
 @pytest.mark.fault(120)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_base_exception_of_recover_is_given_as_the_reason(culprit):
-    """Nobody has cancelled the service: its end says why, on the rank that has failed to recover."""
+    """A CancelledError of `recover` without a cancellation of the service becomes the cause of a CommAbortedError."""
     ended = {}
 
     async def recover(lost):
@@ -338,7 +338,7 @@ def test_base_exception_of_recover_is_given_as_the_reason(culprit):
 
 @pytest.mark.fault(120)
 def test_cancelled_worker_raises_cancelled_error_and_loses_its_plans():
-    """What is raised for a cancellation of the service itself is no plan's failure."""
+    """A cancellation of the service's own task is not reported as a failure of its plan."""
 
     def make(comm):
         async def execute(plan):
@@ -368,7 +368,7 @@ def test_cancelled_worker_raises_cancelled_error_and_loses_its_plans():
 @pytest.mark.fault(121)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 def test_workers_raise_driver_lost_error_without_their_driver(transport):
-    """Those that recover without it make one of themselves rank 0, which does not drive."""
+    """A recovery without the driver would make a worker rank 0, which must drive, so each worker fails."""
     numbers = signal.SIGINT, signal.SIGTERM
     before = list(map(signal.getsignal, numbers))
     ended = {}
@@ -399,7 +399,7 @@ def test_workers_raise_driver_lost_error_without_their_driver(transport):
 
 
 def test_abort_of_a_user_lane_within_a_plan_is_no_abort_of_the_plan(run):
-    """Rank 1 gives up a lane within its plan, and carries on: so nobody else tells of rank 0's error."""
+    """Rank 1 aborts a lane that its plan uses, and its plan succeeds, so `run` raises the error of rank 0."""
 
     def make(comm):
         async def execute(plan):
@@ -442,7 +442,7 @@ def test_plan_in_order_that_fails_before_any_op_fails_alone(run):
 @pytest.mark.parametrize("where", ["loop", "thread"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_plan_in_order_that_fails_amid_its_ops_loses_and_recovers_the_communicator(run, culprit, where):
-    """Its collectives have no lane: the next plan's would meet those that the other rank has begun."""
+    """Plans in order use no lanes, so collectives of the next plan would match those of the failed one."""
 
     def make(comm):
         def forward(plan):
@@ -472,7 +472,7 @@ def test_plan_in_order_that_fails_amid_its_ops_loses_and_recovers_the_communicat
 
 
 def test_layers_and_driver_continue_after_a_lost_rank(run):
-    """The layer holds what it was given at first; the request under way and those meanwhile fail, and say so."""
+    """A layer keeps its CurrentComm over a recovery; requests until then raise PlanLostError with the reason."""
 
     class Layer:
         def __init__(self, comm):
@@ -737,7 +737,7 @@ def test_all_ranks_end_a_plan_in_order_at_the_step_at_which_rank_0_was_cancelled
 
 
 def stepping(comm):
-    """A plan is a number of steps."""
+    """Return a function that runs as many steps as a plan says."""
 
     async def execute(steps):
         for _ in range(steps):
@@ -759,7 +759,7 @@ def stepping_in_threads(comm):
 
 
 async def left_behind(driver):
-    """Return what there is when no plan is under way: pending operations, turns of lanes, tasks, objects."""
+    """Return the numbers of lane turns, pending operations, tasks and objects once no plan is under way."""
     while driver._plans:
         await turns()
     await turns(50)
@@ -770,13 +770,13 @@ async def left_behind(driver):
 
 @pytest.mark.parametrize(("make", "count"), [(stepping, 600), (stepping_in_threads, 300)])
 def test_plans_that_are_cancelled_at_random_leave_nothing_behind(monkeypatch, make, count):
-    """Lanes that were given up are remembered up to a bound: their keys, so that nobody uses one again."""
+    """The keys of aborted lanes are kept up to a bound, so that no operation uses one again."""
     monkeypatch.setattr("aiocomms.lowering.lane_abort.REMEMBERED", 100)
     draws = random.Random(7)
 
     async def clients(driver):
         for _ in range(count):
-            while len(driver._plans) > 50:  # A thread of a lane that nobody remembers would wait for ever.
+            while len(driver._plans) > 50:  # A thread of an aborted lane whose key is dropped would wait for ever.
                 await turns()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(driver.run, draws.randrange(1, 6))
@@ -792,7 +792,7 @@ def test_plans_that_are_cancelled_at_random_leave_nothing_behind(monkeypatch, ma
             await clients(driver)
         *after, more = await left_behind(driver)
         assert after == before
-        assert more < objects + count  # A plan in two may not leave one object; a pool of threads grows.
+        assert more < objects + count  # Half of the plans may not leave an object each; a pool of threads grows.
         assert driver.failure is None
 
     drive(anyio.run, 2, make, body)
@@ -818,7 +818,7 @@ def test_service_can_drive_and_work_repeatedly(run):
 
 
 def test_idle_worker_outlives_the_deadline(run):
-    """The deadline of another op that is called later passes; then there is work."""
+    """A worker still takes a plan after the deadline of an op that was called later."""
 
     async def body(driver):
         with pytest.raises(CommTimeoutError):
@@ -910,7 +910,7 @@ def test_exception_in_the_drive_block_propagates_and_ends_the_workers(run):
 
 
 def test_plans_may_run_in_inference_mode(run):
-    """Its tensors may be written in that mode only; collectives end on the loop, which is in none."""
+    """Inference tensors may be written in inference mode only; collectives complete on the loop, which has no mode."""
 
     def make(comm):
         def forward(plan):
@@ -931,7 +931,7 @@ def test_plans_may_run_in_inference_mode(run):
 
 
 def test_waiting_callers_fail_when_the_driver_ends(run):
-    """The block is left by an error, while tasks outside of it wait."""
+    """An error leaves the block of `drive` while tasks outside of it wait."""
 
     def make(comm):
         async def execute(plan):
@@ -1028,7 +1028,7 @@ def test_worker_ignores_a_signal_that_its_program_ignores_without_a_word(run, ca
 
 
 def test_sigterm_has_a_worker_leave_and_the_others_recover(run, monkeypatch):
-    """The plan that is under way ends before, and the next one waits."""
+    """The plan under way ends before the worker leaves, and the next one waits for the recovery."""
     monkeypatch.setattr("aiocomms.serving.driver.GRACE", -math.inf)
     ended = []
 

@@ -1,4 +1,4 @@
-"""The marker ``simulated`` of the pytest plug-in, as other people's test suites meet it."""
+"""The marker ``simulated`` of the pytest plug-in, in test suites such as users write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
-# Pytester takes out of sys.modules what a run imports; torch cannot be imported twice, and nothing else need be.
+# Pytester removes a run's imports from sys.modules. Import them here once, for torch cannot be imported twice.
 for _module in (
     *("aiocomms.functional", "aiocomms.testing.simulation", "aiocomms.communicator.formation", "aiocomms_net"),
     *("pytest_asyncio", "trio", "uvloop"),
@@ -105,7 +105,7 @@ def test_failure_shows_the_error_its_notes_and_one_command(suite):
     assert re.search(r"E +it was raised on rank \d of 3 ranks, after ", text)
     assert len(re.findall(r"E +fault: ", text)) == 1
     assert "# here" in text
-    assert not re.search(r"aiocomms/\S+\.py:\d+: ", text)  # our frames are hidden
+    assert not re.search(r"aiocomms/\S+\.py:\d+: ", text)  # Frames of aiocomms are hidden.
 
 
 def test_command_of_a_failure_repeats_it(suite, pytester):

@@ -1,4 +1,4 @@
-"""The watch over a world of tests: a loop on which nothing can happen ends the first wait, and no other loop does."""
+"""The watch over `local_world`: it ends the first wait on a loop on which nothing can happen, and on no other loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deterministic
 
 @pytest.fixture(autouse=True)
 def no_thread_of_an_earlier_test(monkeypatch):
-    """Leave out threads that are here before the test, such as those of a compiler."""
+    """Hide threads that ran before the test, such as those of a compiler."""
     frames, me = sys._current_frames, threading.get_ident()
     old = {ident for ident, frame in frames().items() if ident != me and not stranded._is_quiet(frame, None)}
     new = SimpleNamespace(
@@ -34,7 +34,7 @@ def no_thread_of_an_earlier_test(monkeypatch):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next look when there is nothing to do, some times."""
+    """A loop whose clock jumps to the next look of the watch when it is idle, at most 12 times."""
 
     def __init__(self):
         self.ahead, self.jumps = 0.0, 12
@@ -182,7 +182,7 @@ def an_own_timeout(stack):
     ids=lambda reason: reason.__name__,
 )
 def test_a_wait_that_something_may_end_goes_on(monkeypatch, reason):
-    """The other rank calls from a look of the watch, after several at which it might have ended the wait."""
+    """The other rank makes its call at the sixth look of the watch, which ends the wait at none of them."""
     looks = []
     look = stranded.StrandedWatch._look
 

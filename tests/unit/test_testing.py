@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deterministic
 
 
 def test_local_world_opens_without_store_or_threads(run, monkeypatch):
-    """Otherwise each of a thousand ranks looks for every other one."""
+    """A store would cost each rank a look-up of every other rank."""
 
     class Untouched(HashStore):
         def set(self, *args):
@@ -200,7 +200,7 @@ def test_run_ranks_says_each_of_two_reasons(run):
 
 
 def test_a_failed_test_is_not_told_again_what_nobody_asked_for(run, caplog):
-    """A mismatch ends the communicator, and each later call says so: the other rank's work is dropped in silence."""
+    """A mismatch ends the communicator, so the work of the other rank, which no task awaits, is not reported."""
 
     async def main():
         async with local_world(2) as comms:
@@ -235,7 +235,7 @@ async def outcome(work):
 
 @pytest.mark.fault(120)
 def test_run_ranks_names_the_rank_that_awaited_a_cancelled_future():
-    """Nobody has cancelled the test: it is this rank that fails."""
+    """A CancelledError without a cancellation of the test is an error of the rank that raises it."""
 
     async def main():
         async with local_world(2) as comms:

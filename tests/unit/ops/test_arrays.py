@@ -1,4 +1,4 @@
-"""Which arrays are taken as tensors, what becomes of their memory, and how the others are refused."""
+"""Arrays as tensors: which are accepted, which memory the tensor shares, and how others are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class Group(NamedTuple):
-    """A communicator, as checks see it."""
+    """A communicator with the attributes that checks read."""
 
     rank: int = 0
     size: int = 2
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 class Exporter:
-    """An array that exports a tensor's memory, as an exporter of its age does."""
+    """An array that exports a tensor's memory by the current version of DLPack."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -46,21 +46,21 @@ class Exporter:
 
 
 class Old(Exporter):
-    """Of a time before versions: it takes a stream and no more."""
+    """An exporter from before the versions of DLPack: it takes a stream and nothing else."""
 
     def __dlpack__(self, stream: None = None) -> Any:
         return self.tensor.__dlpack__(stream=stream)
 
 
 class Copied(Exporter):
-    """Whose memory is elsewhere, so that it hands a copy out, and says so."""
+    """An exporter whose memory is elsewhere: it exports a copy, and says so."""
 
     def __dlpack__(self, **asked: Any) -> Any:
         return self.tensor.numpy().__dlpack__(**asked, copy=True)
 
 
 class Broken(Exporter):
-    """Which cannot hand anything out."""
+    """An exporter that fails."""
 
     def __dlpack__(self, **asked: Any) -> Any:
         raise RuntimeError("the memory is gone")
@@ -159,7 +159,7 @@ def test_value_that_is_no_array_is_refused():
 
 
 def test_read_only_array_may_be_sent_without_a_warning():
-    op = checked(ops.Send(READ_ONLY, 1), Group())  # for a warning is an error
+    op = checked(ops.Send(READ_ONLY, 1), Group())  # A warning would be an error.
     assert op.tensor.data_ptr() == READ_ONLY.ctypes.data
 
 
@@ -198,7 +198,7 @@ def test_tensor_of_an_array_keeps_its_memory_alive():
 def test_like_returns_the_library_of_its_model():
     tensor = torch.ones(2)
     assert like(tensor, tensor) is tensor
-    assert like(Exporter(tensor), tensor) is tensor  # nobody knows how to make another one
+    assert like(Exporter(tensor), tensor) is tensor  # An Exporter cannot be made from a tensor.
     array = like(np.zeros(1, np.float32), tensor)
     assert type(array) is np.ndarray
     assert (array.flags.writeable, array.ctypes.data) == (True, tensor.data_ptr())
@@ -206,7 +206,7 @@ def test_like_returns_the_library_of_its_model():
 
 @pytest.mark.real
 def test_arrays_without_numpy_installed_are_accepted():
-    """Nor needed: torch warns where it is not installed, and takes arrays all the same."""
+    """Torch warns without NumPy, and arrays by DLPack are accepted all the same."""
     program = (
         "import sys; sys.modules['numpy'] = None\n"
         "import aiocomms, torch, warnings; warnings.simplefilter('error')\n"

@@ -34,7 +34,7 @@ objects = st.recursive(
 
 
 def same(a, b):
-    """Equal, of the same types all the way down."""
+    """Return whether two objects are equal, and of the same types at each level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
@@ -148,7 +148,7 @@ def test_decode_loads_a_pickle_only_when_asked():
 
 
 BIG = torch.arange(20_000_000, dtype=torch.float32)
-"""80 MB, which is more than an object may have."""
+"""A tensor of 80 MB, above the size limit of an object."""
 
 
 @pytest.mark.fault(129)
@@ -194,7 +194,7 @@ def tensors_of(value):
     "value", [BIG, [BIG[1:]], torch.nn.Parameter(BIG), BIG.untyped_storage(), [BIG[: 2**22 + i] for i in range(5)]]
 )
 def test_oversized_value_is_refused_before_it_is_pickled(value, monkeypatch):
-    """Of what is larger than an object may be nobody makes a copy first."""
+    """A value above the size limit is refused before more than the limit is pickled."""
     saved, save = [], torch.save
 
     def counted(obj, *args, **kwargs):
@@ -272,13 +272,13 @@ def test_length_from_the_wire_allocates_no_memory():
 
 @pytest.mark.fault(99)
 def test_encode_copies_a_large_tensor_at_most_twice():
-    """Once into its place behind its description, once into the message, which is sent as it is."""
+    """The tensor is copied once behind its description and once into the message, which is sent without a copy."""
     tensor = torch.ones(2**22)
     tracemalloc.start()
     data = codec.encode({"tensor": tensor})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2.6 * tensor.nbytes  # a message grows by half of itself
+    assert peak < 2.6 * tensor.nbytes  # The buffer of a message grows by half of its size.
     assert codec.to_tensor(data, torch.device("cpu")).data_ptr() == torch.frombuffer(data, dtype=torch.uint8).data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Numbers that are no int, such as NumPy's and an IntEnum's, where ranks, tags, sizes and the like are wanted."""
+"""Integers of other types than int, such as NumPy's and an IntEnum's, as ranks, tags and sizes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.fault(130)]
 
 
 class Place(enum.IntEnum):
-    """A program's names of ranks, and of whatever else is a number."""
+    """A program's names of ranks, tags and other numbers."""
 
     ZERO, ONE, TWO, THREE, FOUR = range(5)
 
 
 class Indexed:
-    """Something that is a number by ``__index__``, and by nothing else."""
+    """An object that is a number by ``__index__`` alone."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -41,7 +41,7 @@ class Indexed:
 
 Whole = Callable[[int], Any]
 KINDS = [np.int64, np.uint8, Place, Indexed]
-"""What makes a number of an int."""
+"""Functions that make a number of another type from an int."""
 
 
 @pytest.mark.parametrize("whole", KINDS)
@@ -119,7 +119,7 @@ def test_constructors_accept_any_integer_type(run: Any, whole: Whole) -> None:
 
 
 class Members:
-    """A group of two for checks."""
+    """A communicator of two ranks with the attributes that checks read."""
 
     rank, size, device, fast_check = 0, 2, torch.device("cpu"), None
 

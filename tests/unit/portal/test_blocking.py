@@ -112,7 +112,7 @@ def test_close_within_a_hook_raises_runtime_error():
 
 
 def test_concurrent_close_waits_until_all_is_released(monkeypatch):
-    """Another communicator that uses the loop goes on, whoever closes this one how often."""
+    """A second close returns after the first has ended the transports; another communicator on the loop still works."""
     begun, second = threading.Event(), threading.Event()
     released: list[str] = []
     with blocking.new_comm("local") as comm:
@@ -150,7 +150,7 @@ def test_concurrent_close_waits_until_all_is_released(monkeypatch):
 
 
 def run(program: str, status: int = 0, *, signals: int = 0) -> str:
-    """Run a program, which sends a line when it is to be interrupted, and return what it has printed besides."""
+    """Run a program, send it SIGINT at each line "now" that it prints first, and return the rest of its output."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=-1, stderr=-1, text=True, env=os.environ | {"AIOCOMMS_HEARTBEAT": "0"}
     )
@@ -241,7 +241,7 @@ finally:
 
 @pytest.mark.real
 def test_ctrl_c_while_forming_leaves_no_thread():
-    """A signal that another thread gets ends the wait, and so does one that comes as it begins."""
+    """SIGINT on another thread ends the wait of new_comm, also as the wait begins, and no thread remains."""
     program = """
 def stack(frame):
     return [] if frame is None else [frame.f_code.co_name, *stack(frame.f_back)]
@@ -261,7 +261,7 @@ except KeyboardInterrupt:
 @pytest.mark.real
 @pytest.mark.parametrize("how", ["", "sys.exit(3)", "raise SystemExit(3)"])
 def test_program_exits_silently_with_open_communicators_and_waiting_threads(how):
-    """Nothing is printed, and nothing hangs; the peers are told."""
+    """The program exits with its status, prints nothing, and does not hang."""
     program = f"""
 one, two = pair()
 work = one.recv(torch.zeros(1), 1)

@@ -1,4 +1,4 @@
-"""Endpoints that any thread may use: of synchronous programs, and of hosts that call from threads of their own."""
+"""Endpoints that any thread may use, in synchronous programs and in hosts with their own threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PART = 7
 
 
 class Pair(NamedTuple):
-    """Two endpoints of this process, each with a loop of its own, and each as the other one sees it."""
+    """Two endpoints of this process, each with its own loop, and the peer of each at the other."""
 
     one: blocking.Endpoint
     two: blocking.Endpoint
@@ -83,7 +83,7 @@ def test_blocking_open_endpoint_has_the_arguments_of_open_endpoint():
     ],
 )
 def test_blocking_classes_have_the_methods_of_the_async_ones(ours: type, theirs: type):
-    """The same names, but for ``close``, and the same arguments of what does not take a thread's patience besides."""
+    """The names are the same, but for ``close``, and so are the arguments, but for an additional ``timeout``."""
     names = {name for name in dir(theirs) if not name.startswith("_")} - {"aclose"}
     attributes = {"name", "device", "address", "transports", "tensor", "descriptor", "register_abort_hook"}
     attributes |= {"new_pool", "handed", "hand_over"}  # Leases are for programs with a loop.
@@ -118,7 +118,6 @@ def test_blocking_peers_exchange_messages_and_streams(pair: Pair):
 
 
 def test_puts_of_a_thread_are_visible_after_its_signal(pair: Pair):
-    """Each thread's puts have arrived when its own signal has."""
     here, _, one, two = pair
     threads = 4
     pages = torch.zeros(threads, PART)
@@ -190,7 +189,7 @@ WAITS: dict[str, Callable[[Pair], object]] = {
 @pytest.mark.parametrize("how", ["abort", "close the connection", "close the endpoint"])
 def test_close_or_abort_wakes_a_waiting_thread(pair: Pair, what: str, how: str):
     if what == "accept" and how != "close the endpoint":
-        return  # it is not the connection's
+        return  # The call belongs to the endpoint, not to a connection.
     outcome: list[object] = []
 
     def wait() -> None:
@@ -237,7 +236,7 @@ def test_closed_endpoint_refuses_calls(pair: Pair):
 def test_concurrent_endpoint_close_waits_for_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     one, _, peer, other = pair
     begun, second = threading.Event(), threading.Event()
-    values = torch.arange(3_000_000.0)  # under way until it is received
+    values = torch.arange(3_000_000.0)  # This send is under way until it is received.
     sending = peer.send(values)
     close, elsewhere = one._endpoint._connections.close, one._door.elsewhere
 
@@ -274,7 +273,7 @@ def test_exception_in_the_with_block_aborts_the_connection(transport: str):
         one.connect(two.address)
         peer = two.accept()
         error = KeyError("lost")
-        one.__exit__(KeyError, error, None)  # which is what `with` calls
+        one.__exit__(KeyError, error, None)  # The `with` statement makes this call.
         assert "KeyError: 'lost'" in str(peer.lost())
     assert loops() == []
 

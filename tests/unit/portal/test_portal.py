@@ -1,4 +1,4 @@
-"""A portal where the loop misbehaves: order, context, and the end of the loop, with threads that wait."""
+"""Portals: order and context of calls, and threads that wait while the loop is blocked or ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("where")
 
 
 class Thread(threading.Thread):
-    """A thread whose outcome is asked for."""
+    """A thread that keeps the result or the error of its call."""
 
     def __init__(self, target: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -51,7 +51,7 @@ class Thread(threading.Thread):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Waiting threads look for themselves at once."""
+    """Let waiting threads check the loop every 10 ms."""
     monkeypatch.setattr(pending, "LOOK", 0.01)
 
 
@@ -78,7 +78,7 @@ def test_portal_calls_start_in_order_and_in_their_threads_context(run):
                 return [portal.all_reduce(torch.tensor(i)) for i in numbers]
 
             threads = [Thread(lambda n=n: call(f"thread {n}", range(100 * n, 100 * n + 100))) for n in range(3)]
-            outcomes = [thread.end() for thread in threads]  # the loop stands still meanwhile
+            outcomes = [thread.end() for thread in threads]  # The loop does not run meanwhile.
             assert not seen
             for outcome in outcomes:
                 await in_thread(outcome[-1].wait)
@@ -183,7 +183,6 @@ def test_portal_wait_raises_what_a_pre_hook_raised(run):
 
 
 def test_portal_op_uses_the_current_cuda_stream_of_its_thread(run, monkeypatch):
-    """The current stream is each thread's own."""
     entered: list[object] = []
 
     @contextlib.contextmanager
@@ -225,7 +224,7 @@ def test_portal_failure_that_is_never_retrieved_is_reported_once(run, caplog):
             aiocomms_loop.set_exception_handler(lambda loop, context: reports.append(context["message"]))
         async with local_world(2) as (one, two):
             for asked in (True, False):
-                works: list[Any] = []  # and not returned, for a thread of anyio's keeps that for a moment
+                works: list[Any] = []  # A worker thread of anyio would keep a returned work for a moment.
                 await in_thread(lambda works=works: works.append(one.portal().recv(torch.zeros(1), 1)))
                 await two.send(torch.ones(9), 0)
                 if asked:
@@ -250,7 +249,7 @@ def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def test_threads_waiting_on_a_portal_are_released_when_the_loop_ends(run):
-    """The communicator was left open; so it is closed with the loop."""
+    """A communicator that was left open is closed with its loop, and waiting threads get an error."""
     threads: list[Thread] = []
 
     async def main() -> None:
@@ -262,7 +261,7 @@ def test_threads_waiting_on_a_portal_are_released_when_the_loop_ends(run):
         portals.append(one.portal())
 
     portals: list[Any] = []
-    with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031 - what the threads keep is dropped here
+    with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031 - the threads drop their references here
         run(main)
         for thread in threads:
             assert isinstance(thread.end(), (CommClosedError, CommAbortedError)), thread.outcome
@@ -273,7 +272,7 @@ def test_threads_waiting_on_a_portal_are_released_when_the_loop_ends(run):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_portal_wait_raises_when_the_loop_is_closed_by_hand(impatient):
-    """Nothing tells anybody."""
+    """A loop closed by hand wakes no thread; each waiting thread finds out by itself, and gets CommClosedError."""
     loop = asyncio.new_event_loop()
     comm = loop.run_until_complete(_open())
     portal = comm.portal()
@@ -296,7 +295,7 @@ async def _open(**place: Any) -> aiocomms.Communicator:
 
 
 def test_portal_call_times_out_when_the_loop_is_stuck(run, impatient):
-    """A call that has not begun by its deadline never begins; a collective takes the communicator with it."""
+    """A call that has not started by its deadline never starts; a late collective also aborts the communicator."""
 
     async def main() -> None:
         async with local_world(2) as (one, _):
@@ -342,8 +341,6 @@ def test_several_threads_may_wait_for_one_portal_work(run):
 
 
 def test_wait_blocking_on_the_loops_thread_runs_portal_calls(run):
-    """``wait_blocking`` there starts what they call."""
-
     async def main() -> None:
         async with local_world(2) as (one, two):
             thread = Thread(lambda: one.portal().send(torch.ones(1), 1).wait())
@@ -382,8 +379,6 @@ def test_portal_stream_receive_that_times_out_loses_no_item(run):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_interrupted_portal_recv_is_withdrawn_unless_a_callback_waits(run, waits):
-    """A receive of an interrupted thread is withdrawn if only a step follows it, and goes on for a callback."""
-
     async def main() -> None:
         async with local_world(2) as (one, two):
             called, threads, tensor = threading.Event(), [], torch.zeros(1)
@@ -412,7 +407,7 @@ def test_interrupted_portal_recv_is_withdrawn_unless_a_callback_waits(run, waits
 
 
 class Interrupting(list[Any]):
-    """A list, behind whose next item Ctrl-C comes."""
+    """A list that raises KeyboardInterrupt after each append."""
 
     def append(self, item: Any) -> None:
         super().append(item)
@@ -420,8 +415,6 @@ class Interrupting(list[Any]):
 
 
 def test_interrupt_at_the_start_of_a_portal_wait_withdraws_the_recv(run: Callable[..., Any]) -> None:
-    """Nobody is taken for waiting any more: the receive is withdrawn."""
-
     async def main() -> None:
         async with local_world(2) as (_, two):
             work = await in_thread(lambda: two.portal().recv(torch.zeros(1), 0))

@@ -1,4 +1,4 @@
-"""Deadlines of ops: kept off the loop, and what becomes of the communicator."""
+"""Deadlines of ops: a watchdog thread keeps them, and a late collective aborts its communicator."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ LATE_BATCH = (
 
 @pytest.mark.parametrize(
     ("transport", "late"),
-    [("local", LATE_SEND), ("local", LATE_BATCH), ("c10d", LATE_BATCH)],  # c10d sends at once what is small
+    [("local", LATE_SEND), ("local", LATE_BATCH), ("c10d", LATE_BATCH)],  # c10d sends small messages at once
     ids=["local-send", "local-batch", "c10d-batch"],
 )
 @pytest.mark.usefixtures("patient")
@@ -127,7 +127,7 @@ def test_unmatched_recv_past_its_deadline_fails_alone(run, call):
             assert caught.value.peer == 1
             assert not other.done()
             assert not world[0].aborted
-            again = call(world[0])  # gets what comes now
+            again = call(world[0])  # This receive gets the next message.
             if "object" in again.op.name:
                 await world[1].send_object("late", 0)
                 assert await again == "late"
@@ -161,7 +161,7 @@ def test_deadline_may_be_set_by_op_communicator_or_new_comm(run, timeout, said):
         async with local_world(2) as world:
             place = {"store": HashStore(), "size": 2, "name": "timed"}
             if said == "when opened":
-                place["timeout"] = PATIENCE  # which must do for the opening too
+                place["timeout"] = PATIENCE  # The opening has this timeout, too.
             comms = await together(*(lambda r=r: aiocomms.new_comm("local", rank=r, **place)._open() for r in range(2)))
             if said == "when opened":
                 assert comms[0].timeout == PATIENCE
@@ -204,7 +204,7 @@ def test_invalid_timeout_is_refused(run, bad):
 @pytest.mark.real
 @pytest.mark.fault(14, transport="local")
 def test_deadline_passes_while_the_loop_is_busy(loop):
-    """The peer, whose loop is not, hears of it meanwhile."""
+    """A deadline passes while the loop of its rank is blocked: the peer gets the error meanwhile."""
     store, heard = HashStore(), threading.Event()
 
     async def rank(r):
@@ -228,7 +228,7 @@ def test_deadline_of_a_completed_op_is_dropped(run):
         async with local_world(2) as world:
             for _ in range(2):
                 await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
-                for comm in world:  # as the watchdog does when they have passed
+                for comm in world:  # The watchdog makes this call after the deadlines.
                     assert comm._core.in_flight.expire(time.monotonic() + 10 * comm.timeout) == float("inf")
 
     run(main)
@@ -285,7 +285,7 @@ def test_abort_drops_all_deadlines(run):
 
 @pytest.mark.fault(59)
 def test_communicator_is_lost_when_no_watchdog_thread_can_start(run):
-    """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""
+    """Ops without a watchdog might never end, so the communicator is lost; a later one starts its watchdog."""
 
     async def main():
         async with local_world(2) as world:
@@ -316,7 +316,7 @@ def test_new_comm_without_threads_opens_only_a_single_rank(run):
 
 
 class Expiring:
-    """Something with deadlines, that notes when it is told."""
+    """An owner of deadlines that records which of them have expired."""
 
     def __init__(self, *deadlines):
         self.deadlines = list(deadlines)
@@ -348,7 +348,7 @@ def test_watchdog_expires_each_owner_at_its_deadlines():
     dog.unregister(who)
     assert thread.is_alive()
     dog.unregister(other)
-    assert dog.leaving in ([thread], [])  # it may have ended already
+    assert dog.leaving in ([thread], [])  # The thread may have ended already.
     thread.join(PATIENCE)
     assert dog.leaving == []
     dog.unregister(other)

@@ -1,4 +1,4 @@
-"""The driver: what turns "something happened below" into completed works, and sleeps in between."""
+"""The driver: it polls transports, completes works, and sleeps in between."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_tasks_whose_ops_end_within_their_calls_let_the_loop_have_its_turn(loop, transport, monkeypatch):
-    """Works that are done when they are awaited suspend nobody: a heartbeat waited until the last of them."""
+    """An await of a completed work does not suspend its task, but other tasks still get their turns."""
     monkeypatch.setattr(driver, "TURN", -1.0)  # The loop has waited long enough at any time.
     beats, over = 0, False
 
@@ -67,7 +67,7 @@ def test_tasks_whose_ops_end_within_their_calls_let_the_loop_have_its_turn(loop,
 
 
 class CountingSelector(selectors.DefaultSelector):
-    """Counts how often an asyncio loop wakes up."""
+    """A selector that counts how often an asyncio loop wakes up."""
 
     wakes = 0
 
@@ -77,7 +77,7 @@ class CountingSelector(selectors.DefaultSelector):
 
 
 class CountingInstrument(trio.abc.Instrument):
-    """Counts how often a trio loop wakes up."""
+    """An instrument that counts how often a trio loop wakes up."""
 
     wakes = 0
 
@@ -106,7 +106,7 @@ def test_idle_communicator_never_wakes_the_loop(loop):
         async with local_world(3) as world:
             await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
             assert await wakes_during(0.1) <= 3
-            recv = world[0].recv(torch.zeros(1), 1, timeout=30)  # which will not come, and has a deadline far away
+            recv = world[0].recv(torch.zeros(1), 1, timeout=30)  # No message comes, and the deadline is far away.
             world[1].all_reduce(torch.zeros(1))
             assert await wakes_during(0.1) <= 3
             assert await recv.cancel()
@@ -119,7 +119,7 @@ def test_idle_communicator_never_wakes_the_loop(loop):
 
 
 def test_waker_loses_no_wake_up():
-    """As a driver uses it: look, and sleep only if there was nothing; against threads that never pause."""
+    """A driver polls, clears the waker and empties its queue: it misses no item of threads that never pause."""
     waker, todo, count, threads = Waker(), deque(), 20_000, 4
 
     def hammer():
@@ -157,7 +157,7 @@ def test_inbox_makes_every_call_in_the_order_of_its_thread():
     poller = select.poll()
     poller.register(inbox.fileno(), select.POLLIN)
     while len(made) < count * threads:
-        poller.poll()  # it would sleep for ever if a wake-up were lost
+        poller.poll()  # A lost wake-up would make this poll wait for ever.
         inbox.drain()
     for worker in workers:
         worker.join()
@@ -283,7 +283,7 @@ def test_loop_driver_without_a_running_loop_raises_runtime_error():
 
 
 class Spinning(LocalTransport):
-    """Counts how often it is asked for progress, and wants to be asked for a while."""
+    """A transport that counts its polls, and wants seven of them before the driver sleeps."""
 
     capabilities = Capabilities(ops=LocalTransport.capabilities.ops, in_process=True, spin=7)
 
@@ -330,7 +330,7 @@ def test_blocked_thread_asks_on_while_a_transport_makes_progress(run, install):
         async with local_world(1, "spinning") as (comm,):
             recv = comm.recv(torch.zeros(1), 0)
             sends = lambda: bool(comm.send(torch.ones(1), 0))  # noqa: E731
-            transport_of(comm).answers = [sends, *[lambda: True] * 20]  # the last one first
+            transport_of(comm).answers = [sends, *[lambda: True] * 20]  # pop() takes the last one first.
             assert recv.wait_blocking().item() == 1
 
     run(main)
@@ -349,7 +349,7 @@ def test_spinning_transport_is_woken_from_its_sleep(loop, install):
                 sent.set()
                 assert (await recv).item() == 1
                 await turns(30)
-                assert transport_of(comm).asked <= 7 + 1 + 7  # once on the descriptor, and then anew for a while
+                assert transport_of(comm).asked <= 7 + 1 + 7  # One poll is for the descriptor, seven are new.
             else:
                 assert await run_in_thread(lambda: sent.wait(PATIENCE))
                 await comm.send(torch.ones(1), 0)
@@ -372,7 +372,7 @@ def test_transport_that_breaks_loses_only_its_communicator(run, loop, install, c
             if when == "parked":
                 await turns(30)
             broken.breaks = ValueError("boom")
-            broken._inbox.put(int)  # and its descriptor stays readable, for nobody drains it
+            broken._inbox.put(int)  # The descriptor stays readable, for no call drains it.
             message = "the transport Spinning is broken: progress() raised ValueError: boom"
             with pytest.raises(CommAbortedError, match=f"lost: {re.escape(message)}"):
                 await work
@@ -382,7 +382,7 @@ def test_transport_that_breaks_loses_only_its_communicator(run, loop, install, c
             await turns(30)
             assert reports == [message]
             await ranks(others, lambda comm: comm.barrier())
-            broken.breaks = None  # it is asked once more when it is closed
+            broken.breaks = None  # The close polls it once more.
 
     run(main)
 
@@ -514,7 +514,7 @@ print("parent")
 
 
 class Shared:
-    """One of several that have one descriptor; whichever is asked takes what has come for all."""
+    """A transport that shares its descriptor with others: the one that is polled handles the events of all."""
 
     capabilities = Capabilities(ops=frozenset(), spin=3)
 
@@ -538,7 +538,7 @@ class Shared:
 
 @pytest.fixture
 def several():
-    """A function that returns several, and the list of who was asked; called on a loop."""
+    """Yield a function that returns several transports with one descriptor, and the list of those polled."""
     wakers = []
 
     def make(count=150):
@@ -566,7 +566,7 @@ def test_transports_that_share_a_descriptor_are_polled_once(run, several):
         await turns(20)
         assert len(asked) == 3
         asked.clear()
-        for one in those[:-1]:  # the last of them is served still
+        for one in those[:-1]:  # The last of them stays attached.
             driver.detach(one)
         those[0].waker.wake()
         driver.poll_soon(those[0])

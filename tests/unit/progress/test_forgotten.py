@@ -1,4 +1,4 @@
-"""A forgotten ``await``: what is said of a work that nobody asks for, and of one that is used as its result."""
+"""A forgotten ``await``: the warning about a work that no task awaits, and the error for one used as its result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def debug(monkeypatch):
 
 @contextlib.contextmanager
 def heard():
-    """What is said of forgotten works in a block, and of what is garbage after it."""
+    """Yield a list that has the RuntimeWarnings of a block, and of the garbage collection after it, at its end."""
     gc.collect()
     said = []
     with warnings.catch_warnings(record=True) as all_said:
@@ -41,7 +41,7 @@ def heard():
 
 
 def line_of(text):
-    """The line of this file that has a comment."""
+    """Return the number of the line of this file that ends with a comment."""
     lines = Path(HERE).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
 
@@ -141,7 +141,7 @@ def test_work_that_was_asked_for_is_not_reported(run, debug, how, pending):
                 if not pending:
                     two.recv(torch.zeros(2), 0).forget()
                 async with anyio.create_task_group() as tasks:
-                    if how == "blocking" and pending:  # for this thread is blocked meanwhile
+                    if how == "blocking" and pending:  # The send blocks this thread.
                         two.recv(torch.zeros(2), 0).forget()
                     tasks.start_soon(ask, one.send(torch.ones(2), 1))
                     await turns()
@@ -168,7 +168,7 @@ def test_work_awaited_by_asyncio_functions_is_not_reported(debug):
                     await two.recv(torch.zeros(2), 0)
                     await pending
                 task = asyncio.create_task(one.recv(torch.ones(2), 1))
-                task.cancel()  # before its first step
+                task.cancel()  # The task is cancelled before its first step.
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert said == []
@@ -182,7 +182,7 @@ def test_forgotten_failure_is_reported_once_and_a_lost_work_never(debug):
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         with heard() as said:
             async with local_world(2) as (one, two):
-                one.send(torch.ones(3), 1).forget()  # who says so hears of failures all the same
+                one.send(torch.ones(3), 1).forget()  # `forget()` drops the warning of a missing await.
                 two.recv(torch.zeros(2), 0)
                 await turns()
                 two.recv(torch.zeros(2), 0)
@@ -212,7 +212,7 @@ def test_op_refused_by_a_hook_is_not_reported(run, debug):
 
 
 def test_internal_works_are_never_reported(run, debug):
-    """Streams, windows, objects and splits start works of which their users know nothing."""
+    """Works that streams, windows, objects and splits start internally cause no warning."""
 
     async def each(comm):
         peer = 1 - comm.rank

@@ -1,4 +1,4 @@
-"""Works in flight that several threads add, at once."""
+"""The table of works in flight, to which several threads add at the same time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS, OTHER = 7.0, 8.0
 
 
 class Queues(dict[float, Queue]):
-    """The queues of all timeouts, at which another thread comes in between."""
+    """The queues of all timeouts, with a step of another thread before a removal or after a look-up."""
 
     before_drop: Callable[[], object] | None = None
     after_look: Callable[[], object] | None = None
@@ -40,7 +40,7 @@ class Queues(dict[float, Queue]):
 
 @pytest.mark.parametrize("when", ["before_drop", "after_look"])
 def test_work_added_while_its_empty_queue_is_dropped_stays_tracked(when: str) -> None:
-    """Another thread, which makes the queue of another timeout, drops those that are empty."""
+    """A work with a new timeout drops empty queues; a work that is added to one meanwhile is not lost."""
 
     async def main() -> None:
         async with local_world(2) as (comm, other):

@@ -1,6 +1,6 @@
-"""Waiting for work is no fault: ops with ``timeout=None`` have no deadline, and cost the watchdog nothing.
+"""Ops with ``timeout=None``: they have no deadline, and cost the watchdog nothing.
 
-What is idle is idle beyond a deadline: that of another op of the same communicator, called later, which passes.
+Such an op waits while the deadline of a later op of the same communicator passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = 0.05
 
 
 async def a_deadline_passes(comm):
-    """An op's that is called now; it fails alone."""
+    """Let the deadline of a new receive pass, which fails alone."""
     with pytest.raises(CommTimeoutError):
         await comm.recv(torch.zeros(1), (comm.rank + 1) % comm.size, tag=99, timeout=SHORT)
 
@@ -71,7 +71,7 @@ def test_op_without_a_deadline_outlives_the_deadline_of_others(run, op, said):
 
 def test_window_ops_may_have_no_deadline(run):
     async def main():
-        async with local_world(2, {"p2p": "local"}) as world:  # windows over messages
+        async with local_world(2, {"p2p": "local"}) as world:  # These windows work over messages.
             for comm in world:
                 comm.set_timeout(SHORT)
                 assert comm.transports["rma"] == "two-sided over local"
@@ -115,7 +115,7 @@ def test_op_without_a_deadline_fails_when_its_communicator_ends(run, end):
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(here.aclose)
                         await receive.wait()
-                        tasks.cancel_scope.cancel()  # without the grace that ops under way have
+                        tasks.cancel_scope.cancel()  # The cancellation ends the grace period of ops under way.
                     expected = CommClosedError
             for work in (collective, receive):
                 with pytest.raises(expected):
@@ -132,7 +132,7 @@ def test_ops_without_deadlines_start_no_watchdog(run):
         async with local_world(2, timeout=None) as world:
             stream, other = await together(
                 lambda: world[0].open_stream(1), lambda: world[1].open_stream(0)
-            )  # whose messages never have one
+            )  # Messages of streams never have a deadline.
             with no_threads():
                 works = [world[0].recv(torch.zeros(1), 1), world[0].barrier()]
                 await turns()
@@ -148,7 +148,7 @@ def test_ops_without_deadlines_start_no_watchdog(run):
 
 
 def test_watchdog_ignores_ops_without_a_deadline(run):
-    """When the last deadline has passed the watchdog sleeps for good, whatever is pending without one."""
+    """The watchdog has no next wake-up after the last deadline, although ops without one are pending."""
 
     async def main():
         async with local_world(2) as world:
@@ -188,7 +188,7 @@ def test_recorder_has_the_start_of_an_op_without_a_deadline(run, tmp_path):
 
 
 def test_op_without_a_timeout_argument_uses_the_communicators(run):
-    """At the time of the call; ``COMM_TIMEOUT`` says so in words, for functions that hand a timeout on."""
+    """An op takes the communicator's timeout at its call, without an argument or with ``COMM_TIMEOUT``."""
 
     async def main():
         async with local_world(2, timeout=None) as (comm, _):
@@ -235,7 +235,7 @@ def test_invalid_timeout_error_mentions_none_for_no_deadline(run):
                 with pytest.raises(ArgumentTypeError, match=r"timeout is COMM_TIMEOUT .*wanted seconds as a number"):
                     call()
             comm.abort("enough")
-            for timeout in (None, COMM_TIMEOUT):  # whoever is left must be known some day
+            for timeout in (None, COMM_TIMEOUT):  # A recovery needs a deadline to find the ranks that are left.
                 with pytest.raises(
                     ArgumentTypeError, match=r"timeout is .*, wanted seconds as a number, or a timedelta$"
                 ):

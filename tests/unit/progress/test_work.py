@@ -1,4 +1,4 @@
-"""Work: the awaitable handle, beside what an asyncio.Future would do."""
+"""Work: the awaitable handle of an op, compared with asyncio.Future."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CANCELLED = object()
 
 
 class Follower:
-    """A task that awaits a work, and what became of it."""
+    """A task that awaits a work, and keeps its outcome."""
 
     def __init__(self, tasks, work):
         self.outcome = None
@@ -49,7 +49,7 @@ class Follower:
 
 
 class Reports:
-    """What a loop was told that had nowhere else to go."""
+    """The messages that a loop's exception handler and the log have got."""
 
     def __init__(self, loop, caplog):
         self._caplog = caplog
@@ -64,7 +64,7 @@ class Reports:
 
 
 async def failed(world):
-    """A receive that fails while nobody awaits it, and its send, which does not."""
+    """Return a receive that fails while no task awaits it, and its send, which succeeds."""
     send = world[0].send(torch.ones(3), 1)
     return world[1].recv(torch.zeros(2), 0), send
 
@@ -419,7 +419,7 @@ def test_cancelled_cancel_leaves_the_work_pending(run):
 @pytest.mark.fault(52)
 @pytest.mark.parametrize("elsewhere", LOOPS)
 def test_await_in_another_loop_is_refused(run, loop, elsewhere):
-    alike = (loop == "trio") == (elsewhere == "trio")  # where they are not, the loop itself says so
+    alike = (loop == "trio") == (elsewhere == "trio")  # Other pairs of loops raise their own error.
 
     async def main():
         async with local_world(2) as world:
@@ -654,7 +654,7 @@ def test_storage_moved_during_an_op_is_an_error(run, move):
             await one.send(torch.ones(3), 1)
             with pytest.raises(CommError, match=r"recv #0 .* the storage of a tensor was resized while the op had it"):
                 await work
-            works = [two.recv(tensor, 0), one.send(torch.ones(3), 1)]  # it is harmed no further
+            works = [two.recv(tensor, 0), one.send(torch.ones(3), 1)]  # Later ops of the tensor work.
             await works[0]
             assert tensor.tolist() == [1, 1, 1]
 

@@ -1,4 +1,4 @@
-"""Chunks of DTensors, and of words: those that there can be are taken, and others are refused."""
+"""Chunks of DTensors and in messages: valid ones are accepted, and others are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., DTensor]
 
 @pytest.fixture
 def dtensor() -> Iterator[Make]:
-    """``dtensor(rank, mesh, placements, local, shape)`` as that rank has it, in a world that is not there."""
+    """Yield ``dtensor(rank, mesh, placements, local, shape)``: it makes a DTensor of a rank in a fake group."""
 
     def make(
         rank: int, mesh: tuple[int, ...], placements: list[Placement], local: torch.Tensor, shape: tuple[int, ...]

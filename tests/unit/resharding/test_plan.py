@@ -1,4 +1,4 @@
-"""Plans: every element goes once to each rank that wants it, from one that has it, whatever the two shardings are."""
+"""Plans: every element goes once to each rank that wants it, from a rank that has it, for any two shardings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
 @st.composite
 def mesh_shardings(draw: Any, shape: tuple[int, ...]) -> list[Box]:
-    """Draw a mesh and placements, as of a DTensor; return each rank's box."""
+    """Draw a mesh and placements of a DTensor; return the box of each rank."""
     mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     kinds = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(shape)))])
     placements = [draw(kinds) for _ in mesh]
@@ -41,7 +41,7 @@ def mesh_shardings(draw: Any, shape: tuple[int, ...]) -> list[Box]:
 
 @st.composite
 def slicings(draw: Any, shape: tuple[int, ...]) -> list[Box]:
-    """Draw any boxes that cover a tensor, which may overlap; return each rank's."""
+    """Draw boxes that cover a tensor, and may overlap; return the box of each rank."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 3))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -71,7 +71,7 @@ def elements(box: Box) -> Iterator[tuple[int, ...]]:
 def test_every_element_goes_once_to_each_rank_from_one_that_has_it(data: Any) -> None:
     shape = data.draw(SHAPES)
     held, wanted = (data.draw(st.one_of(mesh_shardings(shape), slicings(shape))) for _ in range(2))
-    itemsize = data.draw(st.sampled_from([1, 4, SPLIT]))  # An element of the last is worth to be shared.
+    itemsize = data.draw(st.sampled_from([1, 4, SPLIT]))  # An element of the last size can be split between sources.
     load = [0] * len(held)
     portions, missing = shared(enumerate(wanted), enumerate(held), itemsize, load)
     assert not missing

@@ -1,4 +1,4 @@
-"""The protocol of a move holds in every state that it comes to, and the checker finds what would be wrong with it."""
+"""A model check of the protocol of a move: every reachable state is right, and the checker finds each mutation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
     ],
 )
 def test_moves_reach_no_wrong_or_stuck_state(faults: int, given_up: int, steps: int, least: int) -> None:
-    """A process dies, a connection is cut, or a source rank gives up, in any state."""
+    """No state is wrong or stuck, although a process dies, a connection is cut, or a source rank gives up."""
     states = Model(faults, given_up, steps).explore()
     print(f"{states} states")
     assert states > least, "the model is not what it was"
@@ -39,7 +39,7 @@ def overwrites_what_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_steps_to_come(patch: pytest.MonkeyPatch) -> None:
-    """A target rank offers a buffer although rank 0 has begun a step that it has not."""
+    """A target rank offers a buffer that it needs for a step which rank 0 has begun."""
     patch.setattr(TargetRank, "clear", lambda self, word, clear=TargetRank.clear: clear(self, at_no_step(word)))
 
 
@@ -60,7 +60,7 @@ def uses_buffer_of_a_lost_move(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_words_of_an_earlier_move(patch: pytest.MonkeyPatch) -> None:
-    """A target rank takes what was written for a move that was given up for the next one."""
+    """A target rank counts the writes of an abandoned move as writes of the next one."""
 
     def mutant(self: TargetRank, writer: int, word: Any, written: Any = TargetRank.written) -> Any:
         return written(self, writer, word if self.move is None else Written(self.move.move))
@@ -130,7 +130,7 @@ def gives_up_without_asking(patch: pytest.MonkeyPatch) -> None:
 def test_checker_finds_what_is_wrong(
     mutation: Mutation, bounds: tuple[int, int, int], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each change to the protocol leads to a state that is wrong, or in which somebody waits for ever."""
+    """Each change to the protocol leads to a wrong state, or to one in which a rank waits for ever."""
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=found):
         Model(*bounds).explore()

@@ -1,4 +1,4 @@
-"""The writing of a source rank, into memory that is shared with the target and into other memory."""
+"""Writes of a source rank, into memory that it shares with the target and into other memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Done:
         self.callbacks: list[object] = []
 
     def add_done_callback(self, callback: object) -> None:
-        """Note it."""
+        """Record a callback."""
         self.callbacks.append(callback)
 
     def __await__(self) -> Any:
@@ -45,7 +45,7 @@ class FakeRegion:
         self.memory = torch.zeros(size, dtype=torch.uint8)
 
     async def attach(self, descriptor: bytes) -> FakeRegion:
-        """Be the region of the only peer."""
+        """Return this region, the only one."""
         return self
 
     async def _memory(self) -> Tensor | None:
@@ -59,7 +59,7 @@ class FakeRegion:
         return Done()
 
     def flush(self) -> Done:
-        """Say whether it is closed."""
+        """Return a work that fails if the region is closed."""
         self.flushed = Done(self._check)
         return self.flushed
 
@@ -72,7 +72,7 @@ WHOLE = torch.arange(6 * 8 * 10, dtype=torch.float32).view(6, 8, 10)
 
 
 def moved(region_of: Callable[[int], FakeRegion], dtype: torch.dtype, convert: Any = None) -> tuple[Tensor, Tensor]:
-    """Move a part of a tensor into a part of it elsewhere; return what is there, and what is wanted."""
+    """Write a part of a tensor into a region; return the values there, and those expected."""
     chunks = {"w": Chunk(WHOLE[1:, :, 2:], (6, 8, 10), (1, 0, 2))}
     there = records_of({"w": Chunk(torch.zeros(4, 5, 6, dtype=dtype), (6, 8, 10), (2, 3, 3))})
     copies = planned(0, [records_of(chunks)], [TargetRecord(b"", there)]).copies
@@ -132,7 +132,7 @@ def test_cancelled_write_ends_with_the_block_that_it_copies(monkeypatch: pytest.
             converted.append(part)
             if len(converted) == 3:
                 anyio.from_thread.run_sync(scope.cancel)
-                anyio.from_thread.run(anyio.lowlevel.cancel_shielded_checkpoint)  # The call hears of it.
+                anyio.from_thread.run(anyio.lowlevel.cancel_shielded_checkpoint)  # The task is cancelled here.
             return part
 
         with anyio.CancelScope() as scope:
