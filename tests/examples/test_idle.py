@@ -1,6 +1,6 @@
-"""Whoever waits for work in the tutorial and the examples may wait beyond the communicator's deadline.
+"""A rank that waits for work in the tutorial and the examples may wait beyond the communicator's deadline.
 
-The deadlines are short when a rank begins to wait; that of another op, called later, passes; then there is work.
+Each rank begins to wait under a short deadline. Once a later op has timed out, the rank gets work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def idle(world: list[Communicator], *waiting: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """What begins to wait here has waited beyond every rank's deadline when the body begins, and is then awaited."""
+    """Start coroutines that wait, let every rank's deadline pass, run the body, and await the coroutines."""
     for comm in world:
         comm.set_timeout(SHORT)
     tasks = [asyncio.create_task(one) for one in waiting]
-    await asyncio.sleep(0)  # each has called what it waits with
+    await asyncio.sleep(0)  # each coroutine has begun its op
     for comm in world:
         with pytest.raises(CommTimeoutError):
             await comm.recv(torch.empty(0), (comm.rank + 1) % comm.size, tag=99)

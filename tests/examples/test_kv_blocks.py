@@ -1,4 +1,4 @@
-"""KV blocks that nodes write into each other's memory: two processes, memory, no model."""
+"""Two processes write KV blocks into each other's memory, without a model."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def transport() -> str:
 
 
 def load(name: str) -> ModuleType:
-    """A module of the example, in whatever process this is."""
+    """Import a module of the example, in any process."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(f"kv_blocks.{name}")
 
 
 def memory(value: int) -> memoryview:
-    """Blocks of which the n-th has this value, and n more, in each byte."""
+    """Return blocks. Each byte of block n is this value plus n."""
     data = bytearray(b"".join(bytes([value + n]) * LENGTH for n in range(COUNT)))
     return memoryview(data).cast("B", (COUNT, LENGTH))
 
 
 def ended(transport: Any, number: int, peer: str) -> Any:
-    """Poll as the engine's loop does, until a transfer has ended."""
+    """Poll as the engine's loop does until a transfer has ended, and return the result of the last poll."""
     ends = time.monotonic() + HANGS
     while time.monotonic() < ends:
         found = transport.poll(peer)
@@ -51,7 +51,7 @@ def ended(transport: Any, number: int, peer: str) -> Any:
 
 
 def faulty(transport: Any, peer: str) -> str | None:
-    """Poll until a node cannot be used any more, and return why."""
+    """Poll until a peer has a fault, and return the fault."""
     fault: str | None = None
     ends = time.monotonic() + HANGS
     while fault is None and time.monotonic() < ends:
@@ -64,7 +64,7 @@ def faulty(transport: Any, peer: str) -> str | None:
 
 
 async def write(place: Rank) -> list[int]:
-    """Both write into each other's memory, in both orders, and see what came."""
+    """Write blocks to the other node, check that invalid writes are refused, and return each own block's value."""
     mine, other = memory(100 * place.rank), 1 - place.rank
     blocks = await load("blocks").Blocks.open(mine)
     place.give(f"metadata {place.rank}", blocks.metadata)
@@ -93,7 +93,7 @@ def test_both_nodes_write_blocks_into_each_other(ranks: Run) -> None:
 
 
 async def refuse(place: Rank) -> None:
-    """Blocks of another size, metadata that was changed or is none, a node that has closed."""
+    """Check that other block sizes, invalid metadata and a closed node are refused."""
     module = load("blocks")
     one, two = await module.Blocks.open(memory(0)), await module.Blocks.open(memory(100))
     with pytest.raises(ArgumentError, match=r"node 'two' has \(16, 4096\) blocks and bytes, wanted \(16, 1\)"):
@@ -123,7 +123,7 @@ def test_blocks_that_do_not_fit_are_refused(ranks: Run) -> None:
 
 
 async def submit(place: Rank, dies: bool) -> Any:
-    await asyncio.to_thread(lambda: None)  # the caller's loop has no part in it
+    await asyncio.to_thread(lambda: None)  # the event loop takes no part in the transfers
     mine = memory(100 * place.rank)
     transport = load("transport").EndpointTransport(mine, {"model": "none"})
     assert (transport.num_blocks, transport.block_len) == (COUNT, LENGTH)

@@ -1,4 +1,4 @@
-"""A service under uvicorn and torchrun gets SIGINT or SIGTERM while a request is under way, which is still answered."""
+"""A service under uvicorn and torchrun that gets SIGINT or SIGTERM still answers its pending request."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ else:
 
 
 class Output:
-    """What a process prints, line by line."""
+    """The lines that a process prints."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.lines: list[str] = []
         self._process = process
 
     def wait_for(self, *wanted: str) -> None:
-        """Read until all of these have been printed, in whatever order."""
+        """Read until all of these texts have been printed, in any order."""
         assert self._process.stdout is not None
         while not all(any(text in line for line in self.lines) for text in wanted):
             line = self._process.stdout.readline()
@@ -126,7 +126,7 @@ def test_pending_requests_are_answered_before_any_rank_exits_on_a_signal(server,
         thread = threading.Thread(target=lambda: answers.append(client.get("/held").json()))
         thread.start()
         output.wait_for("rank 0 is in it", "rank 1 is in it")
-        process.send_signal(number)  # torchrun passes it on to all ranks
+        process.send_signal(number)  # torchrun forwards the signal to all ranks
         output.wait_for("rank 1 was told", "Shutting down")
         (folder / "go on").touch()
         thread.join()

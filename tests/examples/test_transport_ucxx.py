@@ -1,7 +1,7 @@
-"""The example of a stranger's transport: its size, its entry point, what it says without UCXX, and its conformance.
+"""The example of a third-party transport: its size, its entry point, its error without UCXX, and its conformance.
 
-Where UCXX is not installed the suite runs on a stand-in for it, made of asyncio's streams, so that the example at least
-keeps to aiocomms' side of the contract.
+The suite also runs over a stand-in for UCXX, made of asyncio's streams. So aiocomms' side of the contract is tested
+where UCXX is not installed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def need_ucxx() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What ``pip install`` makes of the example, without pip."""
+    """Install the example by hand, as ``pip install`` would, and return the folder."""
     (tmp_path / MODULE.name).symlink_to(MODULE)
     info = tmp_path / "aiocomms_ucxx-0.1.dist-info"
     info.mkdir()
