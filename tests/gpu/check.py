@@ -1,8 +1,8 @@
-"""What `make gpu-check` runs on a machine with one GPU: ``python -m tests.gpu.check``.
+"""Run the steps of `make gpu-check` on a machine with one GPU: ``python -m tests.gpu.check``.
 
-Every step is a program of its own, with a limit of time, so that one which hangs or breaks the GPU does not take the
-others with it. Writes ``check.json``, ``check.md`` and what each step printed to ``build/gpu/``. Ends with 1 if a step
-failed; says what was skipped and why.
+Every step is a process with a time limit, so a step that hangs or breaks the GPU does not stop the others. The results
+are ``check.json``, ``check.md`` and each step's output, in ``build/gpu/``. The exit status is 1 if a step failed. The
+report lists the skipped tests with their reasons.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 class Step(NamedTuple):
-    """One program."""
+    """One program, with its time limit."""
 
     name: str
     command: Sequence[str]
     limit: float
-    """Seconds."""
+    """The time limit in seconds."""
     environment: Mapping[str, str] = {}
     tests: bool = False
-    """Whether it is pytest, and writes what became of each test to the file that ``{junit}`` stands for."""
+    """True if the step is pytest; it writes each test's result to the file whose path replaces ``{junit}``."""
     why_not: Callable[[], str] = lambda: ""
-    """Why it cannot run here, which is asked when its turn comes; "" where it can."""
+    """The function that returns why the step cannot run here, or "". It is called when the step's turn comes."""
 
 
 class Result(NamedTuple):
-    """What became of a step."""
+    """The result of a step."""
 
     name: str
     status: str
     seconds: float
     detail: str
     skips: dict[str, int] = {}  # noqa: RUF012 - never changed
-    """Why tests of it were skipped, and how many."""
+    """The reasons of skipped tests, with the number of tests for each."""
 
 
 # -------------------------------------------------------------------------------------------------------------- steps
 
 
 def conformance(transport: str, ranks: int, environment: Mapping[str, str]) -> Step:
-    """The suite on so many ranks: with one on every loop, with several on asyncio."""
+    """Return the step of the conformance suite: on every loop with one rank, on asyncio with several."""
     where = transport if ranks == 1 else f"{transport}@processes"
     options = [f"--transport={where}", "--device=cuda", f"--ranks={ranks}", "--deadline=60", "--timeout=150"]
     loops = [] if ranks == 1 else ["--loops=asyncio"]
@@ -65,14 +65,14 @@ def conformance(transport: str, ranks: int, environment: Mapping[str, str]) -> S
 
 
 def pytest(name: str, environment: Mapping[str, str], *files: str) -> Step:
-    """Some of this repository's tests."""
+    """Return a step that runs some of this repository's tests."""
     command = [sys.executable, "-m", "pytest", *files, "--timeout=200", "--junitxml={junit}"]
     return Step(name, command, 1200.0, environment, tests=True)
 
 
 def sanitizer(tool: str) -> Step:
-    """compute-sanitizer on a short run."""
-    # Not what calls return: NCCL and torch ask the driver for functions that it may not have.
+    """Return a step that runs compute-sanitizer on a short program."""
+    # memcheck reports no errors that calls return: NCCL and torch ask the driver for functions that it may lack.
     api = ["--report-api-errors=no"] if tool == "memcheck" else []
     command = ["compute-sanitizer", f"--tool={tool}", *api, "--target-processes=all", "--error-exitcode=99"]
     run = [*command, sys.executable, "-m", "tests.gpu.short_run"]
@@ -80,7 +80,7 @@ def sanitizer(tool: str) -> Step:
 
 
 def no_sanitizer() -> str:
-    """Why compute-sanitizer does not work here: it is not installed, or not for this GPU and driver."""
+    """Return why compute-sanitizer is missing or does not work with this GPU and driver; "" if it works."""
     if shutil.which("compute-sanitizer") is None:
         return "compute-sanitizer is not installed"
     program = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').add_(1).item()"]
@@ -96,7 +96,7 @@ def no_sanitizer() -> str:
 
 
 def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
-    """Everything, for this version of NCCL."""
+    """Return all steps for a version of NCCL."""
     from benchmarks.gpu.onegpu import SWITCH, environment
 
     shared = {name: value for name, value in environment(nccl, 0).items() if name != "NCCL_HOSTID"}
@@ -117,7 +117,7 @@ def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
 
 
 def run(step: Step, out: Path) -> Result:
-    """Run a step, and judge what comes of it."""
+    """Run a step, and return its result."""
     why = step.why_not()
     if why:
         return Result(step.name, SKIPPED, 0.0, why)
@@ -143,7 +143,7 @@ def run(step: Step, out: Path) -> Result:
 
 
 def execute(command: Sequence[str], step: Step, log: Any) -> int | None:
-    """Run a program with all that it starts; its exit code, None if it had to be killed."""
+    """Run a program, then end all that it has started; return its exit code, or None if it exceeded its limit."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | step.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         start_new_session=True,
@@ -154,14 +154,14 @@ def execute(command: Sequence[str], step: Step, log: Any) -> int | None:
         return None
     finally:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+            os.killpg(process.pid, signal.SIGKILL)  # ends processes that the program has left too
         except ProcessLookupError:
-            pass  # nothing
+            pass  # no process is left
         process.wait()
 
 
 def read_junit(path: Path) -> tuple[Counter[str], dict[str, int]]:
-    """How many tests passed, failed and were skipped, and why those were."""
+    """Return how many tests passed, failed and were skipped, and the reasons of the skips."""
     counts: Counter[str] = Counter()
     skips: Counter[str] = Counter()
     if not path.exists():
@@ -181,7 +181,7 @@ def read_junit(path: Path) -> tuple[Counter[str], dict[str, int]]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table, and below it why anything was skipped."""
+    """Return the table of the steps, and below it the reasons of skipped tests."""
     from benchmarks.tables import table
 
     rows = [[r.name, r.status, f"{r.seconds:.0f} s", r.detail] for r in results]
@@ -190,17 +190,17 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def check(steps: Sequence[Step], out: Path) -> int:
-    """Run all steps, whatever becomes of them, and write the report; 1 if one failed."""
+    """Run all steps, also after a failure, and write the report; return 1 if a step failed, else 0."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("gpu.json", "gpu.md", "check.json", "check.md"):
-        (out / name).unlink(missing_ok=True)  # or a figure of an earlier run would be taken for one of this
+        (out / name).unlink(missing_ok=True)  # figures of an earlier run must not appear in this report
     results = []
     for step in steps:
         results.append(run(step, out))
         print(f"{results[-1].status:8}{step.name}: {results[-1].detail}", flush=True)
     (out / "check.json").write_text(json.dumps([result._asdict() for result in results], indent=1) + "\n")
     text = markdown(results)
-    figures = out / "gpu.md"  # which the benchmarks write
+    figures = out / "gpu.md"  # the benchmarks write this file
     text += f"\n{figures.read_text()}" if figures.exists() else ""
     (out / "check.md").write_text(text)
     failed = [result.name for result in results if result.status == FAILED]
@@ -209,7 +209,7 @@ def check(steps: Sequence[Step], out: Path) -> int:
 
 
 def main() -> int:
-    """Look for a GPU, then run everything, or the steps that are asked for."""
+    """Look for a GPU, then run all steps, or those of ``--only``."""
     from tests.gpu.look import why_not
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

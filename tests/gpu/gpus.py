@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""The common parts of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there ar
 
 
 def share(rank: int) -> None:
-    """Let this process share the GPU with the other ranks; before it has loaded NCCL."""
+    """Let this process share the GPU with the other ranks. Call this before NCCL reads its environment."""
     os.environ.update(onegpu.environment(onegpu.nccl_version(), rank))
 
 
 def busy(seconds: float) -> None:
-    """Keep the current stream busy, by a kernel that spins; about so long, and not less."""
+    """Keep the current stream busy with a spinning kernel, for at least about this long."""
     fastest = 2.0e9  # cycles per second that no GPU of today exceeds by much
     torch.cuda._sleep(int(seconds * fastest))

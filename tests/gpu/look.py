@@ -1,4 +1,4 @@
-"""Is there a GPU? Without any package: ``make gpu-check`` asks before it installs gigabytes."""
+"""Look for a GPU without any package: ``make gpu-check`` does so before it installs gigabytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def why_not() -> str:
-    """Why nothing can be checked here, as a sentence; "" where there is a GPU."""
+    """Return a sentence that says why nothing can be checked here; "" if there is a GPU."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

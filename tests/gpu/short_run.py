@@ -1,4 +1,4 @@
-"""A little of everything on a GPU, for compute-sanitizer: ``python -m tests.gpu.short_run``."""
+"""A short run of collectives and of a window on a GPU, for compute-sanitizer: ``python -m tests.gpu.short_run``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import aiocomms
 
 
 async def collectives() -> None:
-    """Produced on one stream, reduced on the communicator's, consumed on a third, never waited for by the host."""
+    """Run collectives between a producer stream and a consumer stream; only events order the streams."""
     async with aiocomms.new_comm("nccl", "cuda", timeout=60) as comm:
         producer, consumer = torch.cuda.Stream(), torch.cuda.Stream()
         results = []
@@ -25,7 +25,7 @@ async def collectives() -> None:
             with torch.cuda.stream(consumer):
                 results.append((turn, out.sum() + tensor.sum()))
             for used in (out, tensor):
-                used.record_stream(consumer)  # or the producer's next turn may write it before that has read it
+                used.record_stream(consumer)  # the allocator then keeps the memory until the consumer has read it
             await work
             await reducing
         torch.cuda.synchronize()
@@ -33,7 +33,7 @@ async def collectives() -> None:
 
 
 async def windows() -> None:
-    """One-sided, to itself."""
+    """Put data into this rank's own window."""
     async with aiocomms.new_comm("ucx", "cuda", timeout=60) as comm:
         window = await comm.new_window(torch.zeros(1000, device=comm.device))
         await window.put(torch.ones(1000, device=comm.device), comm.rank)

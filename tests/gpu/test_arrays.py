@@ -1,4 +1,4 @@
-"""Arrays of CuPy on a real GPU: their own memory is moved, behind what is on CuPy's stream, and they come back."""
+"""CuPy arrays on a real GPU: collectives use them in place, after the work on CuPy's stream, and return them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 1 << 20
 
 @pytest.mark.parametrize("transport", ["nccl", "ucx"])
 async def test_an_array_is_gathered_in_place(transport: str) -> None:
-    """With one rank, too, a gathering moves something."""
+    """An all-gather also moves data with one rank, and leaves its output array at its address."""
     async with asyncio.timeout(60), aiocomms.new_comm(transport, CUDA, timeout=60) as comm:
         mine, whole = cupy.arange(COUNT, dtype=cupy.float32), cupy.zeros(COUNT, cupy.float32)
         place = whole.data.ptr

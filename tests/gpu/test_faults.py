@@ -1,6 +1,6 @@
-"""The faults of one GPU, G1 to G12, on a real one: what is refused, what ends by itself, what must not corrupt or hang.
+"""The faults G1 to G12 on one real GPU: each raises an error or ends by itself, without wrong data or a hang.
 
-Those that break a process run in one of its own.
+A fault that breaks its process runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.gpu.ticks import ticking
 pytestmark = [pytest.mark.real, pytest.mark.search, on_a_gpu, pytest.mark.timeout(180)]
 
 MANY = 4 * 2**20
-"""Elements: 16 MiB of float32, which the allocator does not cut from a block of others."""
+"""The elements of 16 MiB of float32: the allocator does not take such a tensor from a shared block."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def transport() -> str:
 
 @asynccontextmanager
 async def alone(transport: str = "nccl", **options: Any) -> AsyncIterator[Communicator]:
-    """A world of one."""
+    """Open a world of one rank."""
     async with asyncio.timeout(90), aiocomms.new_comm(transport, CUDA, **{"timeout": 60, **options}) as comm:
         yield comm
 
@@ -54,13 +54,13 @@ def full(value: float, count: int = MANY) -> torch.Tensor:
 
 
 async def works(comm: Communicator) -> None:
-    """The communicator and the GPU do what they should."""
+    """Check that the communicator and the GPU work."""
     output = await comm.all_gather_single(torch.empty(comm.size * 5, device=CUDA), full(3.0, 5))
     assert output.eq(3).all()
 
 
 def script(source: str, seconds: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that may end badly; its last line of output is JSON."""
+    """Run a program that may crash; its last line of output is JSON."""
     header = (
         "import asyncio, gc, json, os, sys, torch, aiocomms\n"
         "from aiocomms.errors import CommError\n"
@@ -76,7 +76,7 @@ def script(source: str, seconds: float = 60.0, **environment: str) -> subprocess
 
 
 def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The last thing that a script has said."""
+    """Return the last message of a script."""
     lines = done.stdout.strip().splitlines()
     assert lines, f"it ended with {done.returncode} and has said nothing:\n{done.stderr}"
     found: dict[str, Any] = json.loads(lines[-1])
@@ -87,7 +87,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def separate(rank: int) -> None:
-    """Do not let ranks share the GPU, whatever this machine's environment says."""
+    """Remove the variables that let ranks share a GPU from the environment."""
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID"):
         os.environ.pop(name, None)
 
@@ -111,7 +111,7 @@ def test_g1_one_rank() -> None:
 
 
 def test_g1_two_ranks_on_one_gpu_without_the_switch(ranks: Run) -> None:
-    """A sentence that says what to do, on both; no hang."""
+    """Both ranks raise an error that names the variable to set."""
     for told in ranks(2, refused, before=separate):
         assert "NCCL_MULTI_RANK_GPU_ENABLE" in told or "NCCL_HOSTID" in told, told
 
@@ -130,7 +130,7 @@ def test_g1_ranks_on_one_gpu_with_the_switch(ranks: Run, size: int) -> None:
 
 
 def test_g2_a_rank_that_never_comes(tmp_path: Path) -> None:
-    """Opening ends by its deadline, and the GPU is as before."""
+    """Opening fails at its deadline, and the GPU still works."""
 
     async def main() -> None:
         store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -145,7 +145,7 @@ def test_g2_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 async def never_called(place: Rank, by: str) -> float:
-    """Rank 0's kernel waits for rank 1, which calls nothing; how long the abort, or the deadline, took."""
+    """Let rank 0's kernel wait for rank 1, which calls no op; return the seconds until rank 0's op fails."""
     async with asyncio.timeout(100):
         comm = await place.open(device=CUDA, timeout=60)
         await comm.all_reduce(full(1.0))
@@ -183,7 +183,7 @@ def test_g2_a_deadline_while_a_kernel_spins(ranks: Run) -> None:
 
 
 def test_g3_a_cancelled_awaits_tensors_stay_until_the_gpu_is_done() -> None:
-    """Their memory is given to nobody before, and to others afterwards."""
+    """The allocator does not reuse their memory before the op is done, and gets it back afterwards."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -200,7 +200,7 @@ def test_g3_a_cancelled_awaits_tensors_stay_until_the_gpu_is_done() -> None:
             gc.collect()
             others = [full(-7.0) for _ in range(4)]
             assert not places & {other.data_ptr() for other in others}
-            await works(comm)  # behind all of it
+            await works(comm)  # runs after the op and the fills
             torch.cuda.synchronize()
             assert all(other.eq(-7).all() for other in others)
             del others
@@ -215,7 +215,7 @@ def test_g3_a_cancelled_awaits_tensors_stay_until_the_gpu_is_done() -> None:
 
 
 def test_g4_streams_are_ordered_by_events() -> None:
-    """Produced on one stream, gathered on the communicator's, consumed on a third. The host never waits."""
+    """One stream produces, the communicator's stream gathers, and a third consumes. The host waits for none."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -229,7 +229,7 @@ def test_g4_streams_are_ordered_by_events() -> None:
                 work.wait_stream(consumer)
                 with torch.cuda.stream(consumer):
                     results.append(target.clone())
-                target.record_stream(consumer)  # or the producer's next turn may write it before that has read it
+                target.record_stream(consumer)  # the allocator then keeps the memory until the consumer has read it
             torch.cuda.synchronize()
             for turn, result in enumerate(results):
                 assert result.eq(turn).all(), turn
@@ -241,7 +241,7 @@ def test_g4_streams_are_ordered_by_events() -> None:
 
 
 def test_g5_tensors_on_the_wrong_device() -> None:
-    """Refused before anything is sent, and the communicator goes on."""
+    """Each call raises before any data is sent, and the communicator still works."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -273,7 +273,7 @@ def test_g5_a_gpu_that_is_not_there(transport: str) -> None:
 
 @on_two_gpus
 def test_g5_another_gpu_than_the_current_one() -> None:
-    """The communicator's device counts, not the current one; tensors elsewhere are refused."""
+    """The communicator's device counts, not the current one; tensors on other devices are refused."""
 
     async def main() -> None:
         async with asyncio.timeout(90), aiocomms.new_comm("nccl", "cuda:1", timeout=60) as comm:
@@ -291,7 +291,7 @@ def test_g5_another_gpu_than_the_current_one() -> None:
 
 @pytest.mark.parametrize("op", ["all_gather", "all_gather_object", "premul_sum", "gather"])
 def test_g6_out_of_memory_fails_the_op_alone(op: str) -> None:
-    """What needs no memory may come off, with the right result."""
+    """An op that allocates nothing may succeed, but only with the right result."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -314,7 +314,7 @@ def test_g6_out_of_memory_fails_the_op_alone(op: str) -> None:
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
             if op in ("all_gather", "gather"):
-                assert result is None  # it had to make a tensor of 16 MiB
+                assert result is None  # these ops allocate 16 MiB
             elif result is not None:
                 assert result == [large] if op == "all_gather_object" else result.eq(0.5).all()
             assert not comm.aborted
@@ -324,7 +324,7 @@ def test_g6_out_of_memory_fails_the_op_alone(op: str) -> None:
 
 
 def test_g6_a_lost_context_fails_what_is_pending() -> None:
-    """A kernel of the user fails an assertion; nothing on this device works any more, and nothing hangs."""
+    """A user's kernel fails an assertion, which breaks the context. The op fails, and closing does not hang."""
     done = script("""
         async def main():
             comm = await aiocomms.new_comm("nccl", CUDA, timeout=20)
@@ -358,7 +358,7 @@ def test_g6_a_lost_context_fails_what_is_pending() -> None:
 
 
 def test_g7_a_forked_child_refuses() -> None:
-    """At once, both what it has inherited and what it opens."""
+    """The inherited communicator and a new one raise an error in the child, and neither hangs."""
     done = script("""
         import threading
         async def again():
@@ -400,7 +400,7 @@ def test_g7_a_forked_child_refuses() -> None:
 
 
 def test_g8_what_cannot_be_captured_is_refused() -> None:
-    """A UCX message is none of the GPU's doing, so no graph can have it. Nothing is sent, and the capture goes on."""
+    """A graph cannot contain a UCX message. The put raises before any data is sent, and the capture continues."""
 
     async def main() -> None:
         async with alone("ucx") as comm:
@@ -425,7 +425,7 @@ def test_g8_what_cannot_be_captured_is_refused() -> None:
 
 
 def test_g9_the_loop_is_free_while_ops_are_pending() -> None:
-    """Fewer than CUDA takes before it blocks whoever enqueues more: on an H200 the 57th gathering of one rank."""
+    """The ops are fewer than CUDA queues before a call blocks: on an H200, the 57th all-gather of one rank does."""
 
     async def main() -> list[float]:
         late: list[float] = []
@@ -465,7 +465,7 @@ def test_g9_the_loop_is_free_while_ops_are_pending() -> None:
     ],
 )
 def test_g10_the_interpreter_ends_with_an_op_pending(end: str) -> None:
-    """Without a crash and without a hang, whatever is still referenced by what."""
+    """The interpreter neither crashes nor hangs, whichever references are left."""
     done = script(f"""
         keep = []
         async def main():
@@ -503,7 +503,7 @@ def test_g10_closing_and_aborting_twice() -> None:
 
 
 def test_g11_a_ucx_that_cannot_reach_gpu_memory() -> None:
-    """Where its CUDA transports are left out, a CUDA tensor is refused with a sentence; nothing crashes."""
+    """UCX without its CUDA transports refuses a CUDA tensor by an error, or moves it correctly, and does not crash."""
     done = script(
         """
         async def main():
@@ -525,7 +525,7 @@ def test_g11_a_ucx_that_cannot_reach_gpu_memory() -> None:
 
 
 async def reallocating(place: Rank) -> int:
-    """Rank 0 sends from memory that it gives back to CUDA each time; rank 1 receives likewise."""
+    """Send tensors from rank 0 to rank 1, and free each to CUDA; return how many have the right values."""
     async with (
         asyncio.timeout(100),
         aiocomms.new_comm("ucx", CUDA, store=place.store(), rank=place.rank, size=place.size, timeout=60) as comm,
@@ -539,7 +539,7 @@ async def reallocating(place: Rank) -> int:
             right += bool(tensor.eq(turn).all())
             del tensor
             gc.collect()
-            torch.cuda.empty_cache()  # cudaFree: the address may come back with another allocation behind it
+            torch.cuda.empty_cache()  # calls cudaFree: another allocation may then get the address
         assert len(places) < 30, "no address came again, so nothing was tested"
         return right
 
@@ -552,7 +552,7 @@ def test_g11_no_stale_mapping_after_memory_is_freed(ranks: Run) -> None:
 
 
 def test_g12_gloo_does_not_take_gpu_memory() -> None:
-    """Nothing is staged through the host behind the user's back: refused, with a sentence that names the device."""
+    """The c10d transport raises an error that names the device, and does not stage data through the host."""
 
     async def main() -> None:
         with pytest.raises(UnsupportedOperation, match="cuda"):

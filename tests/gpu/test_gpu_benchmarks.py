@@ -1,4 +1,4 @@
-"""What of the benchmarks on a GPU needs none: statistics, targets, report, heartbeat; and that each measure runs."""
+"""The parts of the GPU benchmarks that need no GPU: statistics, targets, report, heartbeat, a run of each measure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {"rounds": 3, "nbytes": 4096, "op_seconds": 1e-5, "long_seconds": 2e-3, 
 
 
 class Host(Stage):
-    """A stage without a GPU: every op is done when the host says so."""
+    """A stage without a GPU: each op is complete when the host has waited for it."""
 
     backend = "gloo"
 
@@ -66,7 +66,7 @@ def transport() -> str:
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
-    """So one round in which the machine was busy counts for nothing."""
+    """One round on a busy machine does not change the ratio."""
     assert targets.paired([2.0, 20.0, 200.0], [1.0, 10.0, 1000.0]) == 2.0
 
 
@@ -115,7 +115,7 @@ def test_the_report_says_what_was_missed_and_what_is_missing() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    """Of the last run, or of none; with the targets of today."""
+    """The table has a row for each target, with the target's present limit."""
     page = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     for target in TARGETS:
         [row] = [line for line in page.splitlines() if target.what in line]
@@ -143,7 +143,7 @@ def test_the_heartbeat_counts_every_tick_of_a_blocked_loop() -> None:
 
     blocked = asyncio.run(main())
     assert max(late) >= blocked - 2e-3
-    assert sum(value > 0.01 for value in late) >= (blocked - 0.01) / 1e-3 - 2  # each tick that passed, not one of them
+    assert sum(value > 0.01 for value in late) >= (blocked - 0.01) / 1e-3 - 2  # every tick that passed, not only one
 
 
 def open_descriptors() -> set[str]:
@@ -164,7 +164,7 @@ def test_the_heartbeat_leaves_nothing_behind() -> None:
 
 
 async def measure(place: Rank, keys: list[str], wrong: str = "") -> list[dict[str, Any]]:
-    """What a rank's process does, with a stage that needs no GPU."""
+    """Run the measures as a rank's process does, with a stage that needs no GPU."""
     stage = Host(place.transport)
     stage.init(dist.FileStore(str(place.folder / "torch"), place.size), place.rank, place.size)
     if wrong:
@@ -178,14 +178,14 @@ async def measure(place: Rank, keys: list[str], wrong: str = "") -> list[dict[st
 @pytest.mark.search
 @pytest.mark.real
 def test_every_measure_of_one_rank(ranks: Run) -> None:
-    """The figures mean nothing here; that they are there does."""
+    """Every measure gives a figure; without a GPU its value means nothing."""
     [figures] = ranks(1, measure, ONE_RANK)
     assert [figure["key"] for figure in figures] == ONE_RANK
     assert [figure for figure in figures if figure["value"] is None] == []
     by_key = {figure["key"]: figure for figure in figures}
     assert by_key["post"]["value"] > 0
     assert len(by_key["post"]["detail"]["ours_us"]) == SIZES["rounds"]
-    assert by_key["heartbeat"]["value"] >= 1  # for here a long op blocks the loop
+    assert by_key["heartbeat"]["value"] >= 1  # a long op blocks the loop in this stage
     assert by_key["parked"]["detail"]["seconds"] >= SIZES["parked_seconds"]
     assert all(value > 0 for value in by_key["bandwidth1"]["detail"]["torch_gb_per_s"])
 
@@ -223,7 +223,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_ranks_that_share_a_gpu() -> None:
-    """By the switch where NCCL has it; else each process is a host of its own, which no two ranks may share."""
+    """NCCL has a switch for this from 2.30 on. With older versions each process has a host ID of its own."""
     switched, older = [onegpu.environment(nccl, 0) for nccl in ((2, 30, 7), (2, 29, 7))]
     always = {"NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0", "CUDA_MODULE_LOADING": "EAGER"}
     assert switched == {**always, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}

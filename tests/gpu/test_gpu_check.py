@@ -1,4 +1,4 @@
-"""How `make gpu-check` goes about it, with steps that need no GPU: what it runs, counts, skips, writes, ends with."""
+"""The runner of `make gpu-check`, with steps that need no GPU: its steps, counts, skips, reports and exit status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program(name: str, source: str, limit: float = HANGS, **more: object) -> Ste
 
 
 def suite(folder: Path, name: str, source: str) -> Step:
-    """A step that runs tests of its own."""
+    """Write a file of tests, and return the step that runs it."""
     file = folder / f"test_{name}.py"
     file.write_text(source)
     options = ["-pno:cacheprovider", f"--rootdir={folder}", "-c/dev/null", "--junitxml={junit}"]
@@ -97,7 +97,7 @@ def test_what_is_skipped_is_said_with_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["", "import pytest\npytestmark = pytest.mark.skip('no GPU')\ndef test(): pass"])
 def test_tests_that_test_nothing_have_failed(tmp_path: Path, source: str) -> None:
-    """Or a machine on which everything is skipped would be taken for one on which everything works."""
+    """A machine on which every test is skipped must not count as one on which every test passes."""
     assert check.check([suite(tmp_path, "nothing", source)], tmp_path / "out") == 1
 
 
@@ -105,7 +105,7 @@ def test_a_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, monkey
     log = tmp_path / "stuck.log"
 
     class Late(subprocess.Popen[bytes]):
-        """Its time begins once it has said what it started."""
+        """A process whose time limit begins once it has printed the PID of its child."""
 
         def wait(self, timeout: float | None = None) -> int:
             while timeout is not None and not log.read_text():
@@ -133,7 +133,7 @@ def test_what_a_step_leaves_behind_ends_with_it(tmp_path: Path) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    """Wait until a process is gone, or is but an entry that its parent has not looked at."""
+    """Wait until a process has ended, or is a zombie."""
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
         try:
@@ -156,7 +156,7 @@ def test_a_figure_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nccl", [(2, 29, 7), (2, 30, 7)])
 def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
-    """Every transport on every number of ranks, the faults, the graphs, the examples, the tools, the figures."""
+    """The steps are conformance on 1, 2 and 4 ranks, faults, graphs, arrays, examples, sanitizers and benchmarks."""
     steps = {step.name: step for step in check.all_steps(nccl, tmp_path)}
     assert len(steps) == 6 + 4 + 2 + 1
     for name, ranks in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4)):
@@ -170,7 +170,7 @@ def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
     assert shared["NCCL_NVLS_ENABLE"] == "0"
     assert (shared.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1") == (nccl >= (2, 30))
     assert ("own_host" in shared.get("PYTHONPATH", "")) == (nccl < (2, 30))
-    assert "NCCL_HOSTID" not in shared  # which would be one for all
+    assert "NCCL_HOSTID" not in shared  # this value would be the same for all ranks
     assert steps["conformance, nccl, 1 rank"].environment == {}
     for step in steps.values():
         for argument in step.command:
@@ -179,7 +179,7 @@ def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
 
 
 def test_every_process_is_a_host_of_its_own() -> None:
-    """Forked ones too, as those of the conformance suite are."""
+    """A forked process, such as a rank of the conformance suite, has a host ID of its own too."""
     source = (
         "import os\nprint(os.environ['NCCL_HOSTID'], flush=True)\n"
         "if os.fork() == 0:\n    print(os.environ['NCCL_HOSTID'], flush=True)\nelse:\n    os.wait()\n"

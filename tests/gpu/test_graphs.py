@@ -1,4 +1,4 @@
-"""CUDA graphs on a real GPU: collectives captured, joined back, replayed, awaited; what may not happen meanwhile."""
+"""CUDA graphs on a real GPU: captured collectives are replayed, and awaits are refused during and after a capture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def transport() -> str:
 
 @asynccontextmanager
 async def alone() -> AsyncIterator[Communicator]:
-    """A world of one that has done an op, so that nothing is set up for the first time during capture."""
+    """Open a world of one rank that has already run both ops, so that no setup happens during a capture."""
     async with asyncio.timeout(60), aiocomms.new_comm("nccl", CUDA, timeout=60) as comm:
         await comm.all_reduce(torch.ones(COUNT, device=CUDA))
         await gathered(comm, torch.ones(COUNT, device=CUDA))
@@ -36,19 +36,19 @@ async def alone() -> AsyncIterator[Communicator]:
 
 
 async def gathered(comm: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """A collective that with one rank, too, moves something."""
+    """Run an all-gather, which also moves data with one rank."""
     return await comm.all_gather_single(torch.empty(comm.size * tensor.numel(), device=CUDA), tensor)
 
 
 async def done_on_the_gpu() -> None:
-    """Wait for what is on the current stream by an event behind it, while the loop goes on."""
+    """Wait for all work on the current stream, without blocking the loop."""
     event = torch.cuda.Event(blocking=True)
     event.record()
     await asyncio.to_thread(event.synchronize)
 
 
 class Captured:
-    """``after = 2 * gather(before)`` as a graph: a collective between two kernels."""
+    """A graph of ``after = 2 * gather(before + 1)``: a collective between two kernels."""
 
     def __init__(self, comm: Communicator, error_mode: str = "global") -> None:
         self.before = torch.zeros(COUNT, device=CUDA)
@@ -69,7 +69,7 @@ class Captured:
 
 @pytest.mark.parametrize("error_mode", ["global", "thread_local", "relaxed"])
 def test_a_replay_does_it_again(error_mode: str) -> None:
-    """With other data each time, and nothing is done while it is captured."""
+    """Each replay uses the present data, and the capture itself runs nothing."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -82,7 +82,7 @@ def test_a_replay_does_it_again(error_mode: str) -> None:
 
 
 def test_eager_ops_follow_a_replay() -> None:
-    """What is called behind a replay sees what it has done."""
+    """An op that is called after a replay gets the result of the replay."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -96,7 +96,7 @@ def test_eager_ops_follow_a_replay() -> None:
 
 
 def test_await_is_refused_within_a_capture_and_after_it() -> None:
-    """At once: an await would let other tasks run, whose kernels would be captured. The capture goes on."""
+    """An await would let other tasks run, whose kernels would be captured. It raises, and the capture continues."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -127,7 +127,7 @@ def test_await_is_refused_within_a_capture_and_after_it() -> None:
 
 
 def test_pending_ops_are_left_alone_while_another_is_captured() -> None:
-    """In global mode a query of any event, by any thread, would break the capture; afterwards they complete."""
+    """An event query by any thread would break a capture in global mode. The pending ops complete after the capture."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -135,7 +135,7 @@ def test_pending_ops_are_left_alone_while_another_is_captured() -> None:
             with torch.cuda.stream(side):
                 busy(0.5)
                 pending: list[Any] = [comm.all_reduce(torch.ones(COUNT, device=CUDA)) for _ in range(10)]
-            await asyncio.sleep(0.05)  # whoever waits for them is asleep by now, or polls
+            await asyncio.sleep(0.05)  # the driver of these ops sleeps or polls by now
             captured = Captured(comm)
             for work in pending:
                 await work
@@ -145,7 +145,7 @@ def test_pending_ops_are_left_alone_while_another_is_captured() -> None:
 
 
 def test_many_graphs_come_and_go() -> None:
-    """What a graph keeps alive goes with it, and the communicator stays."""
+    """A deleted graph frees its memory, and the communicator still works."""
 
     async def main() -> None:
         async with alone() as comm:
@@ -181,7 +181,7 @@ def test_a_capture_that_fails_leaves_the_communicator_usable() -> None:
 
 
 async def captured_by_all(place: Rank) -> list[float]:
-    """Replays on two ranks, with eager ops of both between them."""
+    """Replay an all-reduce three times, with a barrier after each, and return the results."""
     async with asyncio.timeout(100), place.open(device=CUDA, timeout=60) as comm:
         tensor = torch.ones(COUNT, device=CUDA)
         await comm.all_reduce(tensor)
@@ -199,6 +199,6 @@ async def captured_by_all(place: Rank) -> list[float]:
 
 
 def test_two_ranks(ranks: Run) -> None:
-    """The sum of both each time. The graph is launched by both."""
+    """Each replay by both ranks gives the sum of their present values."""
     for values in ranks(2, captured_by_all, before=share):
         assert values == [1.0, 3.0, 5.0]

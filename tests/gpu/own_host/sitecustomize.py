@@ -1,6 +1,7 @@
-"""On ``PYTHONPATH``: every process, forked ones too, is a host of its own to NCCL, so that several may share a GPU.
+"""An NCCL host ID for each process that has this folder on ``PYTHONPATH``, so that several may share a GPU.
 
-For NCCL below 2.30; see ``benchmarks/gpu/onegpu.py``.
+Each process, also a forked one, is a host of its own to NCCL. Only NCCL below 2.30 needs this; see
+``benchmarks/gpu/onegpu.py``.
 """
 
 import os
