@@ -1,7 +1,7 @@
-"""The registry of one-sided transports of a newer torch on the package index, for the torch that is installed.
+"""The registry of one-sided transports of a newer torch from the package index, for the installed torch.
 
-It is pure Python. Of a wheel of half a gigabyte some 20 KB are fetched, by HTTP range requests, and kept in the
-environment: ``python tests/hosts/newest_torch.py`` does so, and the tests do where it has not been done.
+The registry is pure Python. HTTP range requests fetch some 20 KB of a wheel of half a gigabyte into the environment.
+``python tests/hosts/newest_torch.py`` fetches them, otherwise the first test does.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ FOLDER = "torch/distributed/_transport/"
 KEPT = Path(sys.prefix) / "newest-torch"
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 PINNED = "2.15.0"
-"""What the tests run with; NEWEST_TORCH in the environment says another version, for whoever looks what is new."""
+"""The version that the tests use. NEWEST_TORCH in the environment replaces it, to try a newer version."""
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
 def fetched() -> Path:
-    """The folder of a package ``torch`` of which there is no more than that; fetched if it is not there yet.
+    """Return the folder of a package ``torch`` that has only the registry; fetch it if it is missing.
 
-    :raises RuntimeError: the index cannot be asked, or that torch is not there, or has no such package.
+    :raises RuntimeError: the index is unreachable or lacks this torch, or this torch has no registry.
     """
     if not KEPT.is_dir():
         try:
             version, url = newest()
             fetch(url, KEPT)
-        except OSError as error:  # of urllib, and of requests
+        except OSError as error:  # urllib and requests raise it
             raise RuntimeError(f"the newest torch cannot be fetched from {INDEX}: {error}") from error
         (KEPT / "version").write_text(str(version))
     return KEPT
 
 
 def newest() -> tuple[Version, str]:
-    """The version of torch that counts as the newest, and where a wheel of it is: all have the same Python code."""
+    """Return the version of torch to use, and the URL of one of its wheels: all have the same Python code."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/torch/", headers={"Accept": JSON})
     with urllib.request.urlopen(request, timeout=60) as answer:
         files = json.load(answer)["files"]
@@ -59,7 +59,7 @@ def newest() -> tuple[Version, str]:
 
 
 def fetch(url: str, where: Path) -> None:
-    """Extract the package from a wheel."""
+    """Extract the registry from a wheel."""
     where.parent.mkdir(parents=True, exist_ok=True)
     with RemoteZip(url) as wheel, tempfile.TemporaryDirectory(dir=where.parent) as folder:
         names = [name for name in wheel.namelist() if name.startswith(FOLDER) and name.endswith(".py")]
@@ -72,7 +72,7 @@ def fetch(url: str, where: Path) -> None:
 
 
 def use(folder: str | Path) -> None:
-    """Have this process import the package from there, if the installed torch has none."""
+    """Make this process import the registry from a folder, if the installed torch has none."""
     from torch import distributed
 
     if find_spec("torch.distributed._transport") is None:

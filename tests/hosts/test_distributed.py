@@ -1,4 +1,4 @@
-"""Torch's own tests of torch.distributed pass over the backend as they do over gloo, but for those that are listed."""
+"""Torch's own tests of torch.distributed end over the backend as they do over gloo, except for the listed ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DIFFERENCES = {
     "test_monitored_barrier_gloo_subgroup": GLOO_ALONE,
     "test_monitored_barrier_wait_all_ranks": GLOO_ALONE,
 }
-"""The tests that pass over gloo and do not here, and why."""
+"""The tests that pass over gloo and fail here, with the reasons."""
 GLOO = names("gloo")
 MPI = [name for name in names("mpi") if name not in GLOO]
-"""What torch tests over MPI and not over gloo: all-to-all."""
+"""The tests that torch runs over MPI and not over gloo: all-to-all."""
 
 
 def test_they_are_there() -> None:
-    """What is said of their number in the documentation."""
+    """The documentation states these numbers of tests."""
     assert (len(GLOO), len(MPI)) == (115, 12)
     assert DIFFERENCES.keys() <= set(GLOO)
 

@@ -1,4 +1,4 @@
-"""Several nodes of Ray, on one machine: several raylets. What is between two machines no test here shows."""
+"""Several Ray nodes on one machine, as several raylets. No test here uses the network between two machines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MIB = 2**20
 
 @pytest.mark.parametrize("token", [True, False])
 def test_two_nodes_of_one_machine(ray_folder: Path, token: bool, monkeypatch: pytest.MonkeyPatch):
-    """With a token the ranks meet at the node's address, and without one on loopback."""
-    monkeypatch.setattr(ray._private.utils, "write_ray_address", lambda *_: None)  # which goes to /tmp/ray
+    """The ranks meet at the node's address if there is a token, and on loopback if there is none."""
+    monkeypatch.setattr(ray._private.utils, "write_ray_address", lambda *_: None)  # the function writes to /tmp/ray
     nodes = Cluster(
         initialize_head=True,
         head_node_args={

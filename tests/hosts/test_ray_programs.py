@@ -1,4 +1,4 @@
-"""The page about Ray, and the example, as their users run them."""
+"""The page about Ray and the example run as their users run them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * HANGS)]
 
 @pytest.fixture(autouse=True)
 def there(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray keeps what it makes where it is looked for."""
+    """Let Ray write its files to the folder of the fixture."""
     monkeypatch.setenv("RAY_TMPDIR", str(ray_folder))
 
 
@@ -33,7 +33,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_example():
-    """Every vector is right, also once a stage was killed and Ray has started it anew."""
+    """Every vector is right, also after a stage was killed and Ray has restarted it."""
     run = subprocess.run(
         [sys.executable, "-m", "ray_pipeline"], cwd=ROOT / "examples", capture_output=True, text=True, timeout=HANGS,
         check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"},

@@ -1,4 +1,4 @@
-"""Actors of Ray that meet by a name."""
+"""The rendezvous of Ray actors by a name."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Actor:
         await self.comm.aclose()
 
     async def given_up(self, name: str, rank: int, size: int) -> None:
-        """A rendezvous that is cancelled, once its record is there, or rank 0 knows of it."""
+        """Begin a rendezvous, and cancel it once rank 0's record is there, or rank 0 knows of this rank."""
         before = set(found())
         task = asyncio.create_task(self.meet(name, rank, size))
         await asyncio.to_thread(until, lambda: name in self.arrived if rank else set(found()) - before)
@@ -89,23 +89,23 @@ class Actor:
         assert set(found()) <= before
 
     async def meet_at_once(self, name: str, size: int, others: int) -> None:
-        """As rank 0, which finds nobody else until this many have put their records, some of which may be gone."""
+        """Meet as rank 0, and search for rivals only after this many actors have put their records."""
         put, list_ = internal_kv._internal_kv_put, internal_kv._internal_kv_list
 
         def held(*args: Any, **more: Any) -> None:
             put(*args, **more)
-            put(f"{name} {os.getpid()}".encode(), b"", namespace="tests")  # nobody takes this one away
+            put(f"{name} {os.getpid()}".encode(), b"", namespace="tests")  # no actor deletes this marker
             until(lambda: len(list_(name.encode(), namespace="tests")) == others)
 
         with mock.patch.object(internal_kv, "_internal_kv_put", held):
             await self.meet(name, 0, size)
 
     async def has_arrived(self, name: str) -> None:
-        """Wait until this actor has told rank 0 that it is there."""
+        """Wait until this actor has announced itself to rank 0."""
         await asyncio.to_thread(until, lambda: name in self.arrived)
 
     async def time_is_up(self, name: str) -> None:
-        """As if the deadline of its meeting had passed."""
+        """Set the deadline of this actor's meeting to the past, once the meeting has begun."""
         await asyncio.to_thread(until, lambda: self.meeting is not None and self.meeting._name == name)
         self.meeting._ends = 0.0
 
@@ -117,12 +117,12 @@ class Actor:
 
 
 def found() -> list[bytes]:
-    """What lies in Ray's own store of ours."""
+    """Return the keys of aiocomms in Ray's key-value store."""
     return internal_kv._internal_kv_list(b"", namespace=meeting.NAMESPACE)
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Look again and again whether something holds."""
+    """Poll until a condition holds."""
     while not holds():
         time.sleep(0.001)
 
@@ -154,12 +154,12 @@ def test_arguments_and_no_ray():
 
 @pytest.fixture(scope="module")
 def crew(cluster: None) -> list[Any]:
-    """Actors whom no test kills."""
+    """Return actors that no test kills."""
     return actors(4)
 
 
 def test_actors_meet_again_and_again(crew: list[Any]):
-    """By one name, in other roles, and with another actor in the place of one that was killed."""
+    """Actors meet by one name several times, with new roles, and with a new actor in place of a killed one."""
     three = [*crew[:2], Actor.remote()]
     assert meet(three, "pipeline")[1] == "<Communicator 'pipeline' rank 1 of 3 on cpu>"
     for _ in range(3):
@@ -209,7 +209,7 @@ def test_alone(crew: list[Any]):
     ],
 )
 def test_who_did_not_come_is_named(crew: list[Any], come: list[int], late: list[int], named: str):
-    """By rank 0, whom the others believe, or by one whose time is up before."""
+    """Rank 0 names the missing ranks to all. A rank whose deadline passes before rank 0's names them itself."""
     who = dict(zip(come, crew, strict=False))
     name = f"{come} {late}"
     refused = {rank: actor.refused.remote(name, rank, 4) for rank, actor in who.items()}
@@ -245,7 +245,7 @@ def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
 
 
 def test_records_that_lead_elsewhere(crew: list[Any]):
-    """To another meeting of the job, to who speaks otherwise or not at all, and to nobody."""
+    """The records lead to another meeting, to a server with another protocol, and to a port without a listener."""
     first, second, third, last = crew
     other = first.meet.remote("other", 0, 2)
     until(found)
@@ -266,7 +266,7 @@ def test_records_that_lead_elsewhere(crew: list[Any]):
             ray.get(second.time_is_up.remote("mine"))
             name, said = ray.get(told)
         assert (name, "rank 0 of 2 did not join 'mine'" in said) == (CommTimeoutError.__name__, True), said
-        assert set(found()) == {key, *stale}  # what one rank cannot reach another one perhaps can
+        assert set(found()) == {key, *stale}  # other ranks may reach the records' addresses
         waiting = second.meet.remote("mine", 1, 2)
         ray.get([waiting, third.meet.remote("mine", 0, 2)])
         assert set(found()) == {key, stale[1]}
@@ -276,12 +276,12 @@ def test_records_that_lead_elsewhere(crew: list[Any]):
 
 
 def test_two_that_come_as_rank_0_at_once(crew: list[Any]):
-    """One of them is told, and the other's meeting goes on."""
+    """One of them gets an error, and the other one's meeting continues."""
     waiting = crew[2].meet.remote("both", 1, 2)
     both = [actor.meet_at_once.remote("both", 2, 2) for actor in crew[:2]]
     ray.get(waiting)
     told = list[str]()
-    for one in both:  # whose answer comes first is Ray's affair
+    for one in both:  # Ray determines the order of the answers
         try:
             ray.get(one)
         except RayTaskError as error:
@@ -292,7 +292,7 @@ def test_two_that_come_as_rank_0_at_once(crew: list[Any]):
 
 
 def test_who_is_cancelled_can_come_again_at_once(crew: list[Any]):
-    """And nobody takes it for present meanwhile."""
+    """The other ranks do not count a cancelled rank as present."""
     first, second, third = crew[:3]
     ray.get(first.given_up.remote("again", 0, 3))
     meeting_ = first.meet.remote("again", 0, 3)
@@ -306,7 +306,7 @@ def test_who_is_cancelled_can_come_again_at_once(crew: list[Any]):
 
 
 def test_rank_0_is_killed_and_given_up(crew: list[Any]):
-    """Whoever has arrived is told; and the next rank 0 is not taken for the last one."""
+    """A rank that has arrived gets an error, and a new rank 0 deletes the record of the killed one."""
     first, second, third = Actor.remote(), *crew[:2]
     process = ray.get(first.process.remote())
     first.meet.remote("killed", 0, 3)

@@ -1,4 +1,4 @@
-"""Tensors that actors of Ray hand each other by Ray Direct Transport, over endpoints."""
+"""Ray actors exchange tensors by Ray Direct Transport over endpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aiocomms.integrations.ray import transport as under_test
 pytestmark = pytest.mark.real
 
 MANY = 2**20
-"""Elements: more than Ray or a message would carry by the way."""
+"""The elements of a tensor that is too large for Ray or a message to carry inline."""
 
 
 def manager() -> under_test.RayTransport:
@@ -31,13 +31,13 @@ def manager() -> under_test.RayTransport:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Look again and again whether something holds."""
+    """Poll until a condition holds."""
     while not holds():
         time.sleep(0.001)
 
 
 def waits(_: Any, stage: str) -> None:
-    """Return when the transport's one transfer here has come to a stage."""
+    """Wait until the transport's only transfer in this process has reached a stage."""
 
     def reached() -> bool:
         found = manager()._fetches
@@ -47,13 +47,13 @@ def waits(_: Any, stage: str) -> None:
 
 
 def abort(_: Any) -> None:
-    """What Ray does once a transfer has taken too long."""
+    """Abort the transfer, as Ray does when it takes too long."""
     (fetch,) = manager()._fetches
     manager().abort_transport(fetch.obj_id, None)
 
 
 def meanwhile(actor: Any, call: Callable[..., None], *args: Any) -> None:
-    """Call a function in an actor whose event loop Ray keeps until an argument's tensors have come."""
+    """Call a function in an actor whose event loop Ray blocks until the tensors of an argument arrive."""
     ray.get(actor.__ray_call__.options(concurrency_group="_ray_system_error").remote(call, *args))
 
 
@@ -93,7 +93,7 @@ class Actor:
         return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in made.items()}
 
     async def fetch(self, refs: list[Any]) -> list[float]:
-        """By :func:`aiocomms.integrations.ray.get`, while the loop goes on."""
+        """Read tensors by :func:`aiocomms.integrations.ray.get`, and check that other tasks run meanwhile."""
         beats = 0
 
         async def heart() -> None:
@@ -109,7 +109,7 @@ class Actor:
         return [tensor.mean().item() for tensor in tensors]
 
     async def objects(self, number: int) -> None:
-        """Return when this many are open to others here."""
+        """Wait until other actors can read this many objects of this actor."""
         await asyncio.to_thread(until, lambda: len(manager()._objects) == number)
 
     async def descriptors(self) -> tuple[bytes, list[bytes]]:
@@ -117,7 +117,7 @@ class Actor:
         return meta.address, list(meta.descriptors)
 
     async def read(self, address: bytes, descriptor: bytes) -> str:
-        """By hand, what somebody else was given."""
+        """Read a region by an address and a descriptor that another process has received."""
 
         def read() -> str:
             try:
@@ -129,7 +129,7 @@ class Actor:
         return await asyncio.to_thread(read)
 
     async def move_to(self, node: str) -> None:
-        """As if this actor were on another node, from its next tensor on."""
+        """Pretend that this actor is on another node, from its next tensor on."""
         under_test.node = lambda: node
 
     async def process(self) -> int:
@@ -144,7 +144,7 @@ def known(ref: Any) -> None:
 
 @pytest.fixture(scope="module")
 def pair(cluster: None) -> list[Any]:
-    """Two actors whom no test kills."""
+    """Return two actors that no test kills."""
     return [Actor.remote(), Actor.remote()]
 
 
@@ -175,7 +175,7 @@ def test_whatever_a_task_returns(pair: list[Any]):
 
 
 def test_on_another_node_without_a_token(pair: list[Any]):
-    """The source listens on loopback there, and what listens on the receiver's own is not it."""
+    """The source listens on its own node's loopback, so the receiver must not connect to an address on its loopback."""
     source = Actor.remote()
     ray.get(source.move_to.remote("192.0.2.77"))
     with pytest.raises(RayDirectTransportError, match=r"it is on node 192.0.2.77, and .* AIOCOMMS_TOKEN in os.environ"):
@@ -183,10 +183,10 @@ def test_on_another_node_without_a_token(pair: list[Any]):
 
 
 def test_awaiting(pair: list[Any]):
-    """Where ``await ref`` would never end: of several at once, in an actor and in a driver."""
+    """An actor and a driver await several tensors at once by ``get``, where ``await ref`` would never end."""
     one, two = pair
     refs = [one.make.remote(float(value)) for value in range(3)]
-    for ref in refs:  # to give refs away in a list, Ray wants to know where their objects are
+    for ref in refs:  # Ray must know where the objects are before refs are passed in a list
         known(ref)
     assert ray.get(two.fetch.remote(refs)) == [0.0, 1.0, 2.0]
 
@@ -206,7 +206,7 @@ def test_into_a_buffer(pair: list[Any]):
 
 
 def test_what_cannot_be_described_is_not_open(cluster: None):
-    """Ray never frees an object whose metadata it was not given."""
+    """Ray never frees an object without metadata, so its regions must be revoked at once."""
     regions = manager()._here()._endpoint._regions
     before = set(regions)
     with (
@@ -218,7 +218,7 @@ def test_what_cannot_be_described_is_not_open(cluster: None):
 
 
 def test_what_is_freed_can_be_read_no_more(pair: list[Any]):
-    one, two = Actor.remote(), pair[0]  # of an actor whose other objects no test has kept
+    one, two = Actor.remote(), pair[0]  # a new actor has no other objects
     made = one.make.remote(2.0, 1)
     assert ray.get(two.look.remote(made)) == (2.0, 1)
     address, (descriptor,) = ray.get(one.descriptors.remote())
@@ -231,7 +231,7 @@ def test_what_is_freed_can_be_read_no_more(pair: list[Any]):
 @pytest.mark.parametrize("stage", ["connecting", "reading"])
 @pytest.mark.parametrize("how", ["kill", "abort"])
 def test_a_source_that_is_lost_during_a_fetch(pair: list[Any], stage: str, how: str):
-    """The receiver lives, is told who it was, and reads from others."""
+    """The receiver survives, gets an error that names the source, and reads from another actor afterwards."""
     other, receiver = pair
     source = Actor.remote()
     process = ray.get(source.process.remote())
@@ -239,7 +239,7 @@ def test_a_source_that_is_lost_during_a_fetch(pair: list[Any], stage: str, how: 
         assert ray.get(receiver.look.remote(source.make.remote(1.0))) == (1.0, MANY)
     tensor = source.make.remote(2.0)
     known(tensor)
-    os.kill(process, signal.SIGSTOP)  # it answers nothing, so that the fetch is not done before it is killed
+    os.kill(process, signal.SIGSTOP)  # a stopped source cannot complete the fetch before it is killed
     looking = receiver.look.remote(tensor)
     meanwhile(receiver, waits, stage)
     if how == "abort":
@@ -257,7 +257,7 @@ def test_a_source_that_is_lost_during_a_fetch(pair: list[Any], stage: str, how: 
 
 
 def test_patience_with_a_source_that_is_stopped(pair: list[Any]):
-    """``ray.get`` keeps its timeout, whatever the transport waits for."""
+    """``ray.get`` keeps its timeout while the source is stopped, and succeeds once the source continues."""
     source = Actor.remote()
     process = ray.get(source.process.remote())
     tensor = source.make.remote(2.0)

@@ -1,4 +1,4 @@
-"""The transport of torch's own registry, with torch's base classes and registry: of the newest wheel on the index."""
+"""The transport in torch's registry of one-sided transports. The registry is that of a newer torch on the index."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.real
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch-transports.md"
 LARGE = 2**20
-"""Elements of a tensor whose bytes no transport keeps."""
+"""The elements of a tensor that is too large for a transport to buffer."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registry() -> Any:
-    """torch.distributed._transport."""
+    """Return the module torch.distributed._transport."""
     newest_torch.use(newest_torch.fetched())
     from torch.distributed import _transport
 
@@ -42,7 +42,7 @@ def registry() -> Any:
 
 @pytest.fixture
 def transport() -> str:
-    """What carries the endpoints."""
+    """Return the transport of the endpoints."""
     return "ucx"
 
 
@@ -56,14 +56,14 @@ class Pair(NamedTuple):
 @pytest.fixture(params=["ucx", "local"])
 def pair(registry: Any, request: pytest.FixtureRequest) -> Iterator[Pair]:
     options = {"transport": request.param}
-    before = loops()  # such as that of Ray's transport in this process
+    before = loops()  # Ray's transport in this process may have one
     with (
         registry.new_transport("aiocomms", "cpu", **options) as one,
         registry.new_transport("aiocomms", **options) as two,
     ):
         urls = one.bind(), two.bind()
         assert not one.connected()
-        with ThreadPoolExecutor(2) as threads:  # at once
+        with ThreadPoolExecutor(2) as threads:  # the ends connect at the same time
             assert list(threads.map(lambda end, url: end.connect(url), (one, two), urls[::-1])) == [0, 0]
         assert one.connected()
         assert two.connected()
@@ -73,12 +73,12 @@ def pair(registry: Any, request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def loops() -> set[int | None]:
-    """The threads of blocking endpoints."""
+    """Return the threads of blocking endpoints."""
     return {it.ident for it in threading.enumerate() if it.name == "aiocomms blocking"}
 
 
 def buffer(memory: Any) -> Any:
-    """What the other end has of it."""
+    """Return the remote buffer of a memory as the other end receives it."""
     told = memory.to_remote_buffer()
     return type(told).deserialize(told.serialize())
 
@@ -142,7 +142,7 @@ def test_bytes_there_and_back(pair: Pair, dtype: torch.dtype, shape: tuple[int, 
 
 
 def test_some_bytes(pair: Pair):
-    """A view begins anywhere, remote memory at its beginning; what is behind is left alone."""
+    """A view may begin anywhere, remote memory only at its first byte. Bytes behind the transfer stay."""
     source = pair.one.register_memory(torch.arange(10, dtype=torch.uint8))
     there = torch.full((6,), 99, dtype=torch.uint8)
     target = pair.two.register_memory(there)
@@ -163,7 +163,7 @@ def test_a_parameter_and_one_of_inference_mode(pair: Pair):
 
 
 def test_works(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    """Each way to wait for them; and nothing sleeps meanwhile, for the engine completes them."""
+    """Every way to wait for a work ends without a call of time.sleep: the engine completes the work."""
     monkeypatch.setattr(time, "sleep", None)
     source, target = pair.one.register_memory(torch.arange(float(LARGE))), pair.two.register_memory(torch.zeros(LARGE))
     work = pair.one.write(source.to_view(), buffer(target), async_op=True)
@@ -252,7 +252,7 @@ def test_what_the_other_end_has_taken_back_is_not_kept(pair: Pair):
 
 
 def test_memory_moves_when_it_is_registered_and_not_again(pair: Pair):
-    """Threads may compute with it then; and what is not torch's own memory never moves."""
+    """A tensor's memory stays in place after its registration. Memory that torch does not own never moves."""
     own, bytes_ = torch.ones(5), bytearray(8)
     foreign = torch.frombuffer(bytes_, dtype=torch.uint8)
     kept, view = foreign.data_ptr(), own[1:]
@@ -282,7 +282,7 @@ def test_memory_that_is_in_use_or_has_moved(pair: Pair):
 
 
 def test_wrong_arguments(pair: Pair):
-    """Each is refused before anything is sent, and what is right works afterwards."""
+    """Each wrong call raises before any data is sent, and a valid write works afterwards."""
     one, two = pair
     source, target = one.register_memory(torch.ones(4)), two.register_memory(torch.zeros(4))
     view, told = source.to_mutable_view(), buffer(target)
@@ -364,7 +364,7 @@ class Late:
 
 
 def open_transport(place: Rank, folder: str) -> tuple[Any, dist.Store]:
-    """As a host does, over the store by which its processes meet."""
+    """Open the transport as a host does, over the store of its processes; return both."""
     newest_torch.use(folder)
     from torch.distributed._transport import new_transport_rank
 
@@ -373,7 +373,7 @@ def open_transport(place: Rank, folder: str) -> tuple[Any, dist.Store]:
 
 
 def exchange(place: Rank, folder: str) -> list[float]:
-    """Each writes to the other one, and reads from it."""
+    """Write to the other process and read from it; return an element of each result."""
     transport, store = open_transport(place, folder)
     with transport:
         mine, theirs, copy = (torch.full((LARGE,), value) for value in (place.rank + 1.0, 0.0, 0.0))
@@ -399,7 +399,7 @@ def exchange(place: Rank, folder: str) -> list[float]:
 
 
 async def in_a_thread(place: Rank, body: Any, folder: str) -> Any:
-    """A host has no loop."""
+    """Run a function in a thread, because a host has no event loop."""
     return await asyncio.to_thread(body, place, folder)
 
 
@@ -408,7 +408,7 @@ def test_two_processes(ranks: Run):
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and see that no thread of it runs any more."""
+    """Stop a process, and wait until all of its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     ends = time.monotonic() + HANGS
     while set(states(pid)) != {"T"}:
@@ -416,14 +416,14 @@ def stop(pid: int) -> None:
 
 
 def states(pid: int) -> Iterator[str]:
-    """Of the threads of a process."""
+    """Yield the states of a process's threads."""
     for file in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             yield file.read_text().rpartition(")")[2].split()[0]
 
 
 def outlive(place: Rank, folder: str) -> list[str]:
-    """Rank 1 is stopped, goes on, is stopped again, and killed while rank 0 waits for it."""
+    """Stop, continue, stop and kill rank 1 while rank 0 writes to it; return the messages of rank 0's errors."""
     transport, store = open_transport(place, folder)
     memory, names = transport.register_memory(torch.zeros(8)), ("first", "second", "third")
     if place.rank == 1:

@@ -1,7 +1,7 @@
-"""Torch's own distributed_test, which comes with its wheel: each of its tests in processes, over a backend.
+"""The tests of distributed_test in torch's wheel, each in processes of its own, over a backend.
 
-Torch decides in decorators, when the module is imported, which tests a backend has. They see ``gloo`` here, or ``mpi``
-for what torch tests over MPI alone; what the tests themselves see is the backend that they run on.
+Torch's decorators decide at import which tests a backend has. They see ``gloo`` here, or ``mpi`` for the tests of MPI
+alone. The tests themselves see the backend that they run on.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 RANKS = 4
 _NAME = "torch.testing._internal.distributed.distributed_test"
 _OF_A_GPU = ("skip_if_no_gpu.", "skip_if_lt_x_gpu.")
-# With a file for the ranks to meet at, torch has one test more. Which file that is says each test's environment.
+# With a file as the rendezvous, torch has one more test. The environment of each test names its file.
 os.environ.update(WORLD_SIZE=str(RANKS), OMP_NUM_THREADS="1", BACKEND="gloo", INIT_METHOD="file://")
 
 
 @functools.cache
 def module(decorated: str) -> ModuleType:
-    """Torch's module as its decorators leave it for a backend."""
+    """Return torch's module of tests as its decorators leave it for a backend."""
     os.environ["BACKEND"] = decorated
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if decorated == "gloo":  # under its own name, by which the processes' parent has imported it for all of them
+        if decorated == "gloo":  # the fork server has imported the module under this name
             return importlib.import_module(_NAME)
         origin = importlib.util.find_spec(_NAME)
         assert origin is not None
@@ -44,7 +44,7 @@ def module(decorated: str) -> ModuleType:
 
 
 def names(decorated: str) -> list[str]:
-    """The tests that torch runs on a machine without a GPU."""
+    """Return the names of the tests that torch runs on a machine without a GPU."""
     tests = inspect.getmembers(case(decorated, ""), lambda it: inspect.isfunction(it) and it.__name__[:5] == "test_")
     return [name for name, test in tests if not getattr(test, "__unittest_skip__", False) and not _needs_a_gpu(test)]
 
@@ -58,7 +58,7 @@ def _needs_a_gpu(test: Any) -> bool:
 
 
 def case(decorated: str, backend: str) -> type[unittest.TestCase]:
-    """The class of torch's tests, whose processes are forked from one that has imported torch."""
+    """Return the class of torch's tests. Its processes are forked from one that has imported torch."""
     of = module(decorated)
 
     class Case(of.TestDistBackend, of.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
@@ -67,7 +67,7 @@ def case(decorated: str, backend: str) -> type[unittest.TestCase]:
             self._start_processes(functools.partial(_process, decorated, backend))
 
         def run_test(self, test_name: str, parent_pipe: Connection) -> None:
-            if test_name.startswith("test_accumulate_gradients"):  # it knows the device of some backends only
+            if test_name.startswith("test_accumulate_gradients"):  # these tests know the devices of some backends only
                 of.BACKEND = decorated
             super().run_test(test_name, parent_pipe)
 
@@ -86,14 +86,14 @@ def _rank(environ: dict[str, str], decorated: str, backend: str, *args: Any, **k
     import aiocomms.integrations.torch_backend
 
     of.BACKEND, of.INIT_METHOD = backend, environ["INIT_METHOD"]
-    os.environ["BACKEND"] = "mpi"  # or it skips what two ranks do beside others, in a world of less than 8
+    os.environ["BACKEND"] = "mpi"  # otherwise torch skips ops of two ranks in a world of fewer than 8
     for backends in (of.PROFILING_SUPPORTED_BACKENDS, of.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
         backends.append(aiocomms.integrations.torch_backend.BACKEND)
     case(decorated, backend)._run(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def outcome(decorated: str, backend: str, name: str) -> tuple[str, str]:
-    """Whether a test has "passed", was "skipped" or has "failed", and why."""
+    """Run a test; return whether it "passed", was "skipped" or "failed", and why."""
     result = unittest.TestResult()
     case(decorated, backend)(name).run(result)
     if result.skipped:
