@@ -1,4 +1,4 @@
-"""Starts the job by plain multiprocessing: ``forked.py METHOD RANKS PORT FOLDER DEED``."""
+"""Start the job by plain multiprocessing: ``forked.py METHOD RANKS PORT FOLDER DEED``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small job, as a user writes it: ``launched.py FOLDER DEED``, which a launcher starts once for each rank.
 
-The ranks sum up, pass a message round and meet. Each writes down what it was told, in a file of the folder. By its deed
-the last rank leaves with an exit status of 3, which is an error on the others, or is killed the first time.
+Each rank takes part in an all-reduce, a ring of messages and a barrier, and writes its results to a file in the folder.
+The deed says whether the last rank exits with status 3, so that the others fail, or is killed the first time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients of web frameworks leave amid their requests: nothing of these goes on, and nothing is left."""
+"""Clients of web frameworks disconnect during requests: the plans of these end, and no memory or descriptor leaks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Model:
         """The steps that each rank had made of a plan when its client was found to have left."""
 
     async def answer(self, request: Any, plan: Any) -> float:
-        """Have a plan carried out for a client."""
+        """Run a plan for a client."""
         try:
             return await until_disconnect(request, self.driver.run(plan))
         except ClientLeftError:
@@ -138,7 +138,7 @@ class Client:
         return json.loads(body)
 
     def leave(self) -> None:
-        """Go away."""
+        """Abort the connection."""
         self.writer.transport.abort()
 
 

@@ -1,4 +1,4 @@
-"""Jobs that launchers start, as their users start it: a sum, a message, and a rank that leaves or is killed."""
+"""Jobs under launchers, started as users start them: the results of all ranks, and a rank that exits or is killed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from slurm import Cluster, cluster
 
 HERE = Path(__file__).parent
 MPI = HERE.parents[1] / "build" / "launchers"
-"""Where `make test` and `make test-launchers` put what PyPI has of MPI, one folder for each."""
+"""The folder to which `make test` and `make test-launchers` install each MPI of PyPI."""
 JOB = [sys.executable, str(HERE / "launched.py")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-# Whatever a launcher around the tests, or their user, has set.
+# The variables that a launcher around the tests, or the user, may have set.
 OF_LAUNCHERS = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_|OMPI_|PMI|MPI_|I_MPI_|PALS_|SLURM_)")
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3 * HANGS), pytest.mark.search]
 
 Commands = Callable[[Sequence[str]], list[list[str]]]
-"""What is typed to start a job, on each host, of the job's own command."""
+"""A function from the job's own command to the commands that start the job, one for each host."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One to start a job.
+    """A way to start a job.
 
-    :param launcher: what aiocomms takes it for; None: for none.
-    :param ranks: the host's name of each; "" for that of this machine.
-    :param status: with which it ends if the last rank leaves with :data:`STATUS` and the others fail, with 1; None:
-        with that of the first that ends.
+    :param launcher: the launcher that aiocomms detects, or None.
+    :param ranks: the host name of each rank; "" for this machine.
+    :param status: the exit status if the last rank exits with :data:`STATUS` and the others fail with 1. None: that of
+        the first rank that ends.
     """
 
     name: str
@@ -132,9 +132,9 @@ OF_SLURM = [
 
 
 def run(commands: Sequence[Sequence[str]], folder: Path, **variables: str) -> list[int]:
-    """Run all of them at once; nobody is left then.
+    """Run all commands at the same time, and check that none of their processes is left.
 
-    :returns: how each ended.
+    :returns: their exit statuses.
     """
     clean = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.match(name)}
     env = clean | {"OMP_NUM_THREADS": "1"} | variables
@@ -152,7 +152,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path, **variables: str) -> li
 
 
 def members(folder: Path) -> Iterator[psutil.Process]:
-    """The processes of a job, which its folder tells."""
+    """Yield the processes of a job: their command lines contain its folder."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
             if any(str(folder) in word for word in process.cmdline()):
@@ -160,7 +160,7 @@ def members(folder: Path) -> Iterator[psutil.Process]:
 
 
 def told(folder: Path) -> list[Mapping[str, object]]:
-    """What the ranks have written down."""
+    """Return the results that the ranks have written."""
     return [json.loads(it.read_text()) for it in sorted(folder.glob("rank *"))]
 
 
@@ -174,7 +174,7 @@ def wanted(way: Way) -> list[Mapping[str, object]]:
 
 
 QUICK = ["multiprocessing, fork", "Open MPI 5", "MPICH"]
-"""Of each kind one; torchrun has a test of its own."""
+"""One way of each kind. Another test covers torchrun."""
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_rank_that_exits_with_an_error_ends_the_job(way: Way, tmp_path: Path) ->
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_job_forms_again(tmp_path: Path) -> None:
-    """And the other agent's with it: they form the job again, in the store of the one that was not hit."""
+    """The other agent's rank restarts too. The job forms again in the store of the agent whose rank was not killed."""
     assert run(two_agents([*JOB, str(tmp_path), "be killed once"]), tmp_path) == [0, 0]
     assert (tmp_path / "killed").exists()
     assert told(tmp_path) == wanted(WAYS[0])
 
 
 def test_job_runs_on_hosts_without_ipv4(tmp_path: Path) -> None:
-    """Two, whose ranks are started by hand."""
+    """The job has two such hosts, and the test itself starts their ranks."""
     known = tmp_path / "hosts"
     known.write_text("fd77::1 host0\nfd77::2 host1\n")
     with hosts(2) as names:
@@ -217,7 +217,7 @@ def test_job_runs_on_hosts_without_ipv4(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A login node and two nodes, each a network namespace with a name of its own."""
+    """Start a Slurm cluster of a login node and two nodes, each a network namespace with its own name."""
     with cluster(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""The manifests of `examples/kubernetes`: their fields and names, and what their pods run, here without Kubernetes."""
+"""The manifests of `examples/kubernetes`: their fields, names and pods' programs, without Kubernetes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ yaml = pytest.importorskip("yaml")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kubernetes"
 MANIFESTS = sorted(EXAMPLE.glob("*.yaml"))
 VERSIONS = ["1.27", kubernetes_validate.latest_version()]
-"""Of Kubernetes: the oldest that has the label batch.kubernetes.io/job-name, and the newest that is known."""
+"""The oldest version of Kubernetes with the label batch.kubernetes.io/job-name, and the newest known version."""
 NAME, SERVICE = "ranks-job", "ranks"
 SECONDS = "2"
-"""That the pods run for here."""
+"""The seconds for which the pods run here."""
 
 
 def documents(manifest: Path) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_names_and_numbers_of_a_manifest_agree(manifest: Path) -> None:
 
 
 def spec_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod's."""
+    """Return the spec of a job's pods."""
     return job["spec"]["template"]["spec"]
 
 
@@ -74,7 +74,7 @@ def container_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(job: Mapping[str, Any], index: int) -> dict[str, str]:
-    """A container's, as kubelet sets it up: what the Job's controller adds comes last."""
+    """Return a container's environment as kubelet sets it. The variable of the Job's controller comes last."""
     told = {
         "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
         "ranks token": "a token for four ranks, of a test",
@@ -88,7 +88,7 @@ def environment(job: Mapping[str, Any], index: int) -> dict[str, str]:
 
 
 class Pod:
-    """One of a job's, as a process on a host of its own, with a /dev/shm of its size, and its volumes in a folder."""
+    """A pod of a job, as a process on its own host, with a /dev/shm of its size and its volumes in a folder."""
 
     def __init__(self, job: Mapping[str, Any], index: int, folder: Path, namespace: str, known: Path) -> None:
         self._folders = {"/program": str(EXAMPLE), "/scratch": str(folder)}
@@ -117,13 +117,13 @@ class Pod:
         return text
 
     def ended(self) -> tuple[int, str]:
-        """How, and what it has printed."""
+        """Wait for the end, and return the exit status and the output."""
         status = self.process.wait(timeout=HANGS)
         self._output.seek(0)
         return status, self._output.read()
 
     def ready(self) -> bool:
-        """Whether its probe says so."""
+        """Return whether the readiness probe succeeds."""
         return subprocess.run(self._probe, check=False).returncode == 0
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""``aiocomms run`` with real processes: deaths, a hang, a rolling replacement, its own end, and nothing left behind."""
+"""``aiocomms run`` with real processes: deaths, a hang, a rolling replacement, its own end, and no process left."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 
 
 class Running:
-    """The command in a session of its own, and what its ranks and it have printed."""
+    """The process of the command, with the output of the command and its ranks."""
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Running:
         self.output = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read until something is printed that has not been waited for before."""
+        """Read until the output after the last match matches a pattern."""
         assert self.process.stdout is not None
         while not (found := re.search(pattern, self.output)):
             line = self.process.stdout.readline()
@@ -88,11 +88,11 @@ class Running:
     shown = ""
 
     def formed(self, rank: int) -> int:
-        """Wait until a process of a rank has formed its communicator; return its number."""
+        """Wait until a process of a rank has formed its communicator; return its PID."""
         return int(self.wait_for(rf"\[{rank}\] formed (\d+)")[1])
 
     def both(self) -> list[int]:
-        """Wait until both ranks have formed theirs, in whatever order."""
+        """Wait until both ranks have formed their communicators, in any order; return their PIDs."""
         pids = {}
         for _ in range(2):
             found = self.wait_for(r"\[(\d)\] formed (\d+)")
@@ -100,7 +100,7 @@ class Running:
         return [pids[0], pids[1]]
 
     def end(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait for the command's end; return the exit code."""
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
         return self.process.wait()
@@ -108,7 +108,7 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[object]:
-    """Start the command; in the end none of its processes is left."""
+    """Yield a function that starts the command. At the end, wait until none of its processes is left."""
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "over_gloo.py").write_text(GLOO)
     jobs: list[Running] = []

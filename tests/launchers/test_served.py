@@ -1,7 +1,7 @@
 """The program at the head of docs/serving.md under ``aiocomms run``, with clients, deaths, upgrades and departures.
 
-``SERVED_SECONDS`` says for how long it serves amid deaths; by default it is ten minutes. The clients ask at 80 % of the
-rate that the server reaches.
+``SERVED_SECONDS`` says how long it serves while ranks die; the default is ten minutes. Clients send requests at 80 %
+of the rate that the server reaches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.real, pytest.mark.search, pytest.mark.timeout(SECONDS 
 
 
 class Clients:
-    """Clients that ask, some of which leave, and what became of their requests."""
+    """Clients that send requests, some of which disconnect, and the outcomes of the requests."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session, self._url = session, url
@@ -58,7 +58,7 @@ class Clients:
         except (aiohttp.ClientError, TimeoutError) as error:
             took = time.monotonic() - sent
             self.outcomes["connection lost"] += 1
-            # A process that is killed takes with it the connections that it has accepted.
+            # The death of a process breaks the connections that it has accepted.
             if not any(sent - AT_MOST < died < sent + took + AT_MOST for died in self.driver_died):
                 self.wrong.append(f"{error!r} after {took:.2f} s")
             return
@@ -70,7 +70,7 @@ class Clients:
             self.wrong.append(f"{response.status} {answer} to {number} after {took:.2f} s")
 
     async def visit(self) -> None:
-        """Ask; one client of ten leaves at some moment."""
+        """Send a request; one client of ten disconnects at a random time."""
         if random.random() < 0.9:
             return await self.ask()
         try:
@@ -91,7 +91,7 @@ class Clients:
         return (len(self.answered) - before) / seconds
 
     async def load(self, rate: float, ends: float) -> None:
-        """Ask so often until then, whether or not answers come."""
+        """Send requests at this rate until the end, whether or not answers come."""
         due = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             while due < ends:
@@ -105,7 +105,7 @@ class Clients:
 
 
 async def disturb(job: Running, health: int, clients: Clients, ends: float) -> list[float]:
-    """Kill ranks, and have all replaced; return the times of the deaths."""
+    """Kill ranks one at a time, and replace all ranks now and then; return the times of the deaths."""
     deaths: list[float] = []
     for turn in itertools.count(1):
         await asyncio.sleep(DEATHS)
@@ -126,7 +126,7 @@ async def disturb(job: Running, health: int, clients: Clients, ends: float) -> l
 
 @contextlib.asynccontextmanager
 async def clients_of(port: int) -> AsyncIterator[Clients]:
-    # A connection is one request's: who keeps one has it closed when the process that serves it is replaced.
+    # Each request has a connection of its own. A kept connection breaks when its server process is replaced.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     limit = aiohttp.ClientTimeout(total=30)
     async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
@@ -134,7 +134,7 @@ async def clients_of(port: int) -> AsyncIterator[Clients]:
 
 
 async def serve(job: Running, port: int, health: int) -> int:
-    """Have clients ask for a while; then end the server while they ask. Return its exit code."""
+    """Let clients send requests for a while, then end the server during requests. Return its exit code."""
     ended = asyncio.create_task(asyncio.to_thread(job.end))  # The thread reads what is printed.
     async with clients_of(port) as clients:
         rate = 0.8 * await clients.rate(5)
@@ -163,7 +163,7 @@ async def serve(job: Running, port: int, health: int) -> int:
 
 
 def memory(supervisor: psutil.Process) -> dict[str, int]:
-    """Return the MiB of the processes that are never replaced: the supervisor, and that of which ranks are forks."""
+    """Return the MiB of the processes that are never replaced: the supervisor and the fork server."""
     [fork_server] = supervisor.children()
     return {"supervisor": mib(supervisor), "fork server": mib(fork_server)}
 
@@ -173,7 +173,7 @@ def mib(process: psutil.Process) -> int:
 
 
 async def have_the_worker_leave(job: Running, port: int, health: int, times: int) -> int:
-    """End the worker alone so often, while clients ask; then end the server. Return its exit code."""
+    """End the worker alone several times while clients send requests, then the server. Return its exit code."""
     ended = asyncio.create_task(asyncio.to_thread(job.end))
     try:
         async with clients_of(port) as clients, asyncio.TaskGroup() as tasks:
@@ -207,7 +207,7 @@ def end_the_worker(health: int) -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[tuple[Running, int, int]]:
-    """Serve the program; give the job, the port of the server, and that of the job's health."""
+    """Serve the program; yield the job, the server's port, and the port of the health checks."""
     (tmp_path / "server.py").write_text(PROGRAM)
     port, health = free(), free()
     job = Running(

@@ -1,4 +1,4 @@
-"""uvicorn by ``aiocomms.integrations.uvicorn`` answers what it has accepted before it ends."""
+"""The uvicorn server of ``aiocomms.integrations.uvicorn`` answers all accepted connections before it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def app(scope, receive, send):
 
 
 async def answers_of_a_server_that_is_told_to_end(path: str) -> list[bytes]:
-    """Return what clients read that connected before a signal: one had sent its request, the other sends it then."""
+    """Return the answers to two clients that connected before a signal; the second sends its request later."""
     server = Server(uvicorn.Config(app, uds=path, lifespan="off", log_level="warning"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
