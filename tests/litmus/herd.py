@@ -1,4 +1,4 @@
-"""herd7, which says what a memory model allows: the system's, or Debian's, unpacked into a folder without root.
+"""herd7, a simulator of memory models: the system's, or Debian's, unpacked into a folder without root.
 
 The package ``herdtools7`` is in no stable release of Debian yet. It is taken from ``sid``, with the C library there.
 """
@@ -13,7 +13,7 @@ from debian import KEYRING, unpack
 
 
 def command(where: Path) -> list[str]:
-    """The command that starts herd7, as :func:`fetch` has found it."""
+    """Return the command that starts the herd7 of :func:`fetch`."""
     unpacked = where / "usr"
     if not unpacked.exists():
         return ["herd7"]
@@ -23,9 +23,9 @@ def command(where: Path) -> list[str]:
 
 
 def fetch(where: Path) -> None:
-    """Have herd7 in a folder, if the system has none.
+    """Unpack herd7 into a folder, if the system has none.
 
-    :raises SystemExit: it cannot be had, and how somebody may have it.
+    :raises SystemExit: herd7 cannot be unpacked here; the message says how to install it.
     """
     if shutil.which("herd7"):
         return

@@ -1,7 +1,7 @@
-"""What the protocols in shared memory rely on, as litmus tests: `transports/ucx/litmus`, and docs/memory-model.md.
+"""Litmus tests of the protocols in shared memory: `transports/ucx/litmus`, and docs/memory-model.md.
 
-Each names its model, what herd7 has to observe, and its mutants: the same test with something weaker, or nothing, in
-the place of an order, of which herd7 has to observe something else, or that its behaviour is undefined.
+Each test names its memory model, the observation that herd7 must make, and its mutants. A mutant replaces an order by a
+weaker one or by nothing. On a mutant, herd7 must make another observation, or find undefined behaviour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TESTS = sorted((ROOT / "transports" / "ucx" / "litmus").glob("*.litmus"))
 PAGE = ROOT / "docs" / "memory-model.md"
 HERD = command(Path(os.environ["AIOCOMMS_HERD"]))
 UNDEFINED = "Undefined"
-"""What a data race of C++'s is."""
+"""The observation of a data race in C++."""
 
 
 def meta(test: str, key: str) -> str:
@@ -31,12 +31,12 @@ def meta(test: str, key: str) -> str:
 
 
 def mutants(path: Path) -> list[tuple[str, str]]:
-    """What is replaced in a test, and by what."""
+    """Return the mutants of a test: the text that each replaces, and its replacement."""
     return re.findall(r"^Mutant\d+=(.*) =>(?: (.*))?$", path.read_text(), re.MULTILINE)
 
 
 def observation(test: str, where: Path) -> str:
-    """Whether the final state that a test asks for is seen: Never, Sometimes, Always."""
+    """Return how often a test's final state occurs: Never, Sometimes or Always; UNDEFINED for a data race."""
     file = where / "mutated.litmus"
     file.write_text(test)
     done = subprocess.run(
