@@ -1,4 +1,4 @@
-"""``make release``, in a clone: ``make test-shipping``."""
+"""Tests of ``make release`` in a clone: ``make test-shipping``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for w
 
 
 class Clone:
-    """A clone of what is committed."""
+    """A clone of the last commit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Clone:
         return ran.stdout + ran.stderr
 
     def make(self, *command: str, fails: bool = False) -> str:
-        """With the environment that is there, which must not be turned to this clone."""
+        """Run make with the existing virtual environment, without installing the clone into it."""
         environment = Path(sys.executable).parents[1]
         old = [f"--assume-old={environment}/{stamp}.stamp" for stamp in ("release", "setup")]
         return self.run("make", *old, f"VENV={environment}", *command, fails=fails)

@@ -1,4 +1,4 @@
-"""The site that ``make docs`` has made, as a reader's browser has it: ``make test-shipping``.
+"""The site of ``make docs`` in a browser: ``make test-shipping``.
 
 Screenshots of some pages, at the width of a desk and of a phone, go to build/screenshots.
 """
@@ -40,7 +40,7 @@ BEYOND = """() => [...document.querySelectorAll("body *")]
     .filter(it => it.getBoundingClientRect().right > innerWidth + 1 && !it.closest(
         "pre, table, dialog, .bd-sidebar-primary, .bd-sidebar-secondary, .visually-hidden, .headerlink"))
     .map(it => it.outerHTML.slice(0, 200))"""
-"""What stands out of the window to its right, but for what scrolls within itself."""
+"""The elements that exceed the window's right edge, except those inside an element that scrolls."""
 CUT = """() => [...document.querySelectorAll("article pre")]
     .filter(it => it.scrollWidth > it.clientWidth + 1)
     .map(it => it.textContent.trimEnd().split("\\n"))
@@ -50,7 +50,7 @@ CUT = """() => [...document.querySelectorAll("article pre")]
 
 
 class Seen(NamedTuple):
-    """What there is on a page."""
+    """The links, anchors and complaints of a page."""
 
     links: list[str]
     anchors: set[str]
@@ -66,7 +66,7 @@ def browser() -> Iterator[tuple[Any, str]]:
 
 @pytest.fixture(scope="module")
 def pages(browser: tuple[Any, str]) -> dict[str, Seen]:
-    """Every page, opened at both widths."""
+    """Open every page at both widths, and return its links, anchors and complaints."""
     page, base = browser
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(f"raises {error}"))
@@ -91,7 +91,7 @@ def pages(browser: tuple[Any, str]) -> dict[str, Seen]:
 
 
 def test_every_page_is_as_it_must_be(pages: dict[str, Seen]) -> None:
-    """Nothing raises, is missing, has no words, or stands out of the window of a desk or a phone."""
+    """No page raises an error, lacks a file, has an image without a text, or exceeds a desktop or phone window."""
     assert {name: page.complaints for name, page in pages.items() if page.complaints} == {}
 
 
@@ -115,7 +115,7 @@ def test_every_page_is_found_from_the_first(pages: dict[str, Seen]) -> None:
         name = new.pop()
         found.add(name)
         new |= {urldefrag(urljoin(name, link)).url for link in pages[name].links} & pages.keys() - found
-    assert pages.keys() - found == {"/dev/search.html"}  # which a form leads to
+    assert pages.keys() - found == {"/dev/search.html"}  # only a form leads to it
 
 
 def test_the_root_leads_to_the_pages(browser: tuple[Any, str]) -> None:
@@ -160,7 +160,7 @@ def test_code_has_colours(browser: tuple[Any, str]) -> None:
 
 
 def test_screenshots(browser: tuple[Any, str]) -> None:
-    """For a person to look at."""
+    """The screenshots are for a person to look at."""
     page, base = browser
     folder = ROOT / "build" / "screenshots"
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def test_screenshots(browser: tuple[Any, str]) -> None:
 
 @pytest.fixture(scope="module")
 def documented() -> set[str]:
-    """The full names of all that has an entry."""
+    """Return the full names of all objects with an entry."""
     from sphinx.util.inventory import InventoryFile
 
     inventory = InventoryFile.loads((DEV / "objects.inv").read_bytes(), uri="")
