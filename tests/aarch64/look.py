@@ -1,4 +1,4 @@
-"""Is there what ``make test-aarch64`` needs of the system? Without any package: asked before anything is fetched."""
+"""Look for the commands that ``make test-aarch64`` needs, without any package, before the first download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = {COMPILER: "g++-aarch64-linux-gnu", EMULATOR: "qemu-user"}
 
 
 def why_not() -> str:
-    """What is missing, as a sentence; "" if nothing is."""
+    """Return a sentence that names the missing packages; "" if none is missing."""
     missing = [package for command, package in PACKAGES.items() if not shutil.which(command)]
     return f"test-aarch64 needs: apt-get install {' '.join(missing)}" if missing else ""
 

@@ -1,7 +1,7 @@
 """A Python for aarch64 with torch, aiocomms and its ucx transport, in a folder: ``python system.py FOLDER``.
 
-Python is Debian's, torch the newest on PyPI that comes for aarch64 without CUDA, and the engine is compiled here. What
-runs in it is started by ``qemu-aarch64 -L FOLDER/root``, with ``PYTHONPATH=FOLDER/packages``.
+Python is Debian's, torch the newest on PyPI that comes for aarch64 without CUDA, and the engine is compiled here. Start
+programs in it by ``qemu-aarch64 -L FOLDER/root``, with ``PYTHONPATH=FOLDER/packages``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 UCX = ROOT / "transports" / "ucx"
 PYTHON = "python3.11"
 SUITE = "bookworm"
-"""The Debian with that Python."""
+"""The Debian release with this Python."""
 TORCH = "torch==2.9.1"
-# pip would take what they need for this machine's processor.
+# pip would choose the dependencies for this machine's processor, so they are listed here.
 PACKAGES = (
     *(TORCH, "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "typing-extensions"),
     *("anyio", "idna", "msgspec", "numpy", "sniffio"),
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def make(where: Path) -> None:
-    """Have all of it in a folder whose ``packages`` has ``libucx``."""
+    """Install all of it into a folder whose ``packages`` has ``libucx``."""
     root, packages = where / "root", where / "packages"
     unpack(root, SUITE, PYTHON, f"lib{PYTHON}-dev", "libgomp1", "libstdc++6", architecture="arm64")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"]

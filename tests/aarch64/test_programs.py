@@ -1,8 +1,8 @@
 """The test programs of the UCX transport's engine, compiled for aarch64 as a release is, and run by qemu-user.
 
-What that shows: the engine compiles without a warning; its layouts, alignments, atomic instructions and system calls
-are right there, and so are all results. What it cannot show: in which order another core sees stores, for qemu's cores
-are those of this machine. That is for `transports/ucx/litmus`.
+They show that the engine compiles without a warning, and that its layouts, alignments, atomic instructions, system
+calls and results are right. They cannot show in which order another core sees stores, because qemu's cores are those
+of this machine. `transports/ucx/litmus` tests this order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ bytes of a page of memory, which kernels differ in."""
 
 @pytest.fixture(scope="module")
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one of them."""
+    """Build one of the programs, and return its folder."""
     where = tmp_path_factory.mktemp(request.param)
     # GCC 12 sees overlaps where its own library joins strings (its bug 105651).
     build(where, [COMPILER, "-O3", "-Wno-restrict"], PROGRAMS[request.param], LIBUCX, EMULATED)
