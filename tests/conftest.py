@@ -23,11 +23,11 @@ _GATE = ("options", "kinds", "sample", "leaks", "ledger", "retry", "schedule", "
 pytest_plugins = [f"gate.{name}" for name in _GATE]
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
-os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
+os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # each lost communicator writes a file here
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process of a test would want all processors
 
-# Neither an example nor what chooses it has to be quick, on whatever machine. The gate draws the same examples each
-# time, and `make search` draws new ones.
+# Hypothesis accepts slow examples and slow strategies on any machine. The gate draws the same examples each time, and
+# `make search` draws new ones.
 SEARCH = os.environ.get("AIOCOMMS_SEARCH") == "1"
 _patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("gate", derandomize=True, **_patient)
@@ -36,9 +36,9 @@ hypothesis.settings.load_profile("search" if SEARCH else "gate")
 
 
 def pytest_collection_finish() -> None:
-    """What torch, hypothesis and thousands of tests bring need not be looked through when a test collects its garbage.
+    """Freeze the objects of torch, hypothesis and the tests, so that garbage collections in tests skip them.
 
-    That took 0.2 s, with some thousand of which it was half the time of `make unit`.
+    A collection took 0.2 s, and some thousand collections took half the time of `make unit`.
     """
     gc.collect()
     gc.freeze()
@@ -46,14 +46,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> Iterator[None]:
-    """Do the same after each module, for what it has loaded: a collection took 0.3 s after ``torch.compile``."""
+    """Freeze the objects that each module has loaded: a collection took 0.3 s after ``torch.compile``."""
     yield
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Wait for what tests have left behind in threads, such as gloo that connects for 120 s.
+    """Wait for threads that tests have left behind, such as one in which gloo connects for 120 s.
 
     Before Python 3.14 a daemon thread that comes back from C++ while the interpreter ends makes it end by SIGABRT.
     """
@@ -66,8 +66,8 @@ def pytest_unconfigure() -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that is marked ``loops`` on every event loop, and others that have a loop on asyncio.
 
-    The loops differ in how a task parks and wakes; what else a test shows it shows on one of them. ``make search`` runs
-    all tests on all loops.
+    The loops differ only in how a task waits and wakes, so other tests need one loop. ``make search`` runs all tests on
+    all loops.
 
     A test marked ``virtual_time`` waits for the clock: it runs in virtual time first, where it is deterministic.
     """
@@ -83,13 +83,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def run(loop: str) -> Callable[..., Any]:
-    """Run an async function in each of the loops."""
+    """Run an async function on the loop of the test."""
 
     def runner(main: Main, *args: Any) -> Any:
         try:
             return run_on(loop, main, *args)
         finally:
-            gc.collect()  # what was dropped and never asked for is reported in the test that dropped it
+            gc.collect()  # errors that no task has retrieved are reported in this test
 
     return runner
 
@@ -98,7 +98,7 @@ def run(loop: str) -> Callable[..., Any]:
 def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
     """Run an async function in a process for each rank; a module that asks for it has a fixture ``transport``.
 
-    On ``net`` they are the processes of a simulation.
+    On ``net`` the ranks are processes of a simulation.
     """
     with simulated_runner(tmp_path) if transport == "net" else runner(transport, tmp_path) as run:
         yield run
@@ -106,16 +106,17 @@ def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
 
 @pytest.fixture
 def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence[float]], None]:
-    """``notice(seconds)``: how long after a fault it was noticed, for the table of ``make faults``.
+    """Return ``notice(seconds)``, which records the seconds from a fault to its detection for ``make faults``.
 
-    No test bounds it: that is a bet on the machine. A test makes sure instead that nothing else could have told.
+    No test limits these seconds, because they depend on the machine. A test excludes every other way to detect the
+    fault instead.
     """
     return lambda seconds: record_property("notice", max(seconds))
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Works that a deadline ends wait for what all ranks say, and for the file, for as long as a busy machine takes."""
+    """Let late works wait for the reports of all ranks, and for the file, for as long as a busy machine takes."""
     from aiocomms.core import postmortem
 
     for seconds in ("PATIENCE", "LONGER", "WRITING"):

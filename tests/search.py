@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PYTHON = ".venv/bin/python"
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
-LINES = 15  # of the log of a failure, that many of the last ones are shown
+LINES = 15  # the number of last lines of a failure's log that are shown
 PASSED, FAILED, CUT_OFF = "passed", "failed", "cut off"
 COLUMNS = ("campaign", "runs", "failed", "cut off", "seconds", "seeds a minute", "all runs", "all failed")
 
@@ -40,10 +40,10 @@ class Campaign(NamedTuple):
     what: str
     command: Sequence[str]
     estimate: float  # seconds that a run takes, until one has shown it
-    seeds: int = 0  # with how many new seeds it is run in its turn; 0: it has none, and is run once
+    seeds: int = 0  # the number of new seeds in a turn; 0: the campaign has no seeds, and runs once
     environment: Mapping[str, str] = {}
     needs: Sequence[str] = ()  # see has()
-    limit: float = 3600.0  # seconds after which a run is ended, and has failed
+    limit: float = 3600.0  # seconds after which a run is ended, and counts as failed
 
 
 class Run(NamedTuple):
@@ -163,7 +163,7 @@ def numbers(state: dict[str, Any], campaign: Campaign) -> dict[str, Any]:
 
 
 def choose(campaigns: Sequence[Campaign], state: dict[str, Any], left: float) -> Campaign:
-    """Choose, of those that the seconds left are enough for, the one run longest ago; of new ones the quickest."""
+    """Choose the campaign that fits into the seconds left and ran longest ago; of new campaigns, the quickest."""
     by_length = sorted(campaigns, key=lambda it: numbers(state, it)["took"])
     fitting = [it for it in by_length if numbers(state, it)["took"] <= left]
     return min(fitting or by_length[:1], key=lambda it: numbers(state, it)["when"])
@@ -179,7 +179,7 @@ def count(state: dict[str, Any], run: Run) -> None:
 
 
 def judge(campaign: Campaign, status: int | None, cut_off: bool) -> tuple[str, str]:
-    """Say how a run ended, and why it failed, from its exit status; None: it was ended."""
+    """Say how a run ended, and why it failed, from its exit status; None: its time was over."""
     if status is None:
         return (CUT_OFF, "") if cut_off else (FAILED, f"it took more than its limit of {campaign.limit:.0f} s")
     if status == 5 and "pytest" in campaign.command:
@@ -197,7 +197,7 @@ def execute(command: Sequence[str], environment: Mapping[str, str], log: Path, l
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also what the command left behind
+        finally:  # ends processes that the command has left too
             for ends in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, ends)
@@ -216,7 +216,7 @@ class Search:
         self.runs: list[Run] = []
 
     def go_on(self, seconds: float, cycles: int) -> None:
-        """Run campaigns, but none again whose turn has failed."""
+        """Run campaigns until the time is over. A campaign that has failed does not run again."""
         self.ends = time.monotonic() + seconds
         while self.live and cycles > 0 and time.monotonic() < self.ends:
             again = [it for it in self.seeds if f"{it[0].name} {it[1]}" not in self.state["repeated"]]
@@ -248,7 +248,7 @@ class Search:
         try:
             status = execute(*filled(campaign, seed), log, limit)
             outcome, why = judge(campaign, status, limit < campaign.limit)
-        finally:  # also after Ctrl-C
+        finally:  # runs after Ctrl-C too
             last = "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
             self.runs.append(Run(campaign, seed, outcome, why, time.monotonic() - began, last))
             count(self.state, self.runs[-1])
@@ -256,7 +256,7 @@ class Search:
         return outcome
 
     def save(self) -> None:
-        """Write the state, so that a reader finds all of it or what was there before."""
+        """Write the state atomically: a reader finds the new state or the previous one."""
         new = self.folder / "state.new"
         new.write_text(json.dumps(self.state, indent=1))
         new.replace(self.folder / "state.json")
