@@ -24,7 +24,7 @@ from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, 
 # A sender announces each message. When a receive has matched the message, the receiver asks for as many bytes as its
 # buffer holds. Then the sender sends these bytes in pieces. BYE or ABORT is the last frame of a connection.
 ANNOUNCE, ASK, PIECE, BYE, ABORT = range(5)
-HEADER = struct.Struct("<BBBxqqq")  # of every frame: kind, channel, dtype, tag, number, size in bytes
+HEADER = struct.Struct("<BBBxqqq")  # a frame's kind, channel, dtype, tag, number, size in bytes
 LARGEST = 64 * 1024  # the largest piece or reason, in bytes
 NUMBERED = sorted(DTYPES, key=str)  # the dtypes in the order of their numbers on the wire
 REASONS = lowlevel.ControlCodec(lowlevel.Reason, "the reason of an abort")
