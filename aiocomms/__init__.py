@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "COMM_TIMEOUT",

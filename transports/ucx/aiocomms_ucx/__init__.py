@@ -2,7 +2,7 @@
 
 import aiocomms
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if aiocomms.__version__ != __version__:
     raise ImportError(
