@@ -53,7 +53,7 @@ def make_transport(root: Path, packages: Path) -> None:
     includes.append(root / "usr" / "include" / PYTHON)
     command = [COMPILER, "-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", "-w"]
     command += [f"-I{each}" for each in includes] + ["-idirafter", str(root / "usr" / "include")]
-    sources = [source for source in UCX.glob("src/*/*.cpp") if source.parent.name != "launcher"]
+    sources = [source for source in UCX.glob("src/*/*.cpp") if source.parent.name not in {"launcher", "words"}]
     sources = [*sources, of_nanobind / "src" / "nb_combined.cpp"]
     libraries = [ucx / "lib" / "libucp.so", ucx / "lib" / "libucs.so", f"-Wl,-rpath-link,{ucx / 'lib'}"]
     module = package / "_engine.cpython-311-aarch64-linux-gnu.so"
