@@ -74,9 +74,8 @@ def test_a_release_is_three_commits_and_a_tag(clone: Clone) -> None:
     for path in VERSIONED:
         assert "90.7.0" in clone.shown("v90.7.0", path)
         assert "90.8.0.dev0" in clone.shown("HEAD", path)
-    clone.run(
-        "git", "grep", "--fixed-strings", aiocomms.__version__, "v90.7.0", fails=True
-    )  # The old version is nowhere.
+    # No file has the old version.
+    clone.run("git", "grep", "--fixed-strings", aiocomms.__version__, "v90.7.0", fails=True)
     clone.run("git", "grep", "--word-regexp", "--fixed-strings", "90.7.0", "HEAD", "--", *VERSIONED, fails=True)
     assert clone.run("git", "status", "--porcelain") == ""
     log = clone.shown("v90.7.0", "CHANGELOG.md")
