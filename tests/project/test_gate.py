@@ -121,7 +121,7 @@ def test_tests_of_a_module_and_of_a_world_stay_together() -> None:
 THEN = {"tests/a.py": 40.0, "tests/b.py": 30.0, "local-asyncio-2": 20.0, "tests/gone.py": 10.0}
 
 
-def test_speed_is_that_of_the_median_second() -> None:
+def test_speed_is_that_of_the_median_cpu_second() -> None:
     now = {"tests/a.py": 60.0, "tests/b.py": 45.0, "local-asyncio-2": 200.0, "tests/new.py": 500.0}
     assert budget.speed(now, THEN) == pytest.approx(1 / 1.5)
 
@@ -172,6 +172,7 @@ def runs():
 
 @pytest.mark.real
 def test_fails_three_times_of_ten():
+    sum(range(3_000_000))
     assert runs() % 10 not in (0, 4, 7), "it came too late"
 
 @pytest.mark.real
@@ -234,6 +235,7 @@ def test_chance_failure_is_recorded_and_passes_the_gate(
     assert entry["test"] == "test_planted.py::test_fails_three_times_of_ten"
     assert "it came too late" in entry["failure"]
     assert len(list(tmp_path.glob("run*"))) == 1 + retry.TIMES
+    assert json.loads((tmp_path / "seconds.json").read_text())["groups"]["test_planted.py"]["cpu"] > 0
 
 
 DEFECTS = {

@@ -1,9 +1,11 @@
-"""Hold a tier to its budget of seconds and of real tests; print its ten slowest tests.
+"""Hold a tier to its budget of CPU seconds and of real tests; print its ten slowest tests.
 
-``tests/budget.toml`` has a table for each tier. Its seconds are those of all tests added up, on the machine of the
-budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these seconds passed in groups that
-ran at most ``speed`` times faster or slower in this run: the weighted median. The run's seconds are scaled by it. So a
-slow or busy machine, which slows all groups, is no defect, and tests that grow or are added are seen.
+``tests/budget.toml`` has a table for each tier. Its CPU seconds are those of the whole run, with all its processes, on
+the machine of the budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these CPU
+seconds passed in groups that ran at most ``speed`` times faster or slower in this run: the weighted median. The run's
+CPU seconds are scaled by it. So a slow machine, which slows all groups, is no defect, and tests that grow or are added
+are seen. Seconds of a clock would not do: on another machine tests that wait take the same, and tests that compute do
+not, so that no one factor scales both.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +38,37 @@ SLOWEST = 10
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add up what the tests take, in the process that hears of all of them."""
-    if config.getoption("--tier") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Account(config), "gate-account")
+    if config.getoption("--tier"):
+        config.pluginmanager.register(Meter(), "gate-meter")
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Account(config), "gate-account")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process, and of the processes that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+class Meter:
+    """Has each report say how many CPU seconds its phase took. This runs where the test does."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Iterator[Any]:
+        """Begin to count."""
+        self._last = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self) -> Iterator[pytest.TestReport]:
+        """Note what the phase took."""
+        report, last = (yield), self._last
+        self._last = cpu_seconds()
+        report.cpu = self._last - last
+        return report
 
 
 class Account:
@@ -50,11 +83,13 @@ class Account:
         self._budget = tiers[self._tier]
         self._began = time.monotonic()
         self._tests: defaultdict[str, float] = defaultdict(float)
+        self._groups: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._kinds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the seconds of a test's setup, call or teardown."""
         self._tests[report.nodeid] += report.duration
+        self._groups[group_of(report.nodeid)].update(wall=report.duration, cpu=getattr(report, "cpu", 0.0))
         if report.when == "call" and not report.skipped:
             check = " checks of transports" if report.nodeid.startswith(SUITE) else " tests"
             self._kinds[getattr(report, "kind", REAL) + check] += 1
@@ -63,23 +98,19 @@ class Account:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Make a run red that passes, and costs too much."""
         _reap()
-        used = os.times()
-        self._cpu = used.user + used.system + used.children_user + used.children_system
-        groups: defaultdict[str, float] = defaultdict(float)
-        for test, seconds in self._tests.items():
-            groups[group_of(test)] += seconds
-        self._speed = speed(groups, seconds_of(self._tier))
+        self._cpu = cpu_seconds()
+        then = {name: took["cpu"] for name, took in seconds_of(self._tier).items()}
+        self._speed = speed({name: took["cpu"] for name, took in self._groups.items()}, then)
         self._over = list(self._excess())
         if self._over and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        scaled = {name: seconds * self._speed for name, seconds in groups.items()}
         LAST.parent.mkdir(parents=True, exist_ok=True)
-        LAST.write_text(json.dumps({"tier": self._tier, "groups": scaled}))
+        LAST.write_text(json.dumps({"tier": self._tier, "speed": self._speed, "groups": self._groups}))
 
     def _excess(self) -> Iterator[str]:
-        scaled, allowed = sum(self._tests.values()) * self._speed, self._budget["seconds"]
+        scaled, allowed = self._cpu * self._speed, self._budget["cpu_seconds"]
         if scaled > SLACK * allowed:
-            yield f"{scaled:.0f} seconds, scaled to the machine of the budget; it allows {allowed}, and 20 % more"
+            yield f"{scaled:.0f} CPU seconds, scaled to the machine of the budget; it allows {allowed}, and 20 % more"
         real = self._kinds[f"{REAL} tests"]
         if real > self._budget["real_tests"]:
             yield f"{real} real tests; the budget allows {self._budget['real_tests']}"
@@ -115,7 +146,7 @@ def _reap() -> None:
 
 
 def speed(now: Mapping[str, float], then: Mapping[str, float]) -> float:
-    """Return how many times faster than ``then`` the median second of the groups ran that are in both."""
+    """Return how many times faster than ``then`` the median CPU second of the groups ran that are in both."""
     ratios = sorted((then[name] / now[name], then[name]) for name in then.keys() & now.keys() if now[name] > 0)
     half = sum(seconds for _, seconds in ratios) / 2
     for ratio, seconds in ratios:
@@ -128,9 +159,14 @@ def speed(now: Mapping[str, float], then: Mapping[str, float]) -> float:
 def main() -> None:
     """Write what the last run took, scaled to the machine of the budget, as its tier into ``tests/seconds.json``."""
     last = json.loads(LAST.read_text())
-    groups = {name: round(seconds, 1) for name, seconds in last["groups"].items() if seconds >= LONG}
-    tiers = json.loads(SECONDS.read_text()) | {last["tier"]: dict(sorted(groups.items(), key=lambda group: -group[1]))}
-    SECONDS.write_text(json.dumps(dict(sorted(tiers.items())), indent=1) + "\n")
+    groups = {
+        name: {clock: round(seconds * last["speed"], 1) for clock, seconds in took.items()}
+        for name, took in sorted(last["groups"].items(), key=lambda group: -group[1]["wall"])
+        if took["wall"] * last["speed"] >= LONG
+    }
+    tiers = json.loads(SECONDS.read_text()) | {last["tier"]: groups}
+    lines = json.dumps(dict(sorted(tiers.items())), indent=1)
+    SECONDS.write_text(re.sub(r'\{\n +("wall": \S+)\n +("cpu": \S+)\n +\}', r"{\1 \2}", lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,15 +32,15 @@ def group_of(nodeid: str) -> str:
     return module
 
 
-def seconds_of(tier: str) -> dict[str, float]:
-    """Return how long the long groups of a tier took on the machine of the budget."""
+def seconds_of(tier: str) -> dict[str, dict[str, float]]:
+    """Return the seconds, ``wall`` and ``cpu``, of the long groups of a tier on the machine of the budget."""
     return json.loads(SECONDS.read_text()).get(tier, {}) if SECONDS.exists() else {}
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests by group, long groups first; within a group they keep their order."""
-    known = seconds_of(config.getoption("--tier"))
+    known = {name: took["wall"] for name, took in seconds_of(config.getoption("--tier")).items()}
     items.sort(key=lambda item: -known.get(group_of(item.nodeid), 0.0))
 
 
