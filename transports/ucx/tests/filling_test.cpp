@@ -79,15 +79,23 @@ void an_interruption_counts_for_little() {
 }
 
 void both_ways_copy_the_same() {
-  std::vector<std::byte> from(5 * kLine + 7), plain(6 * kLine + 7);
+  std::vector<std::byte> from(5 * kLine + 7), plain(6 * kLine + 7), second(3 * kLine + 5);
   for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i % 251);
   for (std::size_t offset = 0; offset < kLine; ++offset) {
     for (std::size_t bytes : {std::size_t{0}, std::size_t{1}, kLine - 1, kLine, 2 * kLine + 3, from.size()}) {
-      std::vector<std::byte> streamed(plain.size());
-      plain.assign(plain.size(), std::byte{0});
-      std::memcpy(plain.data() + offset, from.data(), bytes);
-      stream(streamed.data() + offset, from.data(), bytes);
-      CHECK(streamed == plain);
+      for (std::size_t more : {std::size_t{0}, kLine - 1, 2 * kLine, second.size()}) {
+        std::vector<std::byte> streamed(plain.size()), beside(second.size());
+        plain.assign(plain.size(), std::byte{0});
+        second.assign(second.size(), std::byte{0});
+        std::memcpy(plain.data() + offset, from.data(), bytes);
+        std::memcpy(second.data(), from.data() + 1, more);
+        Copy also{beside.data(), from.data() + 1, more};
+        stream(streamed.data() + offset, from.data(), bytes, also);
+        CHECK(streamed == plain);
+        CHECK(!kStreams || bytes < 2 * kLine || more < kLine || also.bytes < more);
+        also.advance(also.bytes);
+        CHECK(beside == second);
+      }
     }
   }
 }

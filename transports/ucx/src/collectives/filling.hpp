@@ -23,33 +23,42 @@
 
 #include "collectives/span.hpp"
 #include "net/clock.hpp"
+#include "net/copy.hpp"
 
 namespace aiocomms {
 
 #if defined(__SSE2__)
 inline constexpr bool kStreams = true;
 
-// Copies past the caches. The fence makes the bytes visible before any later store of this thread.
-inline void stream(std::byte* to, const std::byte* from, std::size_t bytes) {
+template <bool streams>
+void copy_line(std::byte* to, const std::byte* from) {
+  const auto in = reinterpret_cast<const __m128i*>(from);
+  const auto out = reinterpret_cast<__m128i*>(to);
+  const __m128i words[] = {_mm_loadu_si128(in), _mm_loadu_si128(in + 1), _mm_loadu_si128(in + 2),
+                           _mm_loadu_si128(in + 3)};
+  for (int i = 0; i < 4; ++i) streams ? _mm_stream_si128(out + i, words[i]) : _mm_storeu_si128(out + i, words[i]);
+}
+
+// Copies past the caches. The fence makes the bytes visible before any later store of this thread. `second` advances by
+// as many whole lines: its stores proceed while the others wait for memory.
+inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
   const std::size_t head = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, head);
+  const Copy also = second;
+  const std::size_t both = std::min(bytes - head, also.bytes) / kLine * kLine;
   std::size_t done = head;
-  for (; done + kLine <= bytes; done += kLine) {
-    const auto in = reinterpret_cast<const __m128i*>(from + done);
-    const auto out = reinterpret_cast<__m128i*>(to + done);
-    const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1), c = _mm_loadu_si128(in + 2),
-                  d = _mm_loadu_si128(in + 3);
-    _mm_stream_si128(out, a);
-    _mm_stream_si128(out + 1, b);
-    _mm_stream_si128(out + 2, c);
-    _mm_stream_si128(out + 3, d);
+  for (std::size_t at = 0; at < both; at += kLine, done += kLine) {
+    copy_line<true>(to + done, from + done);
+    copy_line<false>(also.to + at, also.from + at);
   }
+  for (; done + kLine <= bytes; done += kLine) copy_line<true>(to + done, from + done);
+  second = {also.to + both, also.from + both, also.bytes - both};
   std::memcpy(to + done, from + done, bytes - done);
   _mm_sfence();
 }
 #else
 inline constexpr bool kStreams = false;
-inline void stream(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy&) { std::memcpy(to, from, bytes); }
 #endif
 
 // How a slot was filled. Its readers see this.
@@ -121,11 +130,12 @@ class Filling {
     return {streams_, true};
   }
 
-  // Copies into a slot.
-  void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes) {
+  // Copies into a slot. `second` may advance meanwhile, in memory of this process. A measurement leaves it alone.
+  void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
     const Timing timing(writes, how, bytes);
+    Copy none;
     if (how.streamed) {
-      stream(to, from, bytes);
+      stream(to, from, bytes, how.timed ? none : second);
     } else if (bytes) {
       std::memcpy(to, from, bytes);
     }

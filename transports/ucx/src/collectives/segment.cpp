@@ -125,7 +125,8 @@ bool Segment::has_come(const Awaited& awaited) {
   return true;
 }
 
-void Segment::copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes) noexcept {
+void Segment::copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes,
+                      Copy& second) noexcept {
   Filled& is = how(rank_, round);
   if (std::exchange(filled_[round % kDepth], round + 1) != round + 1) {
     own_slot(round);
@@ -135,7 +136,7 @@ void Segment::copy_in(std::uint64_t round, std::size_t offset, const void* from,
       return most;
     });
   }
-  filling_.fill(is, slot(rank_, round) + offset, static_cast<const std::byte*>(from), bytes);
+  filling_.fill(is, slot(rank_, round) + offset, static_cast<const std::byte*>(from), bytes, second);
 }
 
 bool Segment::give_back() noexcept {

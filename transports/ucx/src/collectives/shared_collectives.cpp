@@ -22,10 +22,10 @@ std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, divided_up(bytes, chunk));
 }
 
-// The size of chunks that fill the pipeline, which is three rounds deep. They are at least kSmallestChunk, and fit in a
+// The size of chunks that fill a pipeline, which is `depth` rounds deep. They are at least kSmallestChunk, and fit in a
 // slot.
-std::size_t chunk_for(std::size_t bytes) {
-  return std::clamp(rounded_up(bytes / 8, kLine), kSmallestChunk, Segment::kSlot);
+std::size_t chunk_for(std::size_t bytes, std::size_t depth) {
+  return std::clamp(rounded_up(bytes >> depth, kLine), kSmallestChunk, Segment::kSlot);
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ class Chunk {
 // the next are reduced and those after that are contributed.
 Task reduce_in_shares(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
   const std::size_t size = size_of(reduction.dtype);
-  const std::size_t step = chunk_for(count * size) / size;
+  const std::size_t step = chunk_for(count * size, 3) / size;
   const std::uint64_t chunks = rounds_for(count, step);
   const std::uint64_t first = shared.take(chunks);
   const bool takes = root < 0 || root == shared.rank();
@@ -180,6 +180,11 @@ namespace {
 constexpr std::size_t kReadInPlace = 128 * 1024;
 
 bool in_place(const Shared& shared, std::size_t largest) { return !shared.pids.empty() && largest >= kReadInPlace; }
+
+// The copy of a rank's own part, which ends while the other ranks arrive. to: null if the rank takes nothing.
+Copy own_copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  return {to, from, to == nullptr || to == from ? 0 : bytes};
+}
 
 // The address of this rank's part, from another rank's slot.
 const std::byte* address_in(const std::byte* slot, int rank) {
@@ -231,7 +236,7 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
   const int me = shared.rank(), ranks = shared.ranks();
   const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
   const bool small = most <= Segment::kInline;
-  const std::size_t step = small ? Segment::kInline : chunk_for(most);
+  const std::size_t step = small ? Segment::kInline : chunk_for(most, 2);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);
   const bool takes = !outs.empty();
@@ -244,9 +249,10 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
     if (turn < rounds && (turn == 0 || mine.length)) {
       co_await shared.writable(first + turn);
       if (mine.length && small) copy_bytes(segment.line(me, first + turn).data, at(in, mine.offset), mine.length);
-      if (mine.length && !small) segment.copy_in(first + turn, 0, at(in, mine.offset), mine.length);
+      Copy own = own_copy(takes ? at(outs[me], mine.offset) : nullptr, at(in, mine.offset), mine.length);
+      if (mine.length && !small) segment.copy_in(first + turn, 0, at(in, mine.offset), mine.length, own);
       shared.publish(first + turn);
-      if (takes) copy_bytes(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
+      own.advance(own.bytes);
     }
     if (turn == meeting) co_await shared.all(first);
     for (int rank = 0; turn >= 1 && takes && rank < ranks; ++rank) {
@@ -279,9 +285,13 @@ Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Byte
 
 namespace {
 
-// The bytes of a slot for one rank.
+// The bytes of a slot for each rank that reads it.
 std::size_t piece_of(const Shared& shared) {
-  return Segment::kSlot / static_cast<std::size_t>(shared.ranks()) / kLine * kLine;
+  return Segment::kSlot / static_cast<std::size_t>(std::max(1, shared.ranks() - 1)) / kLine * kLine;
+}
+// The offset of the piece for `reader` in a slot of `owner`, who has none.
+std::size_t offset_of(int owner, int reader, std::size_t piece) {
+  return static_cast<std::size_t>(reader - (reader > owner)) * piece;
 }
 
 }  // namespace
@@ -293,29 +303,29 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
   Segment& segment = shared.segment;
   const int me = shared.rank();
   const std::size_t piece = piece_of(shared);
-  const std::size_t step = std::min(chunk_for(largest), piece);
+  const std::size_t step = std::min(chunk_for(largest, 2), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
     if (turn < rounds) {
       co_await shared.writable(first + turn);
+      const Span mine(turn, step, in_bytes[me]);
+      Copy own = own_copy(at(outs[me], mine.offset), at(ins[me], mine.offset), mine.length);
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
         if (rank != me && part.length) {
-          segment.copy_in(first + turn, rank * piece, at(ins[rank], part.offset), part.length);
+          segment.copy_in(first + turn, offset_of(me, rank, piece), at(ins[rank], part.offset), part.length, own);
         }
       }
       shared.publish(first + turn);
-      // This rank's own block is copied while the other ranks arrive.
-      const Span part(turn, step, in_bytes[me]);
-      copy_bytes(at(outs[me], part.offset), at(ins[me], part.offset), part.length);
+      own.advance(own.bytes);
     }
     if (turn == 1) co_await shared.all(first);
     for (int rank = 0; turn >= 1 && rank < shared.ranks(); ++rank) {
       const Span part(turn - 1, step, out_bytes[rank]);
       if (rank == me || part.length == 0) continue;
       co_await shared.one(rank, first + turn - 1);
-      segment.copy_out(rank, first + turn - 1, me * piece, at(outs[rank], part.offset), part.length);
+      segment.copy_out(rank, first + turn - 1, offset_of(rank, me, piece), at(outs[rank], part.offset), part.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -362,7 +372,7 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
   const std::size_t size = size_of(reduction.dtype);
   const std::size_t piece = piece_of(shared);
   const std::size_t most = *std::max_element(counts.begin(), counts.end());
-  const std::size_t wanted = std::min(chunk_for(most * size), piece);
+  const std::size_t wanted = std::min(chunk_for(most * size, 2), piece);
   const std::size_t step = std::max<std::size_t>(1, wanted / size);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);
@@ -372,7 +382,8 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       for (int rank = 0; rank < ranks; ++rank) {
         const Span part(turn, step, counts[rank]);
         if (rank != me && part.length) {
-          segment.copy_in(first + turn, rank * piece, at(ins[rank], part.offset * size), part.length * size);
+          const void* const from = at(ins[rank], part.offset * size);
+          segment.copy_in(first + turn, offset_of(me, rank, piece), from, part.length * size);
         }
       }
       shared.publish(first + turn);
@@ -382,7 +393,8 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       const Span part(turn - 1, step, counts[me]);
       co_await shared.all(round);
       for (int rank = 0; rank < ranks; ++rank) {
-        shared.inputs[rank] = rank == me ? at(ins[me], part.offset * size) : segment.slot(rank, round) + me * piece;
+        const std::byte* const own = at(ins[me], part.offset * size);
+        shared.inputs[rank] = rank == me ? own : segment.slot(rank, round) + offset_of(rank, me, piece);
       }
       const Timing timing = segment.timing((me + 1) % ranks, round, part.length * size);
       reduce(reduction, at(out, part.offset * size), shared.inputs.data(), ranks, part.length);
