@@ -345,7 +345,7 @@ ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t count, ucp_
 ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes,
                          Pending* pending) {
   ucp_ep_h to = endpoint(peer);
-  if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
+  if (to == nullptr) return peers_[peer].why;
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
   if (device_) param = counted(param);
   ucs_status_ptr_t request = ucp_put_nbx(to, data, bytes, address, rkey, &param);
@@ -355,7 +355,7 @@ ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const
 ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes,
                          Pending* pending) {
   ucp_ep_h from = endpoint(peer);
-  if (from == nullptr) return UCS_ERR_CONNECTION_RESET;
+  if (from == nullptr) return peers_[peer].why;
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
   if (device_) param = counted(param);
   ucs_status_ptr_t request = ucp_get_nbx(from, data, bytes, address, rkey, &param);
@@ -364,7 +364,7 @@ ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void*
 
 ucs_status_t Worker::flush(int number, Pending* pending) {
   if (peers_[number].endpoint == nullptr) return UCS_OK;
-  if (peers_[number].failed) return UCS_ERR_CONNECTION_RESET;
+  if (peers_[number].failed) return peers_[number].why;
   ucp_request_param_t param = request_param(pending);
   return outcome(ucp_ep_flush_nbx(peers_[number].endpoint, &param));
 }
@@ -394,7 +394,7 @@ std::string Worker::pack(ucp_mem_h memory) {
 
 ucp_rkey_h Worker::unpack(int peer, const std::string& packed) {
   ucp_ep_h to = endpoint(peer);
-  if (to == nullptr) throw UcxError("ucp_ep_create", UCS_ERR_CONNECTION_RESET);
+  if (to == nullptr) throw UcxError("ucp_ep_create", peers_[peer].why);
   ucp_rkey_h rkey = nullptr;
   check("ucp_ep_rkey_unpack", ucp_ep_rkey_unpack(to, packed.data(), &rkey));
   return rkey;

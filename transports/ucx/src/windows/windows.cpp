@@ -27,18 +27,18 @@ std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::ui
 
 void finish(Operation* op) { op->finished(UCS_OK); }
 
-// Calls `then` after `count` calls of UCX have finished, with UCS_OK or the last failure.
+// Calls `then` after `count` calls of UCX have finished, with UCS_OK or the first failure.
 struct Countdown final : Pending {
   Countdown(int the_count, std::function<void(ucs_status_t)> the_then) : count(the_count), then(std::move(the_then)) {}
   void finished(ucs_status_t status) noexcept override {
-    if (status != UCS_OK) worst = status;
+    if (failure == UCS_OK) failure = status;
     if (--count > 0) return;
-    then(worst);
+    then(failure);
     delete this;
   }
   int count;
   std::function<void(ucs_status_t)> then;
-  ucs_status_t worst = UCS_OK;
+  ucs_status_t failure = UCS_OK;
 };
 
 // An atomic or a get, which its lane counts until it ends.
@@ -243,12 +243,12 @@ void Windows::put_signal(Operation* op, const Place& place, const void* data) {
                 [=, this](Operation* it) { send_signal(it->group, it, window, rank); });
   }
   if (place.bytes == 0) return signal(op, window, rank);
-  auto owned = std::make_unique<Countdown>(2, [op](ucs_status_t worst) { op->finished(worst); });
+  auto owned = std::make_unique<Countdown>(2, [op](ucs_status_t status) { op->finished(status); });
   Countdown* const both = owned.get();
   Lane& lane = lane_to(group, rank);
   std::function<void()> tell = [=, this, &group] {
     // The signal would vouch for data that has not arrived.
-    if (both->worst != UCS_OK) return both->finished(both->worst);
+    if (both->failure != UCS_OK) return both->finished(both->failure);
     send_signal(group, both, window, rank);
   };
   put_far(group, both, place, data);  // This is the last call that may throw. After it the lane knows the op.
@@ -308,7 +308,7 @@ template <typename Far>
 void Windows::move_far(Operation* op, const Runs& runs, const Far& far) {
   if (runs.starts.empty()) return op->finished(UCS_OK);
   lane_to(op->group, runs.rank);  // The lane is made now, because that may throw. After it the op is known.
-  auto all = new Countdown(static_cast<int>(runs.starts.size()), [op](ucs_status_t worst) { op->finished(worst); });
+  auto all = new Countdown(static_cast<int>(runs.starts.size()), [op](ucs_status_t status) { op->finished(status); });
   for (std::size_t i = 0; i < runs.starts.size(); ++i) {
     try {
       far(all, {runs.window, runs.rank, runs.offsets[i], runs.bytes}, runs.starts[i]);
@@ -387,7 +387,7 @@ void Windows::flush(Operation* op, std::uint64_t window, int rank) {
   }
   auto flush_lanes = [this, window, lanes](Operation* it) {
     if (lanes.empty()) return it->finished(UCS_OK);
-    auto all = new Countdown(static_cast<int>(lanes.size()), [it](ucs_status_t worst) { it->finished(worst); });
+    auto all = new Countdown(static_cast<int>(lanes.size()), [it](ucs_status_t status) { it->finished(status); });
     for (Lane* lane : lanes) enqueue(*lane, {Lane::kTell, window, all, [all] { all->finished(UCS_OK); }});
   };
   copy(op, {}, flush_lanes);
