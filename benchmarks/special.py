@@ -205,11 +205,15 @@ async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[flo
 # ------------------------------------------------------------------------------------------------- cores and switches
 
 
+OPS = 400_000
+"""The ops of all ranks: about a second. The kernel adds up a running thread's time by ticks of some milliseconds."""
+
+
 def cores_used(transport: str, rounds: int) -> Result:
     """Measure the cores that the busiest rank uses while it awaits one op after the other, and its threads' waits."""
     figures, verdicts = [], []
     for size in (1, 2, 3, 4):
-        ranks = in_processes(size, await_in_a_loop, transport, size, 20_000 // size)
+        ranks = in_processes(size, await_in_a_loop, transport, size, OPS // size)
         took, cores, switches = map(max, zip(*ranks, strict=True))
         title = "a world of one" if size == 1 else f"{size} ranks"
         figures.append(figure(f"all_reduce 8 B, {title}", [took]))
