@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 UCX = "transports/ucx"
 VERSIONED = ["aiocomms/__init__.py", "pyproject.toml", f"{UCX}/pyproject.toml", f"{UCX}/aiocomms_ucx/__init__.py"]
 AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+NOT_FOUND = 1
+"""The exit code of a `git grep` that finds nothing."""
 
 
 class Clone:
@@ -27,7 +29,7 @@ class Clone:
         self.folder = folder
         subprocess.run(["git", "clone", "--quiet", "--no-tags", str(ROOT), str(folder)], check=True, timeout=HANGS)
 
-    def run(self, *command: str, fails: bool = False) -> str:
+    def run(self, *command: str, code: int = 0) -> str:
         ran = subprocess.run(
             command,
             cwd=self.folder,
@@ -37,14 +39,14 @@ class Clone:
             timeout=HANGS,
             check=False,
         )
-        assert bool(ran.returncode) is fails, ran.stdout + ran.stderr
+        assert ran.returncode == code, ran.stdout + ran.stderr
         return ran.stdout + ran.stderr
 
-    def make(self, *command: str, fails: bool = False) -> str:
+    def make(self, *command: str, code: int = 0) -> str:
         """Run make with the existing virtual environment, without installing the clone into it."""
         environment = Path(sys.executable).parents[1]
         old = [f"--assume-old={environment}/{stamp}.stamp" for stamp in ("release", "setup")]
-        return self.run("make", *old, f"VENV={environment}", *command, fails=fails)
+        return self.run("make", *old, f"VENV={environment}", *command, code=code)
 
     def add_fragment(self, text: str) -> None:
         (self.folder / "changes" / "90.test.feature.md").write_text(f"{text}\n")
@@ -75,8 +77,8 @@ def test_a_release_is_three_commits_and_a_tag(clone: Clone) -> None:
         assert "90.7.0" in clone.shown("v90.7.0", path)
         assert "90.8.0.dev0" in clone.shown("HEAD", path)
     # No file has the old version.
-    clone.run("git", "grep", "--fixed-strings", aiocomms.__version__, "v90.7.0", fails=True)
-    clone.run("git", "grep", "--word-regexp", "--fixed-strings", "90.7.0", "HEAD", "--", *VERSIONED, fails=True)
+    clone.run("git", "grep", "--fixed-strings", aiocomms.__version__, "v90.7.0", code=NOT_FOUND)
+    clone.run("git", "grep", "--word-regexp", "--fixed-strings", "90.7.0", "HEAD", "--", *VERSIONED, code=NOT_FOUND)
     assert clone.run("git", "status", "--porcelain") == ""
     log = clone.shown("v90.7.0", "CHANGELOG.md")
     assert log.index("\n## 90.7.0 (") < log.index("One change.")
@@ -95,9 +97,9 @@ def test_the_next_release_takes_what_came_after(clone: Clone) -> None:
 
 def test_a_release_refuses_what_is_not_committed(clone: Clone) -> None:
     (clone.folder / "new.txt").touch()
-    assert "commit or remove" in clone.make("release", "VERSION=90.7.0", fails=True)
+    assert "commit or remove" in clone.make("release", "VERSION=90.7.0", code=2)
     assert clone.run("git", "tag") == ""
 
 
 def test_a_release_asks_for_its_version(clone: Clone) -> None:
-    assert "make release VERSION=" in clone.make("release", fails=True)
+    assert "make release VERSION=" in clone.make("release", code=2)

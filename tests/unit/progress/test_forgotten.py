@@ -176,14 +176,18 @@ def test_work_awaited_by_asyncio_functions_is_not_reported(debug):
     asyncio.run(main())
 
 
-def test_forgotten_failure_is_reported_once_and_a_lost_work_never(debug):
+@pytest.mark.parametrize("forget", [False, True])
+def test_forgotten_failure_is_reported_once_and_a_lost_work_never(debug, forget):
     async def main():
         told = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         with heard() as said:
             async with local_world(2) as (one, two):
                 one.send(torch.ones(3), 1).forget()  # `forget()` drops the warning of a missing await.
-                two.recv(torch.zeros(2), 0)
+                work = two.recv(torch.zeros(2), 0)
+                if forget:
+                    work.forget()
+                del work
                 await turns()
                 two.recv(torch.zeros(2), 0)
                 one.abort("enough")
