@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import aiocomms
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 
@@ -107,6 +109,21 @@ def test_engine_sees_what_has_changed_about_a_tensor():
     other = torch.ones(3, requires_grad=True)
     torch.utils.swap_tensors(tensor, other)
     assert not engine.is_plain(tensor, True)
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
+def test_op_gives_the_tensor_that_it_writes_the_next_version(dtype):
+    async def reduce() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.all_reduce(whole)
+            await comm.all_reduce(whole[1:])
+            await comm.all_reduce(inferred())  # It has no version.
+
+    whole = torch.ones(3, dtype=dtype)
+    before = whole._version
+    asyncio.run(reduce())
+    assert whole._version == before + 2
 
 
 def test_the_words_of_a_tensor_are_found():

@@ -1,5 +1,6 @@
 #include "bindings/tensors.hpp"
 
+#include <dlfcn.h>
 #include <nanobind/ndarray.h>
 
 #include <array>
@@ -72,6 +73,9 @@ struct Torch {
   std::array<PyObject*, kDTypes> dtypes;
   PyObject *is_neg, *is_conj;  // methods of the class, called without a look-up in each tensor
   PyObject* increment_version;
+  // torch::autograd::impl::bump_version(const at::Tensor&), which increment_version calls 100 ns later. Null: this torch
+  // does not have it.
+  void (*bump_version)(const void* tensor) = nullptr;
   PyObject* forward_ad;  // the names of the module. No level is entered while `current_level` is `no_level`.
   PyObject* current_level = PyUnicode_InternFromString("_current_level");
   PyObject* no_level = PyLong_FromLong(-1);
@@ -86,6 +90,10 @@ struct Torch {
     requires_grad = nb::object(cls.attr("requires_grad")).release().ptr();
     forward_ad = nb::object(nb::module_::import_("torch.autograd.forward_ad").attr("__dict__")).release().ptr();
     increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
+    if (void* const library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD)) {
+      void* const found = dlsym(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+      bump_version = reinterpret_cast<void (*)(const void*)>(found);
+    }
     for (std::size_t i = 0; i < kDTypes; ++i) dtypes[i] = nb::object(torch.attr(kNamings[i].name)).release().ptr();
     if (nb::hasattr(cls, "__dlpack_c_exchange_api__")) {
       nb::object capsule = cls.attr("__dlpack_c_exchange_api__");
@@ -145,11 +153,18 @@ T word_at(const void* object, std::size_t offset) {
   return word;
 }
 
+// The C++ object of a tensor. Null: the offsets are not known.
+const void* impl_of(PyObject* tensor) { return words.plain != 0 ? word_at<void*>(tensor, words.impl) : nullptr; }
+
+bool has_plain_keys(const void* impl) {
+  return impl != nullptr && word_at<std::uint64_t>(impl, words.keys) == words.plain;
+}
+
 // Whether a tensor has no lazy state and, if it is written, no tracking by autograd.
 bool is_settled(PyObject* tensor, DType dtype, bool written) {
   const Torch& torch_ = torch();
-  const void* impl = words.plain != 0 ? word_at<void*>(tensor, words.impl) : nullptr;
-  if (impl == nullptr || word_at<std::uint64_t>(impl, words.keys) != words.plain) {
+  const void* impl = impl_of(tensor);
+  if (!has_plain_keys(impl)) {
     const bool complex = dtype == DType::Complex64 || dtype == DType::Complex128;
     if (truth(PyObject_Vectorcall(torch_.is_neg, &tensor, 1, nullptr)) != 0) return false;
     if (complex && truth(PyObject_Vectorcall(torch_.is_conj, &tensor, 1, nullptr)) != 0) return false;
@@ -214,6 +229,10 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
 }
 
 void note_write(nb::handle tensor) {
+  // A plain tensor has a version, so nothing is thrown. The pointer to the C++ object is the whole at::Tensor.
+  if (torch().bump_version != nullptr && has_plain_keys(impl_of(tensor.ptr()))) {
+    return torch().bump_version(reinterpret_cast<const std::byte*>(tensor.ptr()) + words.impl);
+  }
   const int collects = PyGC_Disable();
   const nb::object written = nb::steal(PyTuple_Pack(1, tensor.ptr()));
   PyObject* given = written.ptr();
