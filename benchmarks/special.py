@@ -205,15 +205,15 @@ async def reduce(rank: int, folder: str, transport: str, bare: bool) -> list[flo
 # ------------------------------------------------------------------------------------------------- cores and switches
 
 
-OPS = 400_000
-"""The ops of all ranks: about a second. The kernel adds up a running thread's time by ticks of some milliseconds."""
+A_WHILE = 1.0
+"""Seconds of a measurement. The kernel adds up a running thread's time by ticks of some milliseconds."""
 
 
 def cores_used(transport: str, rounds: int) -> Result:
     """Measure the cores that the busiest rank uses while it awaits one op after the other, and its threads' waits."""
     figures, verdicts = [], []
     for size in (1, 2, 3, 4):
-        ranks = in_processes(size, await_in_a_loop, transport, size, OPS // size)
+        ranks = in_processes(size, await_in_a_loop, transport, size)
         took, cores, switches = map(max, zip(*ranks, strict=True))
         title = "a world of one" if size == 1 else f"{size} ranks"
         figures.append(figure(f"all_reduce 8 B, {title}", [took]))
@@ -224,17 +224,22 @@ def cores_used(transport: str, rounds: int) -> Result:
     return figures, verdicts
 
 
-async def await_in_a_loop(rank: int, folder: str, transport: str, size: int, count: int) -> tuple[float, float, float]:
+async def await_in_a_loop(rank: int, folder: str, transport: str, size: int) -> tuple[float, float, float]:
     """Return the seconds per all_reduce, the cores used, and the waits of all threads that ended, per 1,000 ops."""
     async with meet(rank, folder, transport, size) as comm:
         tensor = torch.zeros(2)
-        for _ in range(count // 4):
-            await comm.all_reduce(tensor)
-        used, began = usage(os.getpid()), time.perf_counter()
-        for _ in range(count):
-            await comm.all_reduce(tensor)
-        took, now = time.perf_counter() - began, usage(os.getpid())
-        return took / count, (now[0] - used[0]) / took, (now[1] - used[1]) * 1000 / count
+
+        async def repeat(times: int) -> float:
+            began = time.perf_counter()
+            for _ in range(times):
+                await comm.all_reduce(tensor)
+            return (time.perf_counter() - began) / times
+
+        count = torch.tensor(A_WHILE / await repeat(1_000))
+        await comm.broadcast(count, 0)
+        used, times = usage(os.getpid()), int(count)
+        each, now = await repeat(times), usage(os.getpid())
+        return each, (now[0] - used[0]) / (each * times), (now[1] - used[1]) * 1000 / times
 
 
 # --------------------------------------------------------------------------------------------------------------- idle

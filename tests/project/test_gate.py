@@ -118,7 +118,7 @@ def test_tests_of_a_module_and_of_a_world_stay_together() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- budget
 
-THEN = {"tests/a.py": 40.0, "tests/b.py": 30.0, "local-asyncio-2": 20.0, "tests/gone.py": 10.0}
+THEN = {"tests/a.py": 40.0, "tests/b.py": 30.0, "local-asyncio-2": 20.0, "tests/gone.py": 10.0, "tests/waits.py": 0.0}
 
 
 def test_speed_is_that_of_the_median_cpu_second() -> None:
@@ -126,7 +126,7 @@ def test_speed_is_that_of_the_median_cpu_second() -> None:
     assert budget.speed(now, THEN) == pytest.approx(1 / 1.5)
 
 
-@pytest.mark.parametrize("now", [{}, {"tests/new.py": 3.0}, {"tests/a.py": 0.0}])
+@pytest.mark.parametrize("now", [{}, {"tests/new.py": 3.0}, {"tests/a.py": 0.0}, {"tests/waits.py": 1.0}])
 def test_speed_is_1_where_nothing_can_be_compared(now: dict[str, float]) -> None:
     assert budget.speed(now, THEN) == 1.0
 

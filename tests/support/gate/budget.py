@@ -2,8 +2,8 @@
 
 ``tests/budget.toml`` has a table for each tier. Its CPU seconds are those of the whole run, with all its processes, on
 the machine of the budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these CPU
-seconds passed in groups that ran at most ``speed`` times faster or slower in this run: the weighted median. The run's
-CPU seconds are scaled by it. So a slow machine, which slows all groups, is no defect, and tests that grow or are added
+seconds passed in groups that ran at most ``speed`` times as fast in this run: the weighted median. The run's CPU
+seconds are scaled by it. So a slow machine, which slows all groups, is no defect, and tests that grow or are added
 are seen. Seconds of a clock would not do: on another machine tests that wait take the same, and tests that compute do
 not, so that no one factor scales both.
 """
@@ -34,10 +34,11 @@ PATIENCE = 5.0
 """Seconds in which processes that tests have left must end to be counted."""
 SLACK = 1.2
 SLOWEST = 10
+START = "gate-cpu-before-tests"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add up what the tests take, in the process that hears of all of them."""
+    """Have each process measure what its tests take, and the one that hears of all of them add it up."""
     if config.getoption("--tier"):
         config.pluginmanager.register(Meter(), "gate-meter")
         if not hasattr(config, "workerinput"):
@@ -55,6 +56,12 @@ class Meter:
 
     def __init__(self) -> None:
         self._last = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Have a worker tell what it took before its first test: it depends on the number of workers."""
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput[START] = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[Any]:
@@ -82,6 +89,7 @@ class Account:
             raise pytest.UsageError(f"--tier={self._tier}: wanted one of {', '.join(tiers)}, as in {BUDGET.name}")
         self._budget = tiers[self._tier]
         self._began = time.monotonic()
+        self._start = 0.0
         self._tests: defaultdict[str, float] = defaultdict(float)
         self._groups: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._kinds: Counter[str] = Counter()
@@ -94,11 +102,16 @@ class Account:
             check = " checks of transports" if report.nodeid.startswith(SUITE) else " tests"
             self._kinds[getattr(report, "kind", REAL) + check] += 1
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Leave out what a worker took before its first test."""
+        self._start += getattr(node, "workeroutput", {}).get(START, 0.0)
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Make a run red that passes, and costs too much."""
         _reap()
-        self._cpu = cpu_seconds()
+        self._cpu = cpu_seconds() - self._start
         then = {name: took["cpu"] for name, took in seconds_of(self._tier).items()}
         self._speed = speed({name: took["cpu"] for name, took in self._groups.items()}, then)
         self._over = list(self._excess())
@@ -147,7 +160,8 @@ def _reap() -> None:
 
 def speed(now: Mapping[str, float], then: Mapping[str, float]) -> float:
     """Return how many times faster than ``then`` the median CPU second of the groups ran that are in both."""
-    ratios = sorted((then[name] / now[name], then[name]) for name in then.keys() & now.keys() if now[name] > 0)
+    both = [name for name in then.keys() & now.keys() if now[name] > 0 and then[name] > 0]
+    ratios = sorted((then[name] / now[name], then[name]) for name in both)
     half = sum(seconds for _, seconds in ratios) / 2
     for ratio, seconds in ratios:
         half -= seconds
@@ -157,12 +171,12 @@ def speed(now: Mapping[str, float], then: Mapping[str, float]) -> float:
 
 
 def main() -> None:
-    """Write what the last run took, scaled to the machine of the budget, as its tier into ``tests/seconds.json``."""
+    """Write what the last run took into ``tests/seconds.json``, its CPU seconds scaled to the machine of the budget."""
     last = json.loads(LAST.read_text())
     groups = {
-        name: {clock: round(seconds * last["speed"], 1) for clock, seconds in took.items()}
+        name: {"wall": round(took["wall"], 1), "cpu": round(took["cpu"] * last["speed"], 1)}
         for name, took in sorted(last["groups"].items(), key=lambda group: -group[1]["wall"])
-        if took["wall"] * last["speed"] >= LONG
+        if took["wall"] >= LONG
     }
     tiers = json.loads(SECONDS.read_text()) | {last["tier"]: groups}
     lines = json.dumps(dict(sorted(tiers.items())), indent=1)

@@ -118,7 +118,7 @@ def test_op_gives_the_tensor_that_it_writes_the_next_version(dtype):
         async with aiocomms.new_comm("ucx") as comm:
             await comm.all_reduce(whole)
             await comm.all_reduce(whole[1:])
-            await comm.all_reduce(inferred())  # It has no version.
+            await comm.all_reduce(inferred())  # a tensor without a version
 
     whole = torch.ones(3, dtype=dtype)
     before = whole._version

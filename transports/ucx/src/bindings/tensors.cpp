@@ -73,8 +73,8 @@ struct Torch {
   std::array<PyObject*, kDTypes> dtypes;
   PyObject *is_neg, *is_conj;  // methods of the class, called without a look-up in each tensor
   PyObject* increment_version;
-  // torch::autograd::impl::bump_version(const at::Tensor&), which increment_version calls 100 ns later. Null: this torch
-  // does not have it.
+  // torch::autograd::impl::bump_version(const at::Tensor&). A direct call takes 0.2 µs less than `increment_version`,
+  // which calls it too. Null: this torch does not have it.
   void (*bump_version)(const void* tensor) = nullptr;
   PyObject* forward_ad;  // the names of the module. No level is entered while `current_level` is `no_level`.
   PyObject* current_level = PyUnicode_InternFromString("_current_level");

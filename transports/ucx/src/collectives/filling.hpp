@@ -39,8 +39,9 @@ void copy_line(std::byte* to, const std::byte* from) {
   for (int i = 0; i < 4; ++i) streams ? _mm_stream_si128(out + i, words[i]) : _mm_storeu_si128(out + i, words[i]);
 }
 
-// Copies past the caches. The fence makes the bytes visible before any later store of this thread. `second` advances by
-// as many whole lines: its stores proceed while the others wait for memory.
+// Copies past the caches. The fence makes the bytes visible before any later store of this thread. The same loop also
+// advances `second`, by whole lines, until one of both copies ends. Its plain stores proceed while the streaming stores
+// wait for memory.
 inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
   const std::size_t head = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, head);
@@ -130,7 +131,8 @@ class Filling {
     return {streams_, true};
   }
 
-  // Copies into a slot. `second` may advance meanwhile, in memory of this process. A measurement leaves it alone.
+  // Copies into a slot. `second`, a copy within this process, advances meanwhile if the slot is streamed and not
+  // measured.
   void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
     const Timing timing(writes, how, bytes);
     Copy none;

@@ -47,7 +47,7 @@ class Segment {
     };
   };
 
-  // With more ranks, each rank's part of a slot would be less than a cache line.
+  // With more ranks, the part of a slot for one rank could be less than a cache line.
   static constexpr int kMostRanks = static_cast<int>(kSlot / sizeof(Line));
 
   static std::size_t bytes(int ranks);
@@ -84,7 +84,7 @@ class Segment {
     return pool_ && number < Pool::kSlots ? pool_->slot(places_[rank], number) : own(rank, round);
   }
   // Copies into this rank's slot of a writable round, or out of a slot of a published one. `from` and `to` may have any
-  // value if bytes is 0. `second` may advance meanwhile, if that costs less time than afterwards.
+  // value if bytes is 0. `second` may advance meanwhile (see Filling::fill).
   void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes, Copy& second) noexcept;
   void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes) noexcept {
     Copy none;

@@ -22,8 +22,8 @@ std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, divided_up(bytes, chunk));
 }
 
-// The size of chunks that fill a pipeline, which is `depth` rounds deep. They are at least kSmallestChunk, and fit in a
-// slot.
+// The size of chunks that fill a pipeline, which is `depth` rounds deep: two to the power of `depth` chunks. They are at
+// least kSmallestChunk, and fit in a slot.
 std::size_t chunk_for(std::size_t bytes, std::size_t depth) {
   return std::clamp(rounded_up(bytes >> depth, kLine), kSmallestChunk, Segment::kSlot);
 }
@@ -289,7 +289,7 @@ namespace {
 std::size_t piece_of(const Shared& shared) {
   return Segment::kSlot / static_cast<std::size_t>(std::max(1, shared.ranks() - 1)) / kLine * kLine;
 }
-// The offset of the piece for `reader` in a slot of `owner`, who has none.
+// The offset of the piece for another rank in a slot of `owner`. The owner has no piece.
 std::size_t offset_of(int owner, int reader, std::size_t piece) {
   return static_cast<std::size_t>(reader - (reader > owner)) * piece;
 }

@@ -154,6 +154,7 @@ void Worker::introduce(int number, std::string address, bool watched, Cookies co
   peer.name = name;
   peer.heard = true;
   peer.failed = false;
+  peer.why = UCS_ERR_CONNECTION_RESET;
 }
 
 void Worker::refuse(int peer) {
@@ -192,7 +193,11 @@ ucp_ep_h Worker::endpoint(Peer& peer) {
       params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
       // The control connection reports the loss of the peer, with its name. This handler only keeps the error from
       // being fatal.
-      params.err_handler.cb = [](void* arg, ucp_ep_h, ucs_status_t) { static_cast<Peer*>(arg)->failed = true; };
+      params.err_handler.cb = [](void* arg, ucp_ep_h, ucs_status_t status) {
+        auto& lost = *static_cast<Peer*>(arg);
+        lost.failed = true;
+        lost.why = status;
+      };
       params.err_handler.arg = &peer;
     }
     const ucs_status_t status = ucp_ep_create(worker_, &params, &peer.endpoint);
