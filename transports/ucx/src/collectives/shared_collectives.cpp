@@ -22,8 +22,8 @@ std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, divided_up(bytes, chunk));
 }
 
-// The size of chunks that fill a pipeline, which is `depth` rounds deep: two to the power of `depth` chunks. They are at
-// least kSmallestChunk, and fit in a slot.
+// The size of chunks that fill a pipeline, which is `depth` rounds deep: two to the power of `depth` chunks. They are
+// at least kSmallestChunk, and fit in a slot.
 std::size_t chunk_for(std::size_t bytes, std::size_t depth) {
   return std::clamp(rounded_up(bytes >> depth, kLine), kSmallestChunk, Segment::kSlot);
 }
