@@ -1,7 +1,7 @@
 """Hold a tier to its budget of CPU seconds and of real tests; print its ten slowest tests.
 
-``tests/budget.toml`` has a table for each tier. Its CPU seconds are those of the whole run, with all its processes, on
-the machine of the budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these CPU
+``tests/budget.toml`` has a table for each tier. Its CPU seconds are those of the run's tests, with all their processes,
+on the machine of the budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these CPU
 seconds passed in groups that ran at most ``speed`` times as fast in this run: the weighted median. The run's CPU
 seconds are scaled by it. So a slow machine, which slows all groups, is no defect, and tests that grow or are added
 are seen. Seconds of a clock would not do: on another machine tests that wait take the same, and tests that compute do
