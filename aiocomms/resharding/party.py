@@ -15,8 +15,8 @@ from aiocomms.communicator.lane import Lane
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.progress.background import Background
 from aiocomms.progress.work import Work
-from aiocomms.resharding.background import Background
 from aiocomms.resharding.words import WORDS, Word
 
 if TYPE_CHECKING:
