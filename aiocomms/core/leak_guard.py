@@ -30,6 +30,9 @@ class Closable(Protocol):
     async def aclose(self) -> None:
         """Release everything."""
 
+    def _disown(self) -> None:
+        """Disown the communicator in a forked child."""
+
 
 class LeakGuard(Generic[_Comm]):
     """The guard of one communicator. Create a guard on the loop's thread; it lasts until :meth:`dismiss` is called."""

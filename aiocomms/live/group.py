@@ -13,6 +13,7 @@ from aiocomms.live.lane import LiveLane, LivePlace
 from aiocomms.live.registers import LANES, LEFT, NAME, Registers, place_of, register_of
 from aiocomms.live.rounds import Rounds
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.progress.background import Background
 
 DEFAULT_LANE: Final = "main"
 
@@ -33,6 +34,7 @@ class LiveGroup(Handle):
         """
         self._place, self._registers, self._holder, self._kept = place, registers, holder, kept
         self._lanes: dict[str, LiveLane] = {}
+        self._background = Background(f"live group '{place.name}'")
         self._guard = LeakGuard(self)
 
     def __repr__(self) -> str:
@@ -71,7 +73,8 @@ class LiveGroup(Handle):
             if label(name) not in self._lanes:
                 number = await self._number_of(name)
                 rounds = Rounds(self._registers, number, self.rank, self.size, self._holder)
-                self._lanes.setdefault(name, LiveLane(name, self._place, rounds))
+                lane = LiveLane(name, self._place, self._registers, rounds, self._background)
+                self._lanes.setdefault(name, lane)
         except CommError as error:
             raise error.about(comm=self.name, op="lane", rank=self.rank) from error.__cause__
         return self._lanes[name]
@@ -93,6 +96,9 @@ class LiveGroup(Handle):
             return
         self._place.check("aclose")
         self._place.closed = True
+        await self._background.aclose()  # Another process may use this rank's memory as soon as the place is free.
+        for lane in self._lanes.values():
+            lane.close()
         try:
             with contextlib.suppress(CommError):  # An error means that the memory, and so the group, is gone.
                 if await self._registers.swap(place_of(self.rank), self._holder, LEFT) == self._holder:
@@ -101,6 +107,10 @@ class LiveGroup(Handle):
             self._registers.close()
             self._guard.dismiss()
             await self._kept.aclose()
+
+    def _disown(self) -> None:
+        """Disown the group in a forked child: neither use nor close what the parent uses."""
+        self._place.closed = True
 
     async def __aenter__(self) -> Self:
         return self

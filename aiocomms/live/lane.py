@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -13,16 +15,18 @@ from torch import Tensor
 
 from aiocomms import arguments
 from aiocomms.arguments import COMM_TIMEOUT, OpTimeout
-from aiocomms.errors import ArgumentError, CommClosedError, CommError, wrong_thread
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, wrong_thread
 from aiocomms.live.contributions import CALLED, Called, Contribution, contributions, flat
-from aiocomms.live.registers import LONG
-from aiocomms.live.rounds import BEGIN, Into, Rounds
+from aiocomms.live.registers import LONG, Registers
+from aiocomms.live.rounds import BEGIN, MOST_HEADER, Into, Round, Rounds, Use
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import buffers, checks
 from aiocomms.ops.reductions import ReduceOp, reduce
 from aiocomms.ops.writing import octets, write, writing
+from aiocomms.progress.background import Background
 
 _CPU: Final = torch.device("cpu")
 
@@ -70,6 +74,69 @@ class LivePlace:
             raise CommClosedError("the group was closed")
 
 
+class QueuedCall:
+    """A call that cannot contribute at once. It contributes later, even if its caller is cancelled meanwhile.
+
+    :param parts: the parts of the contribution, which a cancelled caller replaces by copies.
+    """
+
+    def __init__(self, header: bytes, parts: list[Tensor], ends: float, use: Use[Any]) -> None:
+        self.parts, self.ends = parts, ends
+        self._header, self._use = header, use
+        self._abandoned = False
+        self._begun, self._ended = anyio.Event(), anyio.Event()
+        self._result: tuple[Any, Round] | None = None
+        self._error: Exception = CommClosedError("the group was closed")
+
+    async def run(self, rounds: Rounds) -> None:
+        """Take part in the next round."""
+        self._begun.set()
+        try:
+            self._result = await rounds.take_part(self._header, self.parts, self.ends, self._used)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    async def _used(self, given: dict[int, tuple[bytes, Tensor]]) -> Any:
+        return None if self._abandoned else await self._use(given)
+
+    def close(self) -> None:
+        """End a call whose turn does not come, because its group is closed."""
+        self._begun.set()
+        self._ended.set()
+
+    async def ended(self, registers: Registers) -> tuple[Any, Round]:
+        """Wait for the result.
+
+        :raises CommTimeoutError: the lane's earlier calls have not ended by this call's deadline.
+        """
+        try:
+            with anyio.move_on_after(self.ends - clock.now()):
+                await self._begun.wait()
+            if not self._begun.is_set():
+                raise CommTimeoutError("the deadline has passed, and the lane's earlier calls have not ended")
+            await self._ended.wait()
+        except BaseException:
+            self._abandoned = True
+            if not self._ended.is_set():
+                await shielded(partial(self._keep, registers))
+            raise
+        if self._result is None:
+            raise self._error
+        return self._result
+
+    async def _keep(self, registers: Registers) -> None:
+        """Keep copies of the parts, because the caller may change its tensors from now on."""
+
+        def copied() -> list[Tensor]:
+            return [part.clone() for part in self.parts]
+
+        long = sum(map(len, self.parts)) > LONG
+        self.parts[:] = await run_in_thread(copied) if long else copied()
+        await registers.written()
+
+
 class LiveLane(Handle):
     """A lane of a live group; its collectives match in the order of calls. Made by :meth:`LiveGroup.lane`.
 
@@ -85,9 +152,14 @@ class LiveLane(Handle):
 
     name: str
 
-    def __init__(self, name: str, place: LivePlace, rounds: Rounds) -> None:
+    def __init__(
+        self, name: str, place: LivePlace, registers: Registers, rounds: Rounds, background: Background
+    ) -> None:
         self.name, self._place, self._rounds = name, place, rounds
-        self._turn = anyio.Lock()
+        self._registers, self._background = registers, background
+        self._queue: deque[QueuedCall] = deque()
+        self._busy = False
+        """True while a call takes part in a round."""
 
     def __repr__(self) -> str:
         return f"<LiveLane '{self.name}' of '{self._place.name}', rank {self._place.rank} of {self._place.size}>"
@@ -109,7 +181,7 @@ class LiveLane(Handle):
         :raises CommClosedError: the group is closed, or another process has this place.
         """
         word = 0
-        if self._place.usable and not self._turn.locked() and _is_plain(timeout):
+        if self._place.usable and not self._busy and _is_plain(timeout):
             found = self._rounds.all_reduce(tensor, op)
             if type(found) is Partial:
                 return found
@@ -206,10 +278,12 @@ class LiveLane(Handle):
         place, name = self._place, op.partition("(")[0]
         try:
             place.check(name)
-            seconds = arguments.op_deadline(timeout, place.timeout)
+            ends = clock.now() + arguments.op_deadline(timeout, place.timeout)
             long = self._bytes(tensors, write=into is not None) > LONG
             called = Called.of(op, tensors, alike)
             header = CALLED.encode(called)
+            if len(header) > MOST_HEADER:
+                raise ArgumentError(f"the shapes take {len(header)} bytes, wanted at most {MOST_HEADER}")
 
             async def use(given: dict[int, tuple[bytes, Tensor]]) -> T:
                 def make() -> T:
@@ -217,19 +291,44 @@ class LiveLane(Handle):
 
                 return await run_in_thread(make) if long else make()
 
-            if self._turn.locked():
-                await self._turn.acquire()
-            else:
-                self._turn.acquire_nowait()  # acquire() would yield to the event loop even if the lock is free.
-            try:
-                place.check(name)
-                ends = clock.now() + seconds
-                value, round_ = await self._rounds.take_part(header, flat(tensors), ends, use, into)
-            finally:
-                self._turn.release()
+            value, round_ = await self._in_turn(header, flat(tensors), ends, use, into)
         except CommError as error:
             raise error.about(comm=place.name, op=name, rank=place.rank) from error.__cause__
         return Partial(value, round_.ranks, round_.number - BEGIN)
+
+    async def _in_turn(
+        self, header: bytes, parts: list[Tensor], ends: float, use: Use[T], into: Into | None
+    ) -> tuple[T, Round]:
+        """Take part in the next round: at once if that is possible, otherwise in a task that no caller cancels."""
+        begun = None if self._busy else self._rounds.at_once(header, parts, 0 if into is None else into.word)
+        if begun is None:
+            call = QueuedCall(header, parts, ends, use)
+            self._queue.append(call)
+            self._go_on()
+            return await call.ended(self._registers)
+        self._busy = True
+        try:
+            return await self._rounds.take_part(header, parts, ends, use, into, begun)
+        finally:
+            self._busy = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._queue and not self._busy:
+            self._busy = True
+            self._background.start(self._run_queue)
+
+    async def _run_queue(self) -> None:
+        try:
+            while self._queue:
+                await self._queue.popleft().run(self._rounds)
+        finally:
+            self._busy = False
+
+    def close(self) -> None:
+        """End the calls whose turn does not come, because the group is closed."""
+        while self._queue:
+            self._queue.popleft().close()
 
     def _bytes(self, tensors: Sequence[Tensor], write: bool) -> int:
         """Check tensors, and return their total bytes."""

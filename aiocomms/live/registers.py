@@ -13,6 +13,8 @@ LONG: Final = 2**20
 """The bytes above which a copy would block the event loop for too long."""
 LEFT: Final = 1
 """The value in the register of a place when its process has left."""
+HEADER: Final = 4080
+"""The most bytes of a contribution's header."""
 NAME, COMING, FIRST, SECOND = range(4)
 """The registers of a lane: the hash of its name; the ranks that come back; the rounds of even and of odd numbers."""
 PER_LANE: Final = 4
@@ -73,11 +75,15 @@ class Registers(Protocol):
         """
 
     async def write(self, area: int, header: bytes, parts: Sequence[Tensor]) -> None:
-        """Write to an area.
+        """Write to an area. A cancelled call ends when it uses the parts no more.
 
+        :param header: at most :data:`HEADER` bytes.
         :param parts: flat byte tensors, which are written one after the other.
         :raises CommError: the memory is gone.
         """
+
+    async def written(self) -> None:
+        """Wait until no write uses its parts any more."""
 
     async def read(self, area: int) -> tuple[bytes, Tensor]:
         """Return the header of an area, and its data as a flat byte tensor, which may be a view of the area.

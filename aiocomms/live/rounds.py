@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from aiocomms.errors import CommClosedError, CommError, LeftBehindError
-from aiocomms.live.registers import COMING, FIRST, LEFT, Registers, area_of, place_of, register_of, set_bit
+from aiocomms.live.registers import COMING, FIRST, HEADER, LEFT, Registers, area_of, place_of, register_of, set_bit
 from aiocomms.ops.reductions import ReduceOp
 
 MOST_RANKS: Final = 20
@@ -27,6 +27,8 @@ MOST_RANKS: Final = 20
 _DECIDED: Final = 1 << MOST_RANKS
 _HOLDER: Final = 8
 """The bytes before each header that hold the number of the writing process."""
+MOST_HEADER: Final = HEADER - _HOLDER
+"""The most bytes of a header."""
 BEGIN: Final = 2
 """The number of the first round. Registers that hold 0 count as decided rounds 0 and 1 with all ranks."""
 
@@ -106,20 +108,25 @@ class Rounds:
         ends: float,
         use: Use[T],
         into: Into | None = None,
+        begun: tuple[int, Round] | None = None,
     ) -> tuple[T, Round]:
         """Contribute to the next round, wait until it is decided, and use the contributions.
+
+        A cancellation before the contribution is there is an error of the caller: it would make this rank's next call
+        match another call of the other ranks.
 
         :param ends: the end of the wait for other ranks, as a time of ``aiocomms.lowlevel.clock.now()``.
         :param use: a function that makes the result from the contributions. If the contributions change before its
             end, the result is dropped.
         :param into: the tensor into which native code may reduce instead of ``use``.
+        :param begun: the result of :meth:`at_once`, if that has contributed.
         :returns: the result, and the round.
         :raises LeftBehindError: the other ranks have gone on; the next call of this rank joins the open round.
         :raises CommClosedError: another process has this place.
         """
         try:
-            header = self._holder.to_bytes(_HOLDER, "little") + header
-            number, round_ = await self._decided(header, parts, ends, 0 if into is None else into.word)
+            header = self._held_header(header)
+            number, round_ = await self._decided(header, parts, ends, begun)
             result = self._reduced(round_, header, into)
             if result is None:
                 result = await self._used(number, round_, use)
@@ -130,14 +137,37 @@ class Rounds:
         self._was_in = bool(round_.bits & self._bit)
         return result, round_
 
-    async def _decided(self, header: bytes, parts: Sequence[Tensor], ends: float, word: int) -> tuple[int, Round]:
-        """Contribute to the next round if ``word`` is 0; return its number and, once it is decided, its state."""
-        number, round_ = self._at_once(header, parts, word)
-        if not number:
+    def at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round] | None:
+        """Contribute to the next round through native code; return the round's number and state, or None if it cannot.
+
+        :param word: the round's word if :meth:`all_reduce` has contributed, else 0.
+        """
+        if word:
+            round_ = self._round(0, word)
+            return round_.number, round_
+        number = self._next
+        if self._was_in and number is not None and self._shortcut is not None:
+            places = [(part.data_ptr(), part.nbytes) for part in parts]
+            held = self._shortcut.arrive(number, self._held_header(header), places)
+            if held:
+                self._was_in, self._next = False, number + 1
+                return number, self._round(number, held)
+        return None
+
+    def _held_header(self, header: bytes) -> bytes:
+        return self._holder.to_bytes(_HOLDER, "little") + header
+
+    async def _decided(
+        self, header: bytes, parts: Sequence[Tensor], ends: float, begun: tuple[int, Round] | None
+    ) -> tuple[int, Round]:
+        """Contribute to the next round unless that is done; return its number and, once it is decided, its state."""
+        if begun is None:
             number = await self._come(header, parts, ends)
-        elif round_.decided:
+            return number, await self._end_of(number, ends)
+        number, round_ = begun
+        if round_.decided:
             await self._registers.tell(self._register(number))
-        if not round_.decided:
+        else:
             round_ = await self._end_of(number, ends)
         return number, round_
 
@@ -166,19 +196,6 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------ contributing to a round
 
-    def _at_once(self, header: bytes, parts: Sequence[Tensor], word: int) -> tuple[int, Round]:
-        """Contribute through native code; return the round's number and state, or number 0 if nothing was done."""
-        if word:
-            round_ = self._round(0, word)
-            return round_.number, round_
-        number = self._next
-        if self._was_in and number is not None and self._shortcut is not None:
-            held = self._shortcut.arrive(number, header, [(part.data_ptr(), part.nbytes) for part in parts])
-            if held:
-                self._was_in, self._next = False, number + 1
-                return number, self._round(number, held)
-        return 0, Round(0, False, 0)
-
     async def _come(self, header: bytes, parts: Sequence[Tensor], ends: float) -> int:
         """Contribute to a round, and return its number. If this rank is late, the round may be decided without it."""
         if await self._registers.load(place_of(self._rank)) != self._holder:
@@ -190,8 +207,10 @@ class Rounds:
             await self._announce(True)
         if (await self._held(number - 1))[0].number == number - 1:  # A cancelled call did not wait for its round.
             await self._end_of(number - 1, ends)
-        self._was_in, self._next = False, number + 1
-        if await self._arrive(number, header, parts) and not known:
+        self._was_in = False
+        arrived = await self._arrive(number, header, parts)
+        self._next = number + 1
+        if arrived and not known:
             await self._announce(False)
         return number
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommClosedError
-from aiocomms.live.registers import LANES, LONG, PER_LANE, Shortcut, area_of, place_of, register_of
+from aiocomms.live.registers import HEADER, LANES, LONG, PER_LANE, Shortcut, area_of, place_of, register_of
 from aiocomms.live.rounds import MOST_RANKS
 from aiocomms.lowlevel import clock
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.hosts import PROCESS_BITS, process_descriptor
 from aiocomms.lowlevel.libraries import native
+from aiocomms.lowlevel.shielding import shielded
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.progress.driver import Bell, LoopDriver
 
@@ -36,7 +37,7 @@ _ALL: Final = 2**32 - 1
 _NUMBER: Final = struct.Struct("<I")
 _LENGTHS: Final = struct.Struct("<QQ")
 """The beginning of an area: the lengths of its header and of its data."""
-_HEAD: Final = 4096
+_HEAD: Final = HEADER + _LENGTHS.size
 """The bytes of an area before its data."""
 _WORDS: Final = place_of(MOST_RANKS) + LANES * PER_LANE
 """The number of words: the registers, then for each lane's register a word with the bits of the ranks that sleep."""
@@ -80,6 +81,7 @@ class SharedRegisters:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._driver = LoopDriver.current()
         self._bells: dict[int, Bell] = {}
+        self._writes, self._wrote = 0, Bell(self._driver)
         self._living: dict[int, int | None] = {}
         """The file descriptors of processes, by holder; None if the process has died."""
         self._name = f"\0aiocomms live {os.fstat(fd).st_ino} "
@@ -109,15 +111,23 @@ class SharedRegisters:
         """See :class:`aiocomms.live.registers.Registers`."""
         begin = self._begin(area)
         head = begin + _LENGTHS.size
-        if len(header) > _HEAD - _LENGTHS.size:
-            raise ArgumentError(f"the shapes take {len(header)} bytes, wanted at most {_HEAD - _LENGTHS.size}")
         self._memory[head : head + len(header)] = header
         count = sum(map(len, parts))
         _LENGTHS.pack_into(self._memory, begin, len(header), count)
-        if count > LONG:
-            await run_in_thread(functools.partial(self._copy, begin + _HEAD, parts))
-        else:
-            self._copy(begin + _HEAD, parts)
+        if count <= LONG:
+            return self._copy(begin + _HEAD, parts)
+        self._writes += 1
+        try:
+            # A thread that writes on after this call would overwrite a later contribution.
+            await shielded(lambda: run_in_thread(functools.partial(self._copy, begin + _HEAD, parts)))
+        finally:
+            self._writes -= 1
+            self._wrote.ring()
+
+    async def written(self) -> None:
+        """See :class:`aiocomms.live.registers.Registers`."""
+        while self._writes:
+            await self._wrote
 
     def _copy(self, at: int, parts: Sequence[Tensor]) -> None:
         for part in parts:

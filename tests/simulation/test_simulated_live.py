@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 import aiocomms
 from aiocomms.errors import CommClosedError, LeftBehindError, StoreLostError
-from aiocomms.live.lane import Partial
+from aiocomms.live.lane import LiveLane, Partial
 from aiocomms.testing.simulation import Faults, here, simulate
 
 pytestmark = pytest.mark.deterministic
@@ -78,6 +80,55 @@ def simulated(seed: int, faults: Faults | None, judge: Judge) -> None:
             pass
 
     simulate(program, RANKS, seed=seed, faults=faults)
+
+
+def test_cancelled_calls_contribute_in_the_order_of_the_calls():
+    """A call may be cancelled while it waits for the lane, contributes, or waits for the other ranks."""
+
+    async def call(lane: LiveLane, number: int, ended: list[int]) -> None:
+        tensor = torch.tensor([number])
+        try:
+            found = await lane.all_reduce(tensor)
+        except asyncio.CancelledError:
+            tensor.fill_(-1)  # The tensor is the caller's again.
+            raise
+        assert (found.number, found.ranks, found.value.item()) == (number, (0, 1, 2), RANKS * number)
+        ended.append(number)
+
+    async def program() -> int:
+        ended: list[int] = []
+        async with aiocomms.live_group(timeout=30) as group:
+            lane = await group.lane()
+            for number in range(8):
+                task = asyncio.create_task(call(lane, number, ended))
+                await asyncio.sleep(random.choice([0, 0.01, 0.1]) * random.random())
+                if random.random() < 0.4:
+                    task.cancel()
+            assert (await lane.barrier()).number == 8
+        return len(ended)
+
+    counts = [count for seed in range(10) for count in simulate(program, RANKS, seed=seed).results]
+    assert 0 < sum(counts) < 8 * len(counts)
+
+
+def test_deadline_passes_while_a_call_waits_for_its_lane():
+    async def program() -> None:
+        async with aiocomms.live_group(timeout=30) as group:
+            lane = await group.lane()
+            if here().rank:
+                await asyncio.sleep(5)
+                assert [(await lane.barrier()).number for _ in range(3)] == [0, 1, 2]
+                return
+            earlier, now = asyncio.create_task(lane.barrier()), asyncio.get_running_loop().time
+            await asyncio.sleep(0)
+            began = now()
+            with pytest.raises(aiocomms.errors.CommTimeoutError, match="earlier calls have not ended"):
+                await lane.barrier(timeout=1)
+            assert 1 <= now() - began < 1.1
+            assert (await earlier).number == 0
+            assert (await lane.barrier()).number == 2
+
+    simulate(program, 2)
 
 
 def faults(seed: int) -> Faults:

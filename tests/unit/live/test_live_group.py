@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from concurrency import until
+from concurrency import turns, until
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -22,7 +23,7 @@ from aiocomms.errors import (
     LeftBehindError,
     MismatchError,
 )
-from aiocomms.live import forming
+from aiocomms.live import forming, shared
 from aiocomms.live.group import LiveGroup
 from aiocomms.live.lane import LiveLane, Partial
 
@@ -195,6 +196,42 @@ async def test_cancelled_call_has_contributed(memory):
 
 
 @pytest.mark.asyncio
+async def test_call_that_is_cancelled_during_its_copy_ends_behind_the_copy(memory, monkeypatch):
+    copies, copy = threading.Lock(), shared.SharedRegisters._copy
+
+    def later(registers: Any, at: int, parts: Sequence[Tensor]) -> None:
+        with copies:
+            copy(registers, at, parts)
+
+    async with lanes(memory, 2) as (first, last):
+        await sums([first, last])
+        monkeypatch.setattr(shared.SharedRegisters, "_copy", later)
+        tensors = [torch.full((3 * 2**18,), value) for value in (1.0, 2.0)]
+        with copies:
+            cancelled = asyncio.create_task(first.all_reduce(tensors[0]))
+            await until(lambda: first._registers._writes)
+            cancelled.cancel()
+            await turns(20)
+            assert not cancelled.done()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        tensors[0].fill_(9.0)
+        found = await last.all_reduce(tensors[1])
+        assert (found.value == 3).all()
+        assert [it.number for it in await sums([first, last])] == [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_child_of_a_fork_does_not_use_the_group(store):
+    async with groups(store, 1) as (group,):
+        lane = await group.lane()
+        group._disown()
+        with pytest.raises(CommClosedError):
+            await lane.barrier()
+        group._place.closed = False
+
+
+@pytest.mark.asyncio
 async def test_different_calls_are_told_on_all_ranks_and_the_lane_goes_on(store):
     async with lanes(store, 2) as (first, last):
         calls = first.all_reduce(number(1.0)), last.all_reduce(torch.ones(2))
@@ -217,6 +254,7 @@ async def test_bad_arguments_are_refused_before_anything_is_contributed(store):
             (lambda: first.all_reduce(number(1.0), timeout=0), ArgumentError, "timeout is 0"),
             (lambda: first.all_to_all([number(1.0)]), ArgumentError, "1 tensors, wanted one per rank: 2"),
             (lambda: first.all_to_all(number(1.0)), ArgumentTypeError, "inputs is"),
+            (lambda: first.all_gather(torch.zeros([1] * 5000)), ArgumentError, "the shapes take 5025 bytes, wanted at"),
         ]
         for call, kind, text in wrong:
             with pytest.raises(kind, match=text):
