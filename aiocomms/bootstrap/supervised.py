@@ -2,7 +2,7 @@
 
 The rank also reports that it leaves, so that another process takes its place. The launcher gives each process that it
 starts a socket. An environment variable names the descriptor and the process, so a child or a fork of a rank reports
-nothing. Before the launcher replaces a process, it announces this on the line. This module imports only the standard
+nothing. Before the launcher ends a process, it announces the reason on the line. This module imports only the standard
 library. In a process of another launcher, this module only looks for one variable.
 """
 
@@ -14,15 +14,20 @@ from typing import Final
 
 LINE: Final = "AIOCOMMS_SUPERVISOR"
 """The variable with the descriptor of the line and the pid of its process, such as ``"17:4711"``."""
-REPLACED: Final = b"replaced\n"
-"""The launcher's announcement that another process replaces this one."""
+REPLACED, ENDS = "replaced", "ends"
+"""The launcher's announcements that another process replaces this one, and that all ranks end."""
 RESTARTS: Final = "AIOCOMMS_RESTARTS"
 """The variable with the number of earlier processes of this rank, since all ranks were started together."""
 
+_announced: set[str] = set()
+
 
 def is_newcomer() -> bool:
-    """Return whether the launcher has restarted this rank while the other ranks continue."""
-    return os.environ.get(RESTARTS, "0") != "0"
+    """Return whether the launcher has restarted this rank while the other ranks continue.
+
+    A program that this rank starts inherits the variable, and is no newcomer.
+    """
+    return os.environ.get(RESTARTS, "0") != "0" and _line() is not None
 
 
 def report_formed(rank: int, size: int, base: str, epoch: int) -> None:
@@ -53,12 +58,14 @@ def is_supervised() -> bool:
     return LINE in os.environ
 
 
-def is_replaced() -> bool:
-    """Return whether the launcher ends this process to replace it. Call this once, at the end of the process."""
+def is_announced(what: str) -> bool:
+    """Return whether the launcher has announced :data:`REPLACED` or :data:`ENDS` to this process."""
     line = _line()
-    with contextlib.suppress(OSError):  # The launcher has announced nothing, or is gone.
-        return line is not None and os.read(line, len(REPLACED)) == REPLACED
-    return False
+    if line is None:
+        return False
+    with contextlib.suppress(OSError):  # The launcher has announced nothing new, or is gone.
+        _announced.update(os.read(line, 4096).decode().split())
+    return what in _announced
 
 
 def _line() -> int | None:

@@ -16,6 +16,7 @@ import anyio
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.errors import ArgumentError, ClientLeftError, CommClosedError
 from aiocomms.lowlevel.handles import Handle
+from aiocomms.progress.guard import ends_task
 from aiocomms.serving import Driver, Service
 from aiocomms.serving.plans import Execute
 
@@ -162,7 +163,7 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     :raises ArgumentError: the request's body was not read. An exception of the awaitable is raised unchanged.
     """
     receive: Receive = getattr(client, "receive", client)
-    raised: list[Exception] = []
+    raised: list[BaseException] = []
     done: list[T] = []
 
     async def watch(scope: anyio.CancelScope) -> None:
@@ -177,7 +178,9 @@ async def until_disconnect(client: Any, awaitable: Awaitable[T]) -> T:
     async def call(scope: anyio.CancelScope) -> None:
         try:
             done.append(await awaitable)
-        except Exception as error:
+        except BaseException as error:
+            if ends_task(error):
+                raise
             raised.insert(0, error)
         scope.cancel()
 

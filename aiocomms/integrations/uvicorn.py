@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import stat
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
@@ -28,13 +30,17 @@ class Server(uvicorn.Server):
     closes connections that stay open after an answer. HTTP permits that at any time.
     """
 
+    _abandon_start: Callable[[], object] | None = None
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown; a second SIGINT ends the server at once.
+        """Begin the shutdown; a second SIGINT ends the server at once. During the start, cancel the start.
 
         After its shutdown, uvicorn's own server kills the process by the same signal. This server does not.
         """
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
+        if self._abandon_start is not None:
+            self._abandon_start()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until SIGINT or SIGTERM.
@@ -42,8 +48,20 @@ class Server(uvicorn.Server):
         :raises SystemExit: the application failed at its start or end.
         """
         super().run(sockets)
-        if not self.started or self.lifespan.should_exit:
+        if not (self.started or self.should_exit) or self.lifespan.should_exit:
             sys.exit(1)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application and listen, unless a signal comes before.
+
+        uvicorn's own server handles a signal after the start, which may load a model or wait for other ranks. After
+        this cancellation, the end of the event loop cancels the application's lifespan.
+        """
+        with anyio.CancelScope() as scope:
+            loop = asyncio.get_running_loop()
+            self._abandon_start = lambda: loop.call_soon_threadsafe(scope.cancel)
+            await super().startup(sockets)
+        self._abandon_start = None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, wait for each connection's first request, and close the connections after all answers."""

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from signal import SIGKILL
 from typing import Any, Final
 
 import anyio
@@ -17,6 +18,8 @@ from aiocomms.launching.forkserver import LARGEST
 from aiocomms.lowlevel import run_in_thread
 
 _CODE: Final = "import sys; from aiocomms.launching.forkserver import main; main(int(sys.argv[1]))"
+_MARGIN: Final = 10.0
+"""Seconds beyond the grace time after which a fork server that has not ended is killed."""
 
 
 class ForkServer:
@@ -27,6 +30,9 @@ class ForkServer:
     """
 
     def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.ready = self.killed = False
+        """True once the process has imported all modules, and once :meth:`signal` has killed it before that."""
+        self._grace = float(settings["grace"])
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
@@ -47,8 +53,14 @@ class ForkServer:
         await self._send(["start", key, dict(environment)], descriptors)
 
     async def signal(self, key: str, number: int) -> None:
-        """Tell the fork server to send a signal to a process. A process that has ended gets no signal."""
-        await self._send(["signal", key, number], [])
+        """Tell the fork server to send a signal to a process. A process that has ended gets no signal.
+
+        During its imports the fork server reads no message and has no process, so SIGKILL ends the fork server itself.
+        """
+        if number == SIGKILL and not self.ready:
+            self._kill()
+        else:
+            await self._send(["signal", key, number], [])
 
     async def _send(self, message: object, descriptors: Sequence[int]) -> None:
         data = json.dumps(message).encode()
@@ -78,6 +90,7 @@ class ForkServer:
             except ConnectionResetError:
                 return None
             message: list[Any] | None = json.loads(data) if data else None
+            self.ready = self.ready or message == ["ready"]
             return message
 
     async def aclose(self) -> None:
@@ -88,7 +101,16 @@ class ForkServer:
         with contextlib.suppress(OSError):  # The fork server may have ended.
             self._socket.shutdown(socket.SHUT_WR)
         with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(self._grace + _MARGIN if self.ready else 0.0):
+                await run_in_thread(self._process.wait)
+                return
+            self._kill()
             await run_in_thread(self._process.wait)
+
+    def _kill(self) -> None:
+        """Kill the fork server. The kernel kills its processes, too."""
+        self.killed = True
+        self._process.kill()
 
     def close(self) -> None:
         """Close the connection to the fork server."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import anyio
-from anyio.abc import ByteStream, TaskStatus
+from anyio.abc import ByteStream, SocketListener, TaskStatus
 
 from aiocomms.errors import ArgumentError
 from aiocomms.launching.job import At, reason_of
@@ -17,6 +17,10 @@ from aiocomms.launching.job import At, reason_of
 _LARGEST: Final = 8192
 _PATIENCE: Final = 5.0
 """Seconds in which a request must arrive."""
+_MOST: Final = 32
+"""The largest number of requests at a time. Further connections wait."""
+_PAUSE: Final = 0.1
+"""Seconds before another attempt to accept a connection, if there is no free descriptor for it."""
 
 State = Callable[[], Mapping[str, Any]]
 """A function that returns the body of an answer. ``ready`` is true if all ranks have formed a communicator."""
@@ -64,6 +68,31 @@ async def serve_health(at: At, state: State, *, task_status: TaskStatus[None]) -
         listener = await anyio.create_tcp_listener(local_host=at.host, local_port=at.port)
     except OSError as error:
         raise ArgumentError(f"health cannot be asked at {at}: {reason_of(error)}") from None
-    async with listener:
+    async with listener, anyio.create_task_group() as tasks:
         task_status.started()
-        await listener.serve(handle)
+        slots = anyio.Semaphore(_MOST)
+        for one in listener.listeners:
+            tasks.start_soon(_accept, cast("SocketListener", one), slots, handle)
+
+
+async def _accept(
+    listener: SocketListener, slots: anyio.Semaphore, handle: Callable[[ByteStream], Awaitable[None]]
+) -> None:
+    """Accept connections without end. No connection ends the caller, which supervises the ranks."""
+
+    async def answer_one(stream: ByteStream) -> None:
+        try:
+            await handle(stream)
+        finally:
+            slots.release()
+
+    async with anyio.create_task_group() as tasks:
+        while True:
+            await slots.acquire()
+            try:
+                stream = await listener.accept()
+            except OSError:  # The client has left already, or too many descriptors are open.
+                slots.release()
+                await anyio.sleep(_PAUSE)
+            else:
+                tasks.start_soon(answer_one, stream)

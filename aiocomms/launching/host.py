@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, Final
 import anyio
 from anyio.abc import TaskGroup
 
-from aiocomms.bootstrap.supervised import REPLACED
 from aiocomms.errors import CommError
 from aiocomms.launching.forking import ForkServer
 from aiocomms.launching.output import LineSplitter, Printer
@@ -44,7 +43,8 @@ class RankProcess:
             os.set_blocking(mine, False)
         os.set_blocking(self.theirs[2], False)  # A report never blocks a rank.
         self.reports = LineSplitter()
-        self.scopes = [anyio.CancelScope() for _ in range(3)]
+        # A cancellation of the supervisor does not end these tasks. The end of the process does.
+        self.scopes = [anyio.CancelScope(shield=True) for _ in range(3)]
         self.pumping = 2
 
 
@@ -85,16 +85,16 @@ class HostProcesses:
             self._tasks.start_soon(self._pump, process, stream)
         self._tasks.start_soon(self._hear_reports, process)
 
-    async def signal(self, rank: int, number: int, *, replaced: bool = False) -> None:
+    async def signal(self, rank: int, number: int, announcement: str = "") -> None:
         """Send a signal to the process of a rank, if the rank has a process.
 
-        :param replaced: True to tell the process first that another process takes its place.
+        :param announcement: the reason that the process is told first, if any; see ``bootstrap/supervised.py``.
         """
         process = self.processes.get(rank)
         if process is not None and self._server is not None:
-            if replaced and process.pipes[2] != _CLOSED:
+            if announcement and process.pipes[2] != _CLOSED:
                 with contextlib.suppress(OSError):  # The process may just have ended.
-                    os.write(process.pipes[2], REPLACED)
+                    os.write(process.pipes[2], f"{announcement}\n".encode())
             await self._server.signal(process.key, number)
 
     def refuse_connections(self) -> None:
@@ -113,20 +113,17 @@ class HostProcesses:
 
     async def _hear(self, server: ForkServer) -> None:
         """Handle the fork server's messages until it has ended."""
-        try:
-            ready = await self._follow(server)
-        finally:
-            server.close()
-        if self._server is server:
-            await self._lose(ready)
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._follow(server)
+            finally:
+                server.close()
+            if self._server is server:
+                await self._lose()
 
-    async def _follow(self, server: ForkServer) -> bool:
-        """Handle the fork server's messages, and return whether it was ready before its end."""
-        ready = False
+    async def _follow(self, server: ForkServer) -> None:
         while (message := await server.hear()) is not None:
             match message:
-                case ["ready"]:
-                    ready = True
                 case ["failed", why]:
                     raise CommError(why)
                 case ["started", key, pid]:
@@ -137,16 +134,15 @@ class HostProcesses:
                     process = self._of(key)
                     self._end(process)
                     self._tell(("ended", process.rank, process.incarnation, code))
-        return ready
 
-    async def _lose(self, ready: bool) -> None:
+    async def _lose(self) -> None:
         """Note that the fork server and all its forks were killed."""
         server, self._server = self._server, None
         assert server is not None
         await server.aclose()
-        if not ready:
+        if not server.ready and not server.killed:
             raise CommError("the process that imports torch for the ranks has ended before the imports were done")
-        await self._printer.say("the fork server was killed, and all ranks with it")
+        self._printer.say("the fork server was killed, and all ranks with it")
         for process in list(self.processes.values()):
             self._end(process)
             self._tell(("ended", process.rank, process.incarnation, _KILLED))
@@ -210,8 +206,7 @@ class HostProcesses:
 
     async def _print(self, process: RankProcess, stream: int, lines: list[bytes]) -> None:
         if lines:
-            with anyio.CancelScope(shield=True):
-                await self._printer.lines(process.rank, stream, lines, process.log)
+            await self._printer.lines(process.rank, stream, lines, process.log)
 
 
 def _read(pipe: int) -> bytes | None:

@@ -1,8 +1,8 @@
 """The supervisors of several hosts: the first one decides for all, and the others carry out its orders.
 
-They meet in a torch store, which the first one serves at the rendezvous. In the store each host has a queue of messages
-signed with the job's token. A host waits for its next message with one request, which the store answers when the
-message is there.
+They meet in a store, which the first one serves at the rendezvous, only to processes that have the job's token. In the
+store each host has a queue of messages. A host asks for its next message again and again, and so notices within 30 s
+that the first host does not answer.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import anyio
+from torch.distributed import Store
 
 from aiocomms.bootstrap.stores import connect_store
-from aiocomms.errors import ArgumentError, AuthError
-from aiocomms.launching.job import At
+from aiocomms.errors import ArgumentError
+from aiocomms.launching.job import At, listen
 from aiocomms.launching.supervision import Start, Tell
 from aiocomms.lowlevel import run_in_thread
-from aiocomms.lowlevel.auth import job_token, mac, same
-from aiocomms.lowlevel.stores import store_errors
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from aiocomms.lowlevel.jobstore import JobStore
+from aiocomms.lowlevel.stores import new_server, store_errors
 
 _COMES: Final = 600.0
 """Seconds for which a host waits for the first host."""
 _LEAVES: Final = 10.0
 """Seconds for which the first host waits until the others know that the job is over."""
+_ANSWERS: Final = timedelta(seconds=30)
+"""The time for which the first host may not answer."""
 _LONG: Final = timedelta(days=365)
-_MAC: Final = 32
 
 
 class HostQueue:
@@ -40,20 +39,20 @@ class HostQueue:
     :param host: the number of this host.
     :param size: the number of hosts.
     :raises StoreLostError: the first host does not start in time.
-    :raises ArgumentError: another supervisor has the same host number.
+    :raises AuthError: the first host has another token.
+    :raises ArgumentError: another supervisor has the same host number, or the address cannot be bound.
     """
 
     def __init__(self, at: At, host: int, size: int) -> None:
         self._host, self._next = host, 1
-        self._key = mac(job_token() or b"", "aiocomms", "run")
-        # A connection that waits for a message is blocked, so there are two.
-        self._out, self._in = (self._connected(at, size) for _ in range(2))
+        if host == 0:
+            self._store: Store = _serve(at)
+        else:
+            self._store = connect_store(at.host, at.port, host, size, agent_store=False, timeout=_COMES)
+        self._store.set_timeout(_ANSWERS)
         with store_errors():
-            if self._out.add(f"aiocomms run/host {host}", 1) > 1:
+            if self._store.add(f"host {host}", 1) > 1:
                 raise ArgumentError(f"node_rank is {host}, and another supervisor has joined at {at} with that number")
-
-    def _connected(self, at: At, size: int) -> Store:
-        return connect_store(at.host, at.port, self._host, size, agent_store=True, timeout=_COMES)
 
     @store_errors("the first host's supervisor has ended or was cut off")
     def send(self, host: int, message: object) -> None:
@@ -61,26 +60,28 @@ class HostQueue:
 
         :raises StoreLostError: the first host has ended.
         """
-        key = f"{host}/{self._out.add(f'aiocomms run/{host}', 1)}"
-        data = json.dumps(message).encode()
-        self._out.set(f"aiocomms run/{key}", (mac(self._key, key, data) + data).hex())
+        self._store.set(f"{host}/{self._store.add(f'messages to {host}', 1)}", json.dumps(message))
 
     @store_errors("the first host's supervisor has ended or was cut off")
     def receive(self) -> list[Any]:
         """Wait for the next message to this host.
 
-        :raises StoreLostError: the first host has ended.
-        :raises AuthError: the message's sender has another token.
+        :raises StoreLostError: the first host has ended, or does not answer.
         """
         key = f"{self._host}/{self._next}"
         self._next += 1
-        self._in.wait([f"aiocomms run/{key}"], _LONG)
-        record = bytes.fromhex(self._in.get(f"aiocomms run/{key}").decode())
-        self._in.delete_key(f"aiocomms run/{key}")
-        if not same(record[:_MAC], mac(self._key, key, record[_MAC:])):
-            raise AuthError("a supervisor of another host has another token than this one: give both the same")
-        message: list[Any] = json.loads(record[_MAC:])
+        self._store.wait([key], _LONG)
+        message: list[Any] = json.loads(self._store.get(key))
+        self._store.delete_key(key)
         return message
+
+
+def _serve(at: At) -> JobStore:
+    try:
+        listener = listen("rendezvous", at)
+    except ArgumentError as error:
+        raise ArgumentError(f"{error.message}; is there another supervisor of node_rank 0?") from None
+    return JobStore(at.host, at.port, new_server(listener), _COMES)
 
 
 class OtherHosts:
@@ -95,13 +96,13 @@ class OtherHosts:
         self._left = set(range(1, size))
         self._all_left = anyio.Event()
 
-    async def do(self, host: int, deed: Start | Tell, variables: Mapping[str, str]) -> None:
+    async def do(self, host: int, deed: Start | Tell, variables: Mapping[str, str], announcement: str) -> None:
         """Tell a host to start a process or to send a signal to one."""
         if isinstance(deed, Start):
             message = ["start", deed.rank, deed.incarnation, deed.generation, deed.restarts, dict(variables)]
             await self._send(host, message)
         else:
-            await self._send(host, ["signal", deed.rank, deed.signal, deed.replaced])
+            await self._send(host, ["signal", deed.rank, deed.signal, announcement])
 
     async def _send(self, host: int, message: object) -> None:
         await run_in_thread(lambda: self._queue.send(host, message))

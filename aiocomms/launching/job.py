@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -142,3 +143,18 @@ def place(name: str, text: str) -> At:
 def reason_of(error: OSError) -> str:
     """Return the reason of an error without the address, which Python adds to some errors."""
     return str(error) if error.errno is None else os.strerror(error.errno)
+
+
+def listen(name: str, at: At) -> socket.socket:
+    """Return a listener at an address.
+
+    :param name: the option that gives the address.
+    :raises ArgumentError: the address cannot be bound.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+        listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise ArgumentError(f"{name} cannot be at {at}: {reason_of(error)}") from None
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Accepted connections inherit this.
+    return listener

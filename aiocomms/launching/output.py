@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import BinaryIO, Final
 import anyio
 from anyio import to_thread
 
+from aiocomms.lowlevel import run_in_thread
+
 LONGEST: Final = 2**16
 """The longest line in bytes. A longer one is printed as several lines."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31)
 _OUT, _ERR = 1, 2
+_LAST: Final = 5.0
+"""Seconds in which the rest of the output is printed after the ends of all ranks."""
 
 
 class LineSplitter:
@@ -51,7 +56,7 @@ def is_coloured(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 class Printer:
-    """The printer of all ranks' output lines. A blocked terminal or pipe blocks the ranks, but not the event loop.
+    """The printer of all ranks' output lines. A blocked terminal or pipe blocks the ranks, but not the supervisor.
 
     :param size: the number of ranks.
     :param folder: the folder in which each process gets a file of its output lines without prefixes; None: no files.
@@ -59,6 +64,9 @@ class Printer:
 
     def __init__(self, size: int, folder: Path | None, environ: Mapping[str, str]) -> None:
         self._folder = folder
+        self._say, self._sentences = anyio.create_memory_object_stream[str](math.inf)
+        self._ends = math.inf
+        self._prints: set[anyio.CancelScope] = set()
         self._locks = {descriptor: anyio.Lock() for descriptor in (_OUT, _ERR)}
         self._prefixes = {
             descriptor: prefixes(size, coloured=is_coloured(descriptor, environ)) for descriptor in self._locks
@@ -84,13 +92,34 @@ class Printer:
         if log is not None:
             await to_thread.run_sync(_write, log.fileno(), b"".join(line + b"\n" for line in lines))
 
-    async def say(self, text: str) -> None:
-        """Print a sentence of the supervisor on stderr."""
-        await self._print(_ERR, f"aiocomms run: {text}\n".encode())
+    def say(self, text: str) -> None:
+        """Print a sentence of the supervisor on stderr soon."""
+        self._say.send_nowait(text)
+
+    async def print_sentences(self) -> None:
+        """Print the supervisor's sentences until :meth:`end` is called. A cancellation does not end this call."""
+        with anyio.CancelScope(shield=True), self._sentences:
+            async for text in self._sentences:
+                await self._print(_ERR, f"aiocomms run: {text}\n".encode())
+
+    def end(self) -> None:
+        """Note that there is no further sentence."""
+        self._say.close()
+
+    def limit(self) -> None:
+        """Limit the time for the rest of the output, because no rank is left. A blocked terminal or pipe loses it."""
+        self._ends = anyio.current_time() + _LAST
+        for scope in self._prints:
+            scope.deadline = self._ends
 
     async def _print(self, descriptor: int, data: bytes) -> None:
-        async with self._locks[descriptor]:
-            await to_thread.run_sync(_write, descriptor, data, abandon_on_cancel=True)
+        """Print data, even if the caller's task is cancelled."""
+        with anyio.CancelScope(shield=True, deadline=self._ends) as scope:
+            self._prints.add(scope)
+            async with self._locks[descriptor]:
+                # The thread may block without end, so the interpreter's exit must not wait for it.
+                await run_in_thread(lambda: _write(descriptor, data))
+        self._prints.discard(scope)
 
 
 def _write(descriptor: int, data: bytes) -> None:

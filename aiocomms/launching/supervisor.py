@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream
 
+from aiocomms.bootstrap.supervised import ENDS, REPLACED
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.launching.health import serve_health
 from aiocomms.launching.host import Event, HostProcesses
 from aiocomms.launching.hosts import HostQueue, OtherHosts
-from aiocomms.launching.job import At, Job, place, reason_of
+from aiocomms.launching.job import At, Job, listen, place
 from aiocomms.launching.output import Printer
-from aiocomms.launching.supervision import Deed, Say, Start, Supervision
+from aiocomms.launching.supervision import Deed, Say, Start, Supervision, Tell
 from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel.sockets import listen_at
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -48,23 +51,32 @@ async def supervise(job: Job) -> int:
     job.check(os.environ)
     printer = Printer(job.size, _folder(job), os.environ)
     for text in job.warnings(os.environ, len(os.sched_getaffinity(0))):
-        await printer.say(text)
-    listener = None if job.listen is None else _listen(place("listen", job.listen))
+        printer.say(text)
     try:
-        with contextlib.nullcontext() if listener is None else listener:
-            async with anyio.create_task_group() as tasks:
-                supervisor = (Supervisor if job.node_rank == 0 else Follower)(job, listener, printer, tasks)
-                try:
-                    code = await _supervised(supervisor, job)
-                finally:
-                    await supervisor.aclose()
+        async with anyio.create_task_group() as printing:
+            printing.start_soon(printer.print_sentences)
+            try:
+                return await _supervise(job, printer)
+            finally:
+                printer.end()
     except BaseExceptionGroup as group:
         failure = first(group)
-    else:
-        for line in supervisor.summary():
-            await printer.say(line)
-        return code
     raise failure
+
+
+async def _supervise(job: Job, printer: Printer) -> int:
+    listener = None if job.listen is None else listen("listen", place("listen", job.listen))
+    with contextlib.nullcontext() if listener is None else listener:
+        async with anyio.create_task_group() as tasks:
+            supervisor = (Supervisor if job.node_rank == 0 else Follower)(job, listener, printer, tasks)
+            try:
+                code = await _supervised(supervisor, job)
+            finally:
+                await supervisor.aclose()
+                printer.limit()
+    for line in supervisor.summary():
+        printer.say(line)
+    return code
 
 
 async def _supervised(supervisor: HostSupervisor, job: Job) -> int:
@@ -91,7 +103,7 @@ class HostSupervisor(ABC):
         self._send, self._events = anyio.create_memory_object_stream[Event](math.inf)
         settings = {"program": list(job.program), "preload": list(job.preload), "grace": job.grace}
         tell = self._send.send_nowait
-        self._host = HostProcesses(settings, environment(os.environ), listener, printer, tell, tasks)
+        self._host = HostProcesses(settings, environment(os.environ, job.nnodes), listener, printer, tell, tasks)
 
     @abstractmethod
     async def run(self) -> int:
@@ -106,8 +118,9 @@ class HostSupervisor(ABC):
         """Return the lines that describe the outcome of the job."""
 
     async def hear_signals(self, *, task_status: TaskStatus[None]) -> None:
-        """Turn the signals of this process into events."""
-        with anyio.open_signal_receiver(*_SIGNALS) as signals:
+        """Turn the signals of this process into events, except those that it ignores, such as SIGHUP under nohup."""
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        with anyio.open_signal_receiver(*heard) as signals:
             task_status.started()
             async for number in signals:
                 name = signal.Signals(number).name
@@ -139,15 +152,12 @@ class Supervisor(HostSupervisor):
         if self._job.rendezvous is None:
             return await self._run()
         at = place("rendezvous", self._job.rendezvous)
-        store = await run_in_thread(lambda: _serve_rendezvous(at))
         queue = await run_in_thread(lambda: HostQueue(at, 0, self._job.nnodes))
         self._others = OtherHosts(queue, self._job.nnodes, self._send.send_nowait)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._others.hear)
             code = await self._run()
             await self._others.end(code)
-        del queue
-        await run_in_thread(store.clear)
         return code
 
     async def _run(self) -> int:
@@ -183,16 +193,19 @@ class Supervisor(HostSupervisor):
     async def _do(self, deeds: Sequence[Deed]) -> None:
         for deed in deeds:
             if isinstance(deed, Say):
-                await self._printer.say(deed.text)
+                self._printer.say(deed.text)
                 continue
             host = deed.rank // self._job.ranks
             given = await self._variables(deed) if isinstance(deed, Start) else {}
+            announcement = ENDS if self.supervision.stopping is not None else ""
+            if isinstance(deed, Tell) and deed.replaced:
+                announcement = REPLACED
             if host and self._others is not None:
-                await self._others.do(host, deed, given)
+                await self._others.do(host, deed, given, announcement)
             elif isinstance(deed, Start):
                 await self._host.start(deed, given)
             else:
-                await self._host.signal(deed.rank, deed.signal, replaced=deed.replaced)
+                await self._host.signal(deed.rank, deed.signal, announcement)
 
     async def _variables(self, deed: Start) -> dict[str, str]:
         """Return the environment variables with a process's place in the job."""
@@ -260,19 +273,27 @@ class Follower(HostSupervisor):
             match await run_in_thread(queue.receive):
                 case ["start", rank, incarnation, generation, restarts, given]:
                     await self._host.start(Start(rank, incarnation, generation, restarts), given)
-                case ["signal", rank, number, replaced]:
-                    await self._host.signal(rank, number, replaced=replaced)
+                case ["signal", rank, number, announcement]:
+                    await self._host.signal(rank, number, announcement)
                 case ["over", code]:
                     return int(code)
 
     async def _report(self, queue: HostQueue) -> None:
-        """Report this host's events to the first one."""
-        async for event in self._events:
-            self._stops += event[0] == "stop"
-            if self._stops > 1:  # The first host may not answer.
-                for rank in list(self._host.processes):
-                    await self._host.signal(rank, signal.SIGKILL)
-            with contextlib.suppress(StoreLostError):  # _obey() gets this error, too.
+        """Report this host's events to the first one, which may not answer."""
+        reports, unsent = anyio.create_memory_object_stream[Event](math.inf)
+        with reports, unsent:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send_all, queue, unsent)
+                async for event in self._events:
+                    reports.send_nowait(event)
+                    self._stops += event[0] == "stop"
+                    if self._stops > 1:
+                        for rank in list(self._host.processes):
+                            await self._host.signal(rank, signal.SIGKILL)
+
+    async def _send_all(self, queue: HostQueue, events: MemoryObjectReceiveStream[Event]) -> None:
+        with contextlib.suppress(StoreLostError):  # _obey() gets this error, too.
+            async for event in events:
                 await run_in_thread(functools.partial(queue.send, 0, list(event)))
 
     def state(self) -> Mapping[str, Any]:
@@ -289,27 +310,14 @@ class Follower(HostSupervisor):
         return []
 
 
-def _serve_rendezvous(at: At) -> list[TCPStore]:
-    """Serve the store in which supervisors meet, until the returned list is cleared.
-
-    :raises ArgumentError: the address cannot be bound.
-    """
-    try:
-        return [open_store(at.host, at.port)[0]]
-    except OSError as error:
-        raise ArgumentError(
-            f"rendezvous cannot be at {at}: {reason_of(error)}; is there another supervisor of node_rank 0?"
-        ) from None
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
+def environment(environ: Mapping[str, str], nnodes: int = 1) -> dict[str, str]:
     """Return the environment of all ranks.
 
-    Unless ``environ`` sets them, torch gets one thread for its operations, and the job gets a new token.
+    Unless ``environ`` sets them, torch gets one thread for its operations, and a job on one host gets a new token.
     """
     given = dict(environ)
     given.setdefault("OMP_NUM_THREADS", "1")
-    if "AIOCOMMS_TOKEN_FILE" not in given:
+    if "AIOCOMMS_TOKEN_FILE" not in given and nnodes == 1:
         given.setdefault("AIOCOMMS_TOKEN", secrets.token_hex(32))
     return given
 
@@ -333,29 +341,18 @@ def variables(job: Job, deed: Start, store: At) -> dict[str, str]:
     }
 
 
-def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
+def open_store(host: str) -> tuple[TCPStore, int]:
     """Serve a torch store on a socket bound to one address; torch itself would listen on every interface. Blocks.
 
     :returns: the store, which is served as long as the object lives, and its port.
-    :raises OSError: the port is in use, or the address is not on this host.
+    :raises OSError: the address is not on this host.
     """
     from torch.distributed import TCPStore
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
+    listener = listen_at(host)
     port = int(listener.getsockname()[1])
     server = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=server), port
-
-
-def _listen(at: At) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
-        listener = socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
-    except OSError as error:
-        raise ArgumentError(f"listen cannot be at {at}: {reason_of(error)}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Accepted connections inherit this.
-    return listener
 
 
 def _folder(job: Job) -> Path | None:

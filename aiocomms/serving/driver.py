@@ -338,7 +338,7 @@ class Driver(Worker):
             await next(iter(self._plans.values())).over.wait()
         with anyio.move_on_after(GRACE if self._ending else math.inf):
             await self.ready()
-        if self._recover is not None and supervised.is_replaced():
+        if self._recover is not None and supervised.is_announced(supervised.REPLACED):
             _log.warning("rank 0 is being replaced: the workers recover, and go on with the new process")
         else:
             self._tell(range(1, self._comm.size))

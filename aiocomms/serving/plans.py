@@ -232,12 +232,16 @@ class Worker(Handle):
         self._turn.set()
         self._turn = anyio.Event()
 
-    def leave(self) -> None:
-        """Ask rank 0 to release this rank when no plan runs. Leave at once if the communicator is lost."""
+    def leave(self, *, all_end: bool = False) -> None:
+        """Ask rank 0 to release this rank when no plan runs. Leave at once if the communicator is lost.
+
+        :param all_end: True if all ranks end. Then rank 0 ends the service, and is not asked.
+        """
         self._leaving = True
         if self._recovering is not None:
             self._recovering.cancel()
-        self._tell([0], LEAVES)
+        if not all_end:
+            self._tell([0], LEAVES)
 
     async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator | None:
         """Call the program's ``recover`` in a task of its own, so that a cancellation can be told from its errors.

@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM on the main threads of a service's ranks: rank 0's program handles them, and the workers wait.
 
-The sender addresses all ranks to end a whole job, and sends SIGTERM to one worker alone to replace it.
+The sender addresses all ranks to end a whole job, and sends SIGTERM to one worker alone to replace it. ``aiocomms run``
+announces which of the two it does.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 from typing import Final
 
+from aiocomms.bootstrap import supervised
 from aiocomms.lowlevel import clock
 from aiocomms.serving.driver import Driver
 from aiocomms.serving.plans import Worker
@@ -48,8 +51,9 @@ def _take(number: int, frame: object) -> None:
     if number != signal.SIGTERM:
         return
     leaving = [worker for worker in _workers if worker._recover is not None]
+    leave = partial(Worker.leave, all_end=supervised.is_announced(supervised.ENDS))
     for worker in leaving:
-        worker._comm._core.driver.call_threadsafe(worker.leave)
+        worker._comm._core.driver.call_threadsafe(leave, worker)
     if not leaving:  # A sender of SIGTERM to this process alone would wait for its end.
         _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")
 

@@ -253,10 +253,56 @@ def test_ranks_of_two_supervisors_are_one_job(running):
     second.formed(1)
     assert running(*places, "server.py", **token).end() == 1  # The place is taken.
     assert running(*places, "--node-rank", "1", "server.py", **token).end() == 1
+    stranger = running(*places, "--node-rank", "1", "server.py", AIOCOMMS_TOKEN="a token of other tests")
+    assert stranger.end() == 1
+    assert "check tokens" in stranger.output
     second.process.send_signal(signal.SIGTERM)  # The job ends on both hosts.
     assert first.end() == 0
     assert second.end() == 0
     assert "2 ranks, 1 restart; rank 0: exit code 0; rank 1: exit code 0" in first.output
+
+
+def test_imports_that_hang_end_by_the_second_signal(running, tmp_path):
+    (tmp_path / "hangs.py").write_text("print('hangs', flush=True)\nimport threading\nthreading.Event().wait()\n")
+    job = running("-n", "1", "--preload", "hangs", "server.py", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    job.wait_for("hangs")
+    for _ in range(2):
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_for("SIGTERM: all ranks are to end|fork server was killed")
+    assert job.end() == 137
+
+
+CANCELLED = """
+import anyio, os, signal
+from aiocomms.launching import Job, supervise
+
+async def main():
+    with anyio.CancelScope() as scope, anyio.open_signal_receiver(signal.SIGUSR1) as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(supervise, Job(program=["saves.py"]))
+            async for _ in signals:
+                scope.cancel()
+
+anyio.run(main)
+"""
+SAVES = """
+import os, signal, sys
+def save(*_):
+    print("saves", flush=True)
+    print("has saved", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+os.kill(int(os.environ["STARTER"]), signal.SIGUSR1)
+while True:
+    signal.pause()
+"""
+
+
+def test_ranks_print_until_their_end_when_the_supervision_is_cancelled(tmp_path):
+    (tmp_path / "saves.py").write_text(SAVES)
+    program = CANCELLED.replace("anyio.run", "os.environ['STARTER'] = str(os.getpid())\nanyio.run")
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[0] saves\n[0] has saved\n", "")
 
 
 def test_program_of_the_documentation_is_there_again_after_a_death(running, tmp_path):

@@ -220,6 +220,10 @@ def test_awaited_for_a_client_gives_its_result_its_error_or_the_clients_end():
         assert await until_disconnect(receive, asyncio.sleep(1, "done")) == "done"
         with pytest.raises(KeyError):
             await until_disconnect(receive, fail())
+        shared = asyncio.create_task(asyncio.sleep(1000))
+        asyncio.get_running_loop().call_later(1, shared.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await until_disconnect(receive, shared)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await until_disconnect(receive, asyncio.sleep(1000))

@@ -514,7 +514,7 @@ def test_worker_cannot_leave_what_cannot_go_on_without_it():
 
 def test_a_driver_that_is_replaced_leaves_its_workers_to_its_successor(monkeypatch):
     """No worker ends, and each request is answered by the process that took it."""
-    monkeypatch.setattr(supervised, "is_replaced", lambda: not here().restarts)
+    monkeypatch.setattr(supervised, "is_announced", lambda what: what == supervised.REPLACED and not here().restarts)
 
     async def drive(driver: Driver, service: Service) -> Any:
         answers = [await driver.run({"x": number}) for number in range(3)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from concurrency import ranks, together, turns
 
+from aiocomms.bootstrap import supervised
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -1057,6 +1058,23 @@ def test_sigterm_has_a_worker_leave_and_the_others_recover(run, monkeypatch):
 
     drive(run, 2, make, body, recover)
     assert ended == [2, 1]
+
+
+def test_worker_stays_if_the_launcher_ends_all_ranks(run, monkeypatch):
+    """Rank 0 may not know of the signal, because its program installs a handler within ``drive``."""
+    monkeypatch.setattr("aiocomms.serving.driver.GRACE", -math.inf)
+    monkeypatch.setattr(supervised, "is_announced", lambda what: what == supervised.ENDS)
+
+    async def body(driver):
+        signal.raise_signal(signal.SIGTERM)
+        await turns(20)
+        assert not driver._parting
+        assert (await driver.run((1, torch.ones(1)))).item() == 3.0
+
+    async def recover(lost):
+        raise AssertionError
+
+    drive(run, 2, summing, body, recover)
 
 
 def test_driver_knows_of_the_sigterm_that_its_program_takes(run, monkeypatch):

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
+import signal
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
+from concurrency import turns
 
 from aiocomms.bootstrap import supervised
 from aiocomms.cli import main
 from aiocomms.errors import ArgumentError
 from aiocomms.integrations import uvicorn
-from aiocomms.launching import Job, forkserver
+from aiocomms.launching import Job, forkserver, health, output
 from aiocomms.launching.health import answer
 from aiocomms.launching.host import RankProcess
 from aiocomms.launching.job import At, place
-from aiocomms.launching.output import LONGEST, LineSplitter, is_coloured, prefixes
+from aiocomms.launching.output import LONGEST, LineSplitter, Printer, is_coloured, prefixes
 from aiocomms.launching.supervision import Start
-from aiocomms.launching.supervisor import Supervisor, environment, variables
+from aiocomms.launching.supervisor import Follower, Supervisor, environment, variables
 
 pytestmark = pytest.mark.deterministic
 
@@ -68,6 +75,104 @@ def test_health_answers_with_the_status_and_a_json_body(request_line, ready, sta
 
 def test_head_request_is_answered_without_a_body():
     assert answer(b"HEAD /healthz HTTP/1.1\r\n\r\n", {"ready": True}).endswith(b"\r\n\r\n")
+
+
+def test_no_failure_to_accept_a_connection_ends_the_supervisor(run, monkeypatch):
+    """Further connections wait while the allowed number of requests is being answered."""
+    monkeypatch.setattr(health, "_PAUSE", 0)
+    failures = [OSError(errno.EMFILE, "too many"), ConnectionAbortedError()]
+    accepted: list[anyio.Event] = []
+
+    class Listener:
+        async def accept(self) -> anyio.Event:
+            await anyio.lowlevel.checkpoint()
+            if failures:
+                raise failures.pop()
+            accepted.append(anyio.Event())
+            return accepted[-1]
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(health._accept, Listener(), anyio.Semaphore(2), lambda stream: stream.wait())
+            await turns(20)
+            assert len(accepted) == 2
+            accepted[0].set()
+            await turns(20)
+            assert len(accepted) == 3
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_blocked_terminal_blocks_neither_a_sentence_nor_the_end(run, monkeypatch):
+    blocked = threading.Lock()
+    blocked.acquire()
+    monkeypatch.setattr(output, "_write", lambda *_: blocked.acquire())
+    monkeypatch.setattr(output, "_LAST", 0)
+
+    async def main() -> None:
+        printer = Printer(1, None, {})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(printer.print_sentences)
+            printer.say("one")
+            printer.say("two")
+            await turns(20)
+            printer.end()
+            printer.limit()
+        await printer.lines(0, 1, [b"three"], None)
+
+    run(main)
+    blocked.release()
+
+
+def test_signal_that_the_process_ignores_stays_ignored(run):
+    """``nohup`` ignores SIGHUP, so the end of a session ends no job."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def main() -> None:
+        supervisor = Supervisor(Job(program=["x.py"]), None, None, None)
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(supervisor.hear_signals)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+            assert await supervisor._events.receive() == ("stop", "SIGTERM: all ranks are to end")
+            tasks.cancel_scope.cancel()
+        await supervisor.aclose()
+
+    try:
+        run(main)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_second_stop_kills_the_ranks_of_a_host_whose_first_host_does_not_answer(run):
+    asked = threading.Lock()
+    asked.acquire()
+    sent: list[tuple[object, ...]] = []
+
+    async def main() -> None:
+        job = Job(program=["x.py"], nnodes=2, node_rank=1, rendezvous="127.0.0.1:1")
+        follower = Follower(job, None, None, None)
+        killed = anyio.Event()
+
+        async def note(*what: object) -> None:
+            sent.append(what)
+            killed.set()
+
+        follower._host = SimpleNamespace(processes={1: None}, signal=note)
+        queue = SimpleNamespace(send=lambda *_: asked.acquire())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follower._report, queue)
+            for _ in range(2):
+                follower._send.send_nowait(("stop", "SIGTERM"))
+            await killed.wait()
+            tasks.cancel_scope.cancel()
+        follower._send.close()
+        follower._events.close()
+
+    run(main)
+    asked.release()
+    assert sent == [(1, signal.SIGKILL)]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +234,7 @@ def test_ranks_get_one_thread_and_a_token_of_their_own_unless_given():
     first, second = environment({}), environment({})
     assert first["OMP_NUM_THREADS"] == "1"
     assert first["AIOCOMMS_TOKEN"] != second["AIOCOMMS_TOKEN"]
+    assert "AIOCOMMS_TOKEN" not in environment({}, nnodes=2)  # Each host would draw another one.
     assert environment({"AIOCOMMS_TOKEN_FILE": "f", "OMP_NUM_THREADS": "2"}) == {
         "AIOCOMMS_TOKEN_FILE": "f",
         "OMP_NUM_THREADS": "2",
@@ -183,10 +289,24 @@ class TestReports:
         supervised.report_leaves(0, 1)
         assert reported() == b""
 
-    def test_rank_hears_that_it_is_replaced(self, reported):
-        assert not supervised.is_replaced()
-        os.write(reported.line, supervised.REPLACED)
-        assert supervised.is_replaced()
+    def test_rank_learns_why_the_launcher_ends_it_and_remembers_it(self, reported, monkeypatch):
+        monkeypatch.setattr(supervised, "_announced", set())
+        assert not supervised.is_announced(supervised.REPLACED)
+        os.write(reported.line, b"replaced\n")
+        for _ in range(2):
+            assert supervised.is_announced(supervised.REPLACED)
+            assert not supervised.is_announced(supervised.ENDS)
+        os.write(reported.line, b"ends\n")
+        assert supervised.is_announced(supervised.ENDS)
+
+    def test_restarted_rank_is_a_newcomer_and_a_program_that_it_starts_is_none(self, reported, monkeypatch):
+        assert not supervised.is_newcomer()
+        monkeypatch.setenv("AIOCOMMS_RESTARTS", "0")
+        assert not supervised.is_newcomer()
+        monkeypatch.setenv("AIOCOMMS_RESTARTS", "2")
+        assert supervised.is_newcomer()
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        assert not supervised.is_newcomer()
 
     def test_supervisor_reads_what_its_ranks_report(self, monkeypatch, run):
         """The supervisor replaces a rank that leaves, although failed ranks are not, and ignores a malformed report."""
@@ -218,14 +338,6 @@ class TestReports:
         assert reported() == b""
 
 
-def test_rank_is_a_newcomer_where_the_launcher_has_restarted_it(monkeypatch):
-    assert not supervised.is_newcomer()
-    monkeypatch.setenv("AIOCOMMS_RESTARTS", "0")
-    assert not supervised.is_newcomer()
-    monkeypatch.setenv("AIOCOMMS_RESTARTS", "2")
-    assert supervised.is_newcomer()
-
-
 @pytest.mark.parametrize(("ranks", "way"), [(1, "setsid"), (2, "setsid"), (3, "setpgid")])
 def test_rank_has_a_session_of_its_own_where_no_rank_has_to_share_its_core(monkeypatch, ranks, way):
     taken: list[str] = []
@@ -234,6 +346,20 @@ def test_rank_has_a_session_of_its_own_where_no_rank_has_to_share_its_core(monke
     monkeypatch.setattr(os, "setpgid", lambda *_: taken.append("setpgid"))
     forkserver._part(ranks)
     assert taken == [way]
+
+
+def test_uvicorn_ends_by_a_signal_that_comes_during_the_start():
+    started = False
+
+    async def app(scope: object, receive: Any, send: object) -> None:
+        nonlocal started
+        await receive()
+        started = True
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    uvicorn.run(app, uds="unused", log_level="error")
+    assert started
 
 
 def test_uvicorn_refuses_a_descriptor_that_is_no_socket_with_what_to_do(tmp_path):
