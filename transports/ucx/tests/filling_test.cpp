@@ -90,7 +90,7 @@ void both_ways_copy_the_same() {
         std::memcpy(plain.data() + offset, from.data(), bytes);
         std::memcpy(second.data(), from.data() + 1, more);
         Copy also{beside.data(), from.data() + 1, more};
-        stream(streamed.data() + offset, from.data(), bytes, also);
+        stream(streamed.data() + offset, from.data(), bytes, &also);
         CHECK(streamed == plain);
         CHECK(!kStreams || bytes < 2 * kLine || more < kLine || also.bytes < more);
         also.advance(also.bytes);

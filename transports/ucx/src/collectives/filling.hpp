@@ -40,12 +40,12 @@ void copy_line(std::byte* to, const std::byte* from) {
 }
 
 // Copies past the caches. The fence makes the bytes visible before any later store of this thread. The same loop also
-// advances `second`, by whole lines, until one of both copies ends. Its plain stores proceed while the streaming stores
-// wait for memory.
-inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
+// advances `second`, if there is one, by whole lines, until one of the two copies ends. Its plain stores proceed while
+// the streaming stores wait for memory.
+inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy* second) {
   const std::size_t head = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
   std::memcpy(to, from, head);
-  const Copy also = second;
+  const Copy also = second != nullptr ? *second : Copy{};
   const std::size_t both = std::min(bytes - head, also.bytes) / kLine * kLine;
   std::size_t done = head;
   for (std::size_t at = 0; at < both; at += kLine, done += kLine) {
@@ -53,13 +53,13 @@ inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy
     copy_line<false>(also.to + at, also.from + at);
   }
   for (; done + kLine <= bytes; done += kLine) copy_line<true>(to + done, from + done);
-  second = {also.to + both, also.from + both, also.bytes - both};
+  if (second != nullptr) *second = {also.to + both, also.from + both, also.bytes - both};
   std::memcpy(to + done, from + done, bytes - done);
   _mm_sfence();
 }
 #else
 inline constexpr bool kStreams = false;
-inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy&) { std::memcpy(to, from, bytes); }
+inline void stream(std::byte* to, const std::byte* from, std::size_t bytes, Copy*) { std::memcpy(to, from, bytes); }
 #endif
 
 // How a slot was filled. Its readers see this.
@@ -133,11 +133,10 @@ class Filling {
 
   // Copies into a slot. `second`, a copy within this process, advances meanwhile if the slot is streamed and not
   // measured.
-  void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes, Copy& second) {
+  void fill(Filled how, std::byte* to, const std::byte* from, std::size_t bytes, Copy* second = nullptr) {
     const Timing timing(writes, how, bytes);
-    Copy none;
     if (how.streamed) {
-      stream(to, from, bytes, how.timed ? none : second);
+      stream(to, from, bytes, how.timed ? nullptr : second);
     } else if (bytes) {
       std::memcpy(to, from, bytes);
     }

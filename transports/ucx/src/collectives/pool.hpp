@@ -78,8 +78,7 @@ class Pool {
   void copy_in(int receiver, std::uint64_t slot, const std::byte* from) {
     const Filled how = filling_.next([&](bool streamed) { return counters_[receiver].reads.of(streamed); });
     mine().how[slot % kForMessage] = how;
-    Copy none;
-    filling_.fill(how, message_slot(place_, slot), from, kSlot, none);
+    filling_.fill(how, message_slot(place_, slot), from, kSlot);
   }
   void copy_out(int sender, std::uint64_t slot, std::byte* to) {
     const Timing timing(mine().reads, counters_[sender].how[slot % kForMessage], kSlot);

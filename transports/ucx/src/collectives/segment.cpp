@@ -126,7 +126,7 @@ bool Segment::has_come(const Awaited& awaited) {
 }
 
 void Segment::copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes,
-                      Copy& second) noexcept {
+                      Copy* second) noexcept {
   Filled& is = how(rank_, round);
   if (std::exchange(filled_[round % kDepth], round + 1) != round + 1) {
     own_slot(round);

@@ -85,11 +85,8 @@ class Segment {
   }
   // Copies into this rank's slot of a writable round, or out of a slot of a published one. `from` and `to` may have any
   // value if bytes is 0. `second` may advance meanwhile (see Filling::fill).
-  void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes, Copy& second) noexcept;
-  void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes) noexcept {
-    Copy none;
-    copy_in(round, offset, from, bytes, none);
-  }
+  void copy_in(std::uint64_t round, std::size_t offset, const void* from, std::size_t bytes,
+               Copy* second = nullptr) noexcept;
   void copy_out(int rank, std::uint64_t round, std::size_t offset, void* to, std::size_t bytes) {
     const Timing timing(owners_[rank_].reads, how(rank, round), bytes);
     if (bytes) std::memcpy(to, slot(rank, round) + offset, bytes);

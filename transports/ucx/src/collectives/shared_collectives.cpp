@@ -250,7 +250,7 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       co_await shared.writable(first + turn);
       if (mine.length && small) copy_bytes(segment.line(me, first + turn).data, at(in, mine.offset), mine.length);
       Copy own = own_copy(takes ? at(outs[me], mine.offset) : nullptr, at(in, mine.offset), mine.length);
-      if (mine.length && !small) segment.copy_in(first + turn, 0, at(in, mine.offset), mine.length, own);
+      if (mine.length && !small) segment.copy_in(first + turn, 0, at(in, mine.offset), mine.length, &own);
       shared.publish(first + turn);
       own.advance(own.bytes);
     }
@@ -314,7 +314,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
         if (rank != me && part.length) {
-          segment.copy_in(first + turn, offset_of(me, rank, piece), at(ins[rank], part.offset), part.length, own);
+          segment.copy_in(first + turn, offset_of(me, rank, piece), at(ins[rank], part.offset), part.length, &own);
         }
       }
       shared.publish(first + turn);
