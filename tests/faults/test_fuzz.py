@@ -143,7 +143,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "parts of windows of ucx": (
         lambda data: ucx_windows._part(1, _row(data)),
-        bytes(ucx_windows._record(ucx_windows.WindowPart(3, 0, (4, 5), 2**47, b"key"), 2048).tolist())[:64],
+        bytes(ucx_windows._record(ucx_windows.WindowPart(3, 0, (4, 5), 4, 2**47, b"key"), 2048).tolist())[:64],
     ),
 }
 

@@ -768,7 +768,7 @@ def test_oversized_headers_and_window_requests_out_of_bounds_are_refused(ranks: 
 
 @pytest.mark.deterministic
 def test_memory_key_is_hidden_in_repr() -> None:
-    part = ucx_windows.WindowPart(3, 0, (4,), 2**47, b"secret key")
+    part = ucx_windows.WindowPart(3, 0, (4,), 4, 2**47, b"secret key")
     for text in (repr(part), str(part)):
         assert "secret" not in text
         assert str(2**47) not in text

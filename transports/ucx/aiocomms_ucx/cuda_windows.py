@@ -221,7 +221,7 @@ class CudaWindows(Windows):
         for rank in range(transport.size) if tensor.nbytes else ():
             if rank != transport.rank and not transport.far(rank):
                 ipc[rank] = self._export(rank, tensor.untyped_storage())
-        return WindowPart(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc)
+        return WindowPart(-1, offset, tuple(tensor.shape), tensor.itemsize, tensor.data_ptr(), rkey, ipc)
 
     def _export(self, rank: int, storage: UntypedStorage) -> Shared | None:
         """Return the handle with which a rank of this host maps memory; None if CUDA does not share it."""
@@ -270,11 +270,11 @@ class CudaWindows(Windows):
         return found
 
     def _map_part(self, handle: WindowHandle, rank: int, part: WindowPart, reached: _Reached) -> Tensor | None:
-        """Return a rank's part as a tensor; None if CUDA does not map it. This method runs off the loop."""
+        """Return a rank's part as a tensor; None if CUDA does not map it or the dtype differs. It runs off the loop."""
         if rank == self._transport.rank:
             return handle.tensor
         shared = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
-        if shared is None or self._transport.far(rank):
+        if shared is None or self._transport.far(rank) or part.itemsize != handle.itemsize:
             return None
         mapped = self._transport.cuda.map(shared)
         if mapped is None:

@@ -32,6 +32,8 @@ class WindowPart(msgspec.Struct, array_like=True):
     offset: int
     """The offset of the part in the shared memory, in bytes."""
     shape: tuple[int, ...]
+    itemsize: int
+    """The bytes of an element."""
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
@@ -198,7 +200,7 @@ class Windows:
         remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
         rkey = transport.engine.map_window(transport.group, number, tensor, remote)
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        return WindowPart(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
+        return WindowPart(shared, offset, tuple(tensor.shape), tensor.itemsize, tensor.data_ptr(), rkey)
 
     def _share(self, tensor: Tensor) -> int:
         """Move a tensor's storage, with all its views, to memory that can be shared.
@@ -248,7 +250,7 @@ class Windows:
                 mapped = next(found)
                 if mapped is not None:
                     handle.mapped[rank] = mapped
-                nbytes = torch.Size(part.shape).numel() * handle.itemsize
+                nbytes = torch.Size(part.shape).numel() * part.itemsize
                 transport.engine.open_window(
                     transport.group, handle.number, rank, mapped, part.rkey, part.address, nbytes
                 )
@@ -261,11 +263,11 @@ class Windows:
             work.complete(handle)
 
     def _reach(self, handle: WindowHandle, rank: int, part: WindowPart) -> Tensor | None:
-        """Return a rank's part as a tensor of this process; None if the memory is not shared."""
+        """Return a rank's part as a tensor of this process; None if the memory is not shared or the dtype differs."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
             return handle.tensor
-        if transport.far(rank) or part.shared < 0:
+        if transport.far(rank) or part.shared < 0 or part.itemsize != handle.itemsize:
             return None
         fd = os.open(f"/proc/{transport.pids[rank]}/fd/{part.shared}", os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -8,7 +8,7 @@ import msgspec
 
 from aiocomms.lowlevel import ControlCodec, Dialect, Reason
 
-VERSION: Final = 11
+VERSION: Final = 12
 """The version of all records, frames and messages of this transport, including the engine's."""
 _PREFIX: Final = b"\x01"  # the engine uses other prefixes for its own frames
 _NOTE: Final = b"N"  # the engine does not pass these frames to the loop
