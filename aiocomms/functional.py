@@ -163,6 +163,7 @@ class ScatterNew(Op, frozen=True, eq=False):
         if self.tensor is not None:
             checks.readable("tensor", self.tensor, group)
             _chunk(self.tensor, group.size)
+            codec.describe_tensor(self.tensor)  # An error behind the start would leave the other ranks in the op.
 
 
 @schedule(ScatterNew)

@@ -64,6 +64,7 @@ async def formed(
         return await opening
     opened: Transports = {}
     heard: list[CommError] = []
+    ended: list[BaseException] = []
     # The listening task has a separate scope. A cancellation of the whole group would also reach this task, and CPython
     # 3.11 then loses the reference to its awaiter.
     hearing = anyio.CancelScope()
@@ -72,6 +73,9 @@ async def formed(
             tasks.start_soon(_hear, rendezvous, missing, heard, hearing, tasks.cancel_scope)
             try:
                 opened = await opening
+            except BaseException as error:
+                ended.append(error)
+                raise
             finally:
                 hearing.cancel()
     except BaseExceptionGroup as group:  # The task group wraps the exception that was raised.
@@ -81,7 +85,12 @@ async def formed(
     else:
         if opened:
             return opened
-        raise heard.pop()  # The error refers to this frame, which must not refer to the error.
+        # The group has dropped the exception: because of _hear(), or because a scope took a cancellation for its own.
+        failure = ended.pop()
+        if heard:
+            del failure
+            raise heard.pop()  # The error refers to this frame, which must not refer to the error.
+    ended.clear()
     try:
         failure = await _break_off(rendezvous, opened, failure)
         raise failure

@@ -301,7 +301,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :returns: the new communicator, or None if ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks or lacks this rank, or another argument is wrong.
             Nothing was sent.
-        :raises MismatchError: two ranks name different groups that have a rank in common.
+        :raises MismatchError: two ranks name different groups that have a rank in common, or members different names.
         :raises StoreLostError: the store is lost, and the transport needs it; this communicator stays usable.
         :raises CommAbortedError: the split failed or was cancelled on another rank. This communicator is lost.
         """
@@ -333,16 +333,19 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self, members: list[int], child: str, number: int, plan: Selection, seconds: float
     ) -> Communicator | None:
         """Agree on the groups of a split, and form the group of this rank."""
-        gather = AllGatherObject(0, False, (self._parcel("split", members, False),))
-        claims: list[list[int]] = await self._issue_in_order(gather)
-        for rank, claim in enumerate(claims):
+        gather = AllGatherObject(0, False, (self._parcel("split", (members, child), False),))
+        claims: list[tuple[list[int], str]] = await self._issue_in_order(gather)
+        for rank, (claim, name) in enumerate(claims):
+            why = ""
             if claim != members and set(claim) & set(members):
-                raise MismatchError(
-                    f"ranks is {members} on rank {self.rank} and {claim} on rank {rank}; wanted groups that are the "
-                    "same or have no rank in common", comm=self.name, op="split", rank=self.rank, peer=rank,
-                )  # fmt: skip
+                why = f"ranks is {members} on rank {self.rank} and {claim} on rank {rank}; wanted groups that are the "
+                why += "same or have no rank in common"
+            elif rank in members and name != child:
+                why = f"name is {child!r} on rank {self.rank} and {name!r} on rank {rank}; wanted one name of a group"
+            if why:
+                raise MismatchError(why, comm=self.name, op="split", rank=self.rank, peer=rank)
         if not members:
-            if any(claims):
+            if any(claim for claim, _ in claims):
                 alone = self._rendezvous.child(f"{child}#{number}.out{self.rank}", child, 0, 1)
                 for transport in self._core.transports:
                     await transport.split_nobody(alone)

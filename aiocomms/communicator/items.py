@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -129,7 +130,7 @@ class Mappings(Kind[T]):
         try:
             parcel = Parcel(self.taken_apart(item), group.device, pickle=False)
         except ArgumentError as error:
-            raise type(error)("item" + error.message.removeprefix("obj")) from None
+            raise type(error)(re.sub(r"^obj\b", "item", error.message)) from None
 
         def prepare() -> Packed:
             parcel.prepare()

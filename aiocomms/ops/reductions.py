@@ -78,16 +78,24 @@ class ReduceOp(msgspec.Struct, frozen=True):
     BXOR: ClassVar[ReduceOp]
     AVG: ClassVar[ReduceOp]
 
+    def __post_init__(self) -> None:
+        if self.kind not in SUPPORTED:
+            raise ArgumentError(f"kind is {short(self.kind)}, wanted one of {', '.join(map(repr, SUPPORTED))}")
+
     @staticmethod
     def PREMUL_SUM(factor: float) -> ReduceOp:  # noqa: N802 - the field's name for it
         """Return the operator that multiplies each value by ``factor`` and then sums the products.
 
         :raises ArgumentTypeError: ``factor`` is not a number.
+        :raises ArgumentError: ``factor`` is too large for a float.
         """
         factor = as_int(factor)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ArgumentTypeError(f"factor is {factor!r} ({type(factor).__name__}), wanted a number")
-        return ReduceOp("premul_sum", float(factor))
+        try:
+            return ReduceOp("premul_sum", float(factor))
+        except OverflowError:
+            raise ArgumentError(f"factor is {short(factor)}, wanted a number that a float can hold") from None
 
     @classmethod
     def parse(cls, value: object) -> ReduceOp:

@@ -529,6 +529,16 @@ def test_split_into_groups_that_disagree_raises_mismatch_error(run):
     run(main)
 
 
+def test_split_whose_members_give_other_names_raises_mismatch_error(run):
+    async def main():
+        async with local_world(2) as world:
+            results = await ranks(world, lambda comm: outcome(comm.split([0, 1], ["one", "other"][comm.rank])))
+            assert {type(error) for error in results} <= {MismatchError, CommAbortedError}
+            assert "wanted one name of a group" in str(results)
+
+    run(main)
+
+
 # ------------------------------------------------------------------------------------------------------------ abort
 
 

@@ -117,7 +117,10 @@ def test_wrong_arguments_of_functional_forms_send_nothing():
             for call, name in (
                 (lambda: functional.all_reduce([1.0], group=one), "tensor"),
                 (lambda: functional.all_reduce(torch.ones(2), "median", one), "op"),
+                (lambda: ReduceOp("median"), "kind is 'median', wanted one of 'sum', "),
+                (lambda: ReduceOp.PREMUL_SUM(10**400), "factor is 1000.*, wanted a number that a float can hold"),
                 (lambda: functional.scatter(torch.ones(4), 0, one), "divisible"),
+                (lambda: functional.scatter(torch.ones((3,) + (1,) * 14), 0, one), "15 dimensions, wanted at most 14"),
                 (lambda: functional.reduce_scatter(torch.ones(4), "sum", one), "divisible"),
                 (lambda: functional.reduce_scatter(torch.tensor(1.0), "sum", one), "divisible"),
                 (lambda: functional.all_to_all(torch.ones(4), one), "divisible"),

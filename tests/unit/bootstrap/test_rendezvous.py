@@ -13,6 +13,7 @@ import threading
 import time
 from datetime import timedelta
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import anyio.lowlevel
 import pytest
@@ -641,6 +642,28 @@ def test_later_of_two_processes_with_one_rank_replaces_the_first(run):
         await part(comms)
 
     run(main)
+
+
+def test_cancellation_that_a_scope_takes_for_its_own_still_ends_the_forming(monkeypatch):
+    """A task group drops such an exception. It comes when the deadline of a scope passes in a cancelled task."""
+
+    async def hear(_rendezvous, _missing, _heard, hearing, _forming):
+        with hearing:
+            await anyio.sleep_forever()
+
+    async def tell(*_):
+        pass
+
+    async def opening():
+        raise asyncio.CancelledError("Cancelled via cancel scope 7f0000000000; reason: deadline exceeded")
+
+    async def main():
+        monkeypatch.setattr(forming, "_hear", hear)
+        monkeypatch.setattr(forming, "tell", tell)
+        with pytest.raises(asyncio.CancelledError, match="deadline exceeded"):
+            await forming.formed(SimpleNamespace(store=HashStore(), size=2), opening())
+
+    asyncio.run(main())
 
 
 def test_new_comm_cancelled_just_after_forming_closes_its_transport(monkeypatch):

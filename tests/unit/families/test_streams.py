@@ -448,6 +448,12 @@ def test_stream_carries_dataclasses_and_mappings(run):
             _, got = await together(lambda: there.send(MappingProxyType(page)), here.receive)
             assert got["page"].equal(page["page"])
             assert (got["text"], got["id"]) == (page["text"], 7)
+            for item, text in (
+                ([1], r"item is \[1\] \(list\), wanted a mapping"),
+                ({1: torch.ones((1,) * 15)}, "tensor has 15 "),
+            ):
+                with pytest.raises(ArgumentError, match=f"^{text}"):
+                    await there.send(item)
             there, here = await pair(one, two, name="frozen", items=Reply)
             _, got = await together(lambda: there.send(Reply("yes")), here.receive)
             assert got == Reply("yes")
