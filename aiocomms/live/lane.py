@@ -117,6 +117,9 @@ class QueuedCall:
             if not self._begun.is_set():
                 raise CommTimeoutError("the deadline has passed, and the lane's earlier calls have not ended")
             await self._ended.wait()
+        except GeneratorExit:  # The coroutine is closed, and cannot await any more.
+            self._abandoned = True
+            raise
         except BaseException:
             self._abandoned = True
             if not self._ended.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ from aiocomms.live.lane import LiveLane, Partial
 
 pytestmark = pytest.mark.deterministic
 
+SIZES = (1, 1_000, 400_000)
+"""The elements of tensors that native code, Python code and a thread copy."""
 SHORT = 0.05
 """The seconds for which a call waits for an absent rank."""
 
@@ -219,6 +222,32 @@ async def test_call_that_is_cancelled_during_its_copy_ends_behind_the_copy(memor
         found = await last.all_reduce(tensors[1])
         assert (found.value == 3).all()
         assert [it.number for it in await sums([first, last])] == [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_calls_keep_their_order_however_many_are_cancelled(memory):
+    draw, results = random.Random(1), []
+
+    async def call(lane: LiveLane, number: int) -> None:
+        tensor = torch.full((SIZES[number % 3],), float(number))
+        found = await lane.all_reduce(tensor)
+        assert (found.number, found.ranks) == (number, (0, 1, 2))
+        assert (found.value == 3 * number).all()
+        results.append(number)
+
+    async def calls(lane: LiveLane) -> None:
+        tasks = []
+        for number in range(60):
+            tasks.append(asyncio.create_task(call(lane, number)))
+            await turns(draw.randrange(1, 8))
+            if draw.random() < 0.3:
+                draw.choice(tasks[-4:]).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not [task for task in tasks if not task.cancelled() and task.exception()]
+
+    async with lanes(memory, 3) as three:
+        await asyncio.gather(*map(calls, three))
+    assert 60 < len(results) < 180
 
 
 @pytest.mark.asyncio
