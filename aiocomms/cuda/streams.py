@@ -40,7 +40,8 @@ class Completions:
         """Create empty queues, on the event loop's thread.
 
         :param wake: makes the event loop call :meth:`poll`; it is called on any thread.
-        :param spin: the number of polls without a fired event after which threads sleep on the remaining events.
+        :param spin: the number of polls without a fired event after which threads sleep on the remaining events. With 0
+            they sleep after each poll, so an event loop that polls only when it is woken leaves no event unwatched.
         :param transport: the transport whose ``progress`` calls :meth:`poll`. The event loop calls ``progress`` after
             each op that a communicator posts. With this argument, the event loop also calls it after each :meth:`add`,
             for example by another communicator.
@@ -102,15 +103,12 @@ class Completions:
         if not self._queues or self._cuda.capturing():
             return False
         fired = self._collect()
-        if fired:
-            self._in_vain = 0
-            for then in fired:
-                then()
-            return True
-        self._in_vain += 1
+        self._in_vain = 0 if fired else self._in_vain + 1
+        for then in fired:
+            then()
         if self._in_vain >= self._spin:
             self._park()
-        return False
+        return bool(fired)
 
     def _collect(self) -> list[Callable[[], object]]:
         """Return the functions whose events have fired. In each queue, stop at the first event that has not fired."""
@@ -128,7 +126,7 @@ class Completions:
         return fired
 
     def _park(self) -> None:
-        self.parked = True
+        self.parked = bool(self._queues)
         for key, queue in self._queues.items():
             if key not in self._sleepers:
                 self._sleepers[key] = _Sleeper(self._cuda, self._wake)

@@ -37,6 +37,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommError,
     CommTimeoutError,
+    MismatchError,
     PeerDiedError,
     UnsupportedOperation,
 )
@@ -1007,6 +1008,33 @@ async def test_kernels_of_torch_keep_their_order(cuda: FakeCuda) -> None:
         await asyncio.gather(*(work.wait() for work in works))
         assert all(number.tolist() == [16.0] * 3 for number in numbers)
         assert all(truth.tolist() == [False, True] for truth in truths)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("launched", ["together", "while a thread sleeps"])
+async def test_each_op_with_kernels_of_torch_ends(cuda: FakeCuda, launched: str) -> None:
+    """A thread sleeps on the next event of a stream after each event that has fired."""
+    async with world(1) as (comm,):
+        gates, works = [], []
+        for op in (ReduceOp.PREMUL_SUM(2.0), ReduceOp.BXOR, ReduceOp.PREMUL_SUM(2.0)):
+            gates.append(Gate(cuda.current_stream()))
+            works.append(comm.all_reduce(torch.ones(3, dtype=torch.bool if op == ReduceOp.BXOR else None), op))
+            if launched != "together":
+                await parked(cuda)
+        for gate, work in zip(gates, works, strict=True):
+            await parked(cuda)
+            await at_rest(comm)
+            gate.open()
+            await work
+
+
+@pytest.mark.asyncio
+async def test_different_calls_with_kernels_of_torch_are_reported(cuda: FakeCuda) -> None:
+    """A rank that waits with such an op describes it, as any other."""
+    async with world(2) as comms:
+        works = [comm.all_reduce(torch.ones(3 + comm.rank), ReduceOp.PREMUL_SUM(2.0)) for comm in comms]
+        for error in await asyncio.gather(*works, return_exceptions=True):
+            assert isinstance(error, MismatchError)
 
 
 @native_only

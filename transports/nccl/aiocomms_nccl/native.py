@@ -29,7 +29,8 @@ NCCL was not called for a dropped op. :data:`ASLEEP` is not about a single op: t
 _MODULE: Final = "aiocomms_launcher"
 SPIN_US: Final = 50
 """Microseconds for which native threads poll for the next op or for the end of an op before they sleep."""
-_DIRECT_SPIN: Final = 1
+_DIRECT_SPIN: Final = 0
+"""The polls before a thread sleeps on an op with torch kernels: with this launcher the loop polls only when woken."""
 _PATIENCE: Final = 1.0
 """Seconds that the close waits for threads that CUDA or NCCL may block."""
 
@@ -117,8 +118,6 @@ class NativeLauncher:
 
         :param functions: the addresses of the functions of CUDA's runtime and NCCL that the native thread calls.
         """
-        self.parked = False
-        """See :attr:`Launcher.parked`."""
         self.spin = 0
         """See :attr:`Launcher.spin`."""
         self._owner = owner
@@ -129,7 +128,13 @@ class NativeLauncher:
         self._port = self._native.open()
         self._ops: dict[int, _UnderWay] = {}
         self._lost: list[_UnderWay] = []  # failed ops, whose memory may still be in use
+        self._asleep = False  # whether native threads sleep
         control.watch(self._port.fd)
+
+    @property
+    def parked(self) -> bool:
+        """See :attr:`Launcher.parked`."""
+        return self._asleep or self._direct.parked
 
     def __len__(self) -> int:
         return len(self._ops) + len(self._direct)
@@ -151,7 +156,7 @@ class NativeLauncher:
             return self._direct.carry_out(cs, what, plan, then)
         number = self._native.launch(cs.line, after, plan.calls)
         self._ops[number] = (what, then, cs)
-        self.parked = False
+        self._asleep = False
         return number
 
     def wait_stream(self, end: int | Event, stream: Any) -> None:
@@ -171,7 +176,7 @@ class NativeLauncher:
         did = self._direct.poll() if len(self._direct) else False
         for number, kind, code in self._native.take(self._port):
             if kind == ASLEEP:
-                self.parked = True
+                self._asleep = True
             else:
                 did = True
                 self._end(self._ops.pop(number), kind, code)
