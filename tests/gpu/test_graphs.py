@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpus import CUDA, busy, on_a_gpu, share
+from inside import transport_of
 from processes import Rank, Run
 
 import aiocomms
@@ -140,6 +141,33 @@ def test_pending_ops_are_left_alone_while_another_is_captured() -> None:
             for work in pending:
                 await work
             assert (await captured.replay(4.0)).eq(10).all()
+
+    asyncio.run(main())
+
+
+def test_a_replay_writes_to_memory_of_the_graph_only() -> None:
+    """A captured PREMUL_SUM has temporary memory, which no tensor gets while the graph lives."""
+    count = 4 * 2**20  # the allocator rounds this size little, so a later tensor fits where the temporary one was
+
+    async def main() -> None:
+        async with alone() as comm:
+            tensor, graph = torch.ones(count, device=CUDA), torch.cuda.CUDAGraph()
+            await comm.all_reduce(tensor, aiocomms.ReduceOp.PREMUL_SUM(1.0))
+            with torch.cuda.graph(graph):
+                comm.all_reduce(tensor, aiocomms.ReduceOp.PREMUL_SUM(2.0)).wait_stream()
+            await comm.barrier()  # the communicator drops what it kept for the capture
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            others = []
+            for stream in (torch.cuda.current_stream(), transport_of(comm, "collectives")._comm_stream.stream):
+                with torch.cuda.stream(stream):
+                    others += [torch.full((count,), 5.0, device=CUDA) for _ in range(8)]
+            torch.cuda.synchronize()
+            for turn in (1, 2):
+                graph.replay()
+                await done_on_the_gpu()
+                assert tensor.eq(2.0**turn).all()
+            assert all(other.eq(5.0).all() for other in others)
 
     asyncio.run(main())
 

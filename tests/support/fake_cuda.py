@@ -67,6 +67,7 @@ class Capture:
         self.nodes: list[Callable[[], Task]] = []
         self.positions: dict[FakeStream, int] = {origin: 0}
         self.joined: dict[FakeStream, int] = {}
+        self.memory: list[torch.Tensor] = []
 
     def add(self, stream: FakeStream, node: Callable[[], Task]) -> None:
         self.nodes.append(node)
@@ -79,6 +80,8 @@ class Graph:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.nodes: list[Callable[[], Task]] = []
+        self.memory: list[torch.Tensor] = []
+        """The memory of its own pool: what was allocated on a stream of the capture. No one else gets that."""
 
     def replay(self, stream: FakeStream) -> None:
         for node in self.nodes:
@@ -353,7 +356,10 @@ class FakeCuda:
             if not self.gpu.memory:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
             self.gpu.memory -= 1
-        return torch.full_like(tensor, 1)
+        memory = torch.full_like(tensor, 1)
+        if stream.capture is not None:
+            stream.capture.memory.append(memory)
+        return memory
 
     def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...] | None:
         """Share memory with a rank of this process, where it stays; it is kept until that gives it back."""
@@ -427,7 +433,7 @@ class FakeCuda:
         for member, position in capture.positions.items():
             if member is not stream and capture.joined.get(member, 0) < position:
                 raise CudaError(904, "capturing stream has unjoined work")
-        graph.nodes = capture.nodes
+        graph.nodes, graph.memory = capture.nodes, capture.memory
 
 
 def streams_at(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[FakeStream]:

@@ -448,6 +448,16 @@ async def test_what_a_capture_uses_is_kept_until_it_ends(cuda: FakeCuda) -> None
 
 
 @pytest.mark.asyncio
+async def test_temporary_memory_of_a_captured_op_is_the_graphs_own(cuda: FakeCuda) -> None:
+    """Else other tensors get that memory, and a replay writes to it."""
+    async with world(1) as (comm,):
+        with cuda.graph() as graph:
+            comm.all_reduce(torch.ones(3), ReduceOp.PREMUL_SUM(2.0)).wait_stream()
+            comm.all_reduce(torch.ones(5), ReduceOp.PREMUL_SUM(2.0)).wait_stream()
+        assert [len(memory) for memory in graph.memory] == [3, 5]
+
+
+@pytest.mark.asyncio
 async def test_threads_of_ours_break_no_capture(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that form, split and end communicators call CUDA, and may do so while another thread captures."""
     modes = []

@@ -232,7 +232,9 @@ class NcclTransport(LaneTransport):
     def _collective(self, op: ops.Op, work: Completion, captured: bool) -> None:
         if captured:
             self._check_capture()
-        if not captured and self._captured:
+            self._capture(op, work)
+            return
+        if self._captured:
             if self.cuda.capturing(self._comm_stream.stream):
                 raise UnsupportedOperation(
                     "the communicator's stream is being captured, from another stream than the current one: "
@@ -240,9 +242,7 @@ class NcclTransport(LaneTransport):
                 )
             self._captured.clear()  # the graph keeps its own memory, and the program keeps the rest
         plan = self.plan(op)
-        if captured:
-            self._capture(plan, op, work)
-        elif self._held is not None:
+        if self._held is not None:
             self._held.append((plan, op, work, self.launcher.mark()))
         else:
             self._launch(plan, op, work, self.launcher.mark())
@@ -256,13 +256,14 @@ class NcclTransport(LaneTransport):
                 f"cuda:{self.cuda.index}: capture on a stream of that device"
             )
 
-    def _capture(self, plan: CallPlan, op: ops.Op, work: Completion) -> None:
+    def _capture(self, op: ops.Op, work: Completion) -> None:
         """Enqueue a collective from this thread, so that the current capture includes it."""
         comm_stream = self._comm_stream
         self.launcher.settle()  # the capture must not include earlier collectives
         after, end = self.cuda.event(), self.cuda.event()  # the graph owns these events
         after.record(self.cuda.current_stream())
         comm_stream.stream.wait_event(after)
+        plan = self.plan(op)  # the capture includes the stream now, so temporary memory is of the graph's pool
         if not self.call_nccl(op.name, functools.partial(comm_stream.carry_out, plan)):
             return
         end.record(comm_stream.stream)
