@@ -13,6 +13,7 @@ import torch
 _NON_BLOCKING: Final = 1  # With cudaStreamNonBlocking, the stream and the default stream do not wait for each other.
 
 FUNCTIONS: Final = (
+    "cudaGetDevice",
     "cudaSetDevice",
     "cudaThreadExchangeStreamCaptureMode",
     "cudaGetErrorString",

@@ -19,6 +19,7 @@ _COMPLAINT = 999
 _P, _I, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _INT_P, _PTR_P = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
 _SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "cudaGetDevice": (_INT_P,),
     "cudaSetDevice": (_I,),
     "cudaThreadExchangeStreamCaptureMode": (_INT_P,),
     "cudaGetErrorString": (_I,),
@@ -106,7 +107,11 @@ def runtime_functions(cuda: Any, modes: tuple[str, str]) -> dict[str, int]:
         events[number] = cuda.event()
         made[0] = number
 
+    def current_device(device: Any) -> None:
+        device[0] = cuda.index
+
     functions: dict[str, Function] = {
+        "cudaGetDevice": current_device,
         "cudaSetDevice": lambda device: None,
         "cudaThreadExchangeStreamCaptureMode": exchange,
         "cudaGetErrorString": lambda code: ctypes.addressof(_TEXT),

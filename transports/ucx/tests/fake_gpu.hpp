@@ -1,5 +1,6 @@
 // The calls of CUDA's runtime and NCCL that the launcher makes, on the memory of one process. A thread serves the
 // streams, which are queues. A test stops a call at its beginning, makes one fail, or limits the tasks of a stream.
+// Device 0 has the streams that tests make. Device 1 has only its default stream.
 #pragma once
 
 #include <condition_variable>
@@ -25,6 +26,7 @@ struct FakeStream {
 
 struct FakeEvent {
   std::shared_ptr<bool> fired;  // of its last record
+  int device;
 };
 
 // The common state of a communicator's ranks: the calls that wait for each other, by number.
@@ -112,6 +114,11 @@ class FakeGpu {
     const Lock lock(mutex_);
     return std::exchange(called_, {});
   }
+  // The number of tasks of a device's default stream, which CUDA's calls name by a null pointer.
+  std::size_t waiting(int device) {
+    const Lock lock(mutex_);
+    return defaults_[device]->tasks.size();
+  }
   int count(const std::string& function) {
     const Lock lock(mutex_);
     return counts_[function];
@@ -132,6 +139,10 @@ class FakeGpu {
   friend struct FakeCalls;
   using Lock = std::unique_lock<std::mutex>;
 
+  FakeStream* at(GpuStream stream) {
+    return stream == nullptr ? defaults_[current_device] : static_cast<FakeStream*>(stream);
+  }
+  int device_of(FakeStream* stream) const { return stream == defaults_[1] ? 1 : 0; }
   void push(FakeStream* stream, std::function<bool()> task) {
     stream->tasks.push_back(std::move(task));
     changed_.notify_all();
@@ -203,7 +214,10 @@ class FakeGpu {
 
   std::mutex mutex_;
   std::condition_variable changed_;
+  static constexpr int kInvalidHandle = 400;  // cudaErrorInvalidResourceHandle
+  static inline thread_local int current_device = 0;
   std::vector<std::unique_ptr<FakeStream>> streams_;
+  FakeStream* const defaults_[2] = {stream(), stream()};
   std::vector<std::unique_ptr<FakeComm>> comms_;
   std::set<FakeEvent*> events_;
   std::set<std::string> stopped_, reached_;
@@ -220,11 +234,19 @@ inline FakeGpu* gpu = nullptr;  // the test's GPU
 struct FakeCalls {
   using Lock = FakeGpu::Lock;
 
+  static int get_device(int* device) {
+    *device = FakeGpu::current_device;
+    return 0;
+  }
+  static int set_device(int device) {
+    FakeGpu::current_device = device;
+    return 0;
+  }
   static int event_create(GpuEvent* made, unsigned flags) {
     Lock lock(gpu->mutex_);
     if (const int code = gpu->enter(lock, "create")) return code;
     if (flags != GpuApi::kSleepsOn) gpu->misused_ = true;
-    auto* event = new FakeEvent{std::make_shared<bool>(true)};
+    auto* event = new FakeEvent{std::make_shared<bool>(true), FakeGpu::current_device};
     gpu->events_.insert(event);
     *made = event;
     return 0;
@@ -239,9 +261,11 @@ struct FakeCalls {
     Lock lock(gpu->mutex_);
     if (const int code = gpu->enter(lock, "record")) return code;
     auto* it = static_cast<FakeEvent*>(event);
+    FakeStream* const on = gpu->at(stream);
+    if (it->device != gpu->device_of(on)) return FakeGpu::kInvalidHandle;
     if (!*it->fired) gpu->misused_ = true;  // The last record is lost.
     it->fired = std::make_shared<bool>(false);
-    gpu->push(static_cast<FakeStream*>(stream), [fired = it->fired] { return *fired = true; });
+    gpu->push(on, [fired = it->fired] { return *fired = true; });
     return 0;
   }
   static int event_query(GpuEvent event) {
@@ -259,7 +283,7 @@ struct FakeCalls {
   static int stream_wait_event(GpuStream stream, GpuEvent event, unsigned) {
     Lock lock(gpu->mutex_);
     if (const int code = gpu->enter(lock, "wait")) return code;
-    gpu->push(static_cast<FakeStream*>(stream), [fired = static_cast<FakeEvent*>(event)->fired] { return *fired; });
+    gpu->push(gpu->at(stream), [fired = static_cast<FakeEvent*>(event)->fired] { return *fired; });
     return 0;
   }
   static int memcpy_async(void* to, const void* from, std::size_t bytes, int, GpuStream stream) {
@@ -297,7 +321,8 @@ struct FakeCalls {
 
 inline GpuApi FakeGpu::api() {
   GpuApi api;
-  api.set_device = [](int) { return 0; };
+  api.get_device = FakeCalls::get_device;
+  api.set_device = FakeCalls::set_device;
   api.exchange_capture_mode = [](int*) { return 0; };
   api.error_string = [](int) { return "the fake's error"; };
   api.last_error = [] { return 0; };

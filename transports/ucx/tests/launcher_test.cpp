@@ -165,6 +165,25 @@ void ops_of_all_lines_are_called_in_the_order_of_the_program() {
   CHECK((world.device.called() == std::vector<std::string>{"send", "all_reduce", "recv"}));
 }
 
+void the_callers_current_device_does_not_matter() {
+  World world;
+  const auto line = world.line();
+  float data = 1;
+  const auto gate = world.device.gate(world.caller);
+  const GpuApi api = FakeGpu::api();
+  api.set_device(1);
+  const auto id = world.sum(line, &data);
+  world.launcher->join(nullptr, *world.launcher->mark(world.caller));
+  world.launcher->wait_stream(*world.port, id, nullptr);
+  CHECK(world.device.waiting(0) == 2 && world.device.waiting(1) == 0);
+  int current = 0;
+  api.get_device(&current);
+  CHECK(current == 1);
+  api.set_device(0);
+  world.device.open(gate);
+  CHECK(are(world.ended(1), LaunchOutcome::kDone));
+}
+
 // -------------------------------------------------------------------------------------------------- waits and wake-ups
 
 void a_short_op_is_looked_at_and_a_long_one_slept_on() {
@@ -474,6 +493,7 @@ int main(int argc, char** argv) {
   RUN(an_op_waits_for_the_callers_stream());
   RUN(copies_come_first_and_several_calls_are_a_group());
   RUN(ops_of_all_lines_are_called_in_the_order_of_the_program());
+  RUN(the_callers_current_device_does_not_matter());
   RUN(a_short_op_is_looked_at_and_a_long_one_slept_on());
   RUN(streams_do_not_wait_for_each_other());
   RUN(a_call_that_is_held_delays_no_op_that_has_ended());

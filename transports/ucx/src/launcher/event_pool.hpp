@@ -25,6 +25,28 @@ class CudaFailure : public std::runtime_error {
   const int code;
 };
 
+// Makes a device the current one of this thread during the object's life. CUDA makes an event on the current device,
+// and records it only on a stream of the same device. The default stream is that of the current device.
+class OnDevice {
+ public:
+  OnDevice(const GpuApi& api, int device) : api_(api) {
+    if (const int code = api_.get_device(&before_)) throw CudaFailure(api_, code, "the current device");
+    differs_ = before_ != device;
+    if (!differs_) return;
+    if (const int code = api_.set_device(device)) throw CudaFailure(api_, code, "a change of the device");
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() {
+    if (differs_) api_.set_device(before_);
+  }
+
+ private:
+  const GpuApi& api_;
+  int before_ = 0;
+  bool differs_ = false;
+};
+
 class EventPool;
 
 // An event that returns to its pool when its last owner releases it.

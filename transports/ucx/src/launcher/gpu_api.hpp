@@ -11,6 +11,7 @@ using GpuEvent = void*;   // a cudaEvent_t
 using NcclComm = void*;   // an ncclComm_t
 
 struct GpuApi {
+  int (*get_device)(int*) = nullptr;
   int (*set_device)(int) = nullptr;
   int (*exchange_capture_mode)(int*) = nullptr;
   const char* (*error_string)(int) = nullptr;
@@ -41,6 +42,7 @@ struct GpuApi {
   // Calls visit(name, function) for each function.
   template <typename Visit>
   void each(Visit visit) {
+    visit("cudaGetDevice", get_device);
     visit("cudaSetDevice", set_device);
     visit("cudaThreadExchangeStreamCaptureMode", exchange_capture_mode);
     visit("cudaGetErrorString", error_string);

@@ -30,12 +30,14 @@ std::shared_ptr<CommLine> Launcher::add(const std::shared_ptr<LaunchPort>& port,
 }
 
 std::shared_ptr<PooledEvent> Launcher::mark(GpuStream stream) {
+  const OnDevice here(api_, device_);  // The caller's current device may be another one.
   auto event = events_->take();
   if (const int code = api_.event_record(event->event, stream)) throw CudaFailure(api_, code, "recording an event");
   return event;
 }
 
 void Launcher::join(GpuStream stream, const PooledEvent& mark) const {
+  const OnDevice here(api_, device_);
   if (const int code = api_.stream_wait_event(stream, mark.event, 0)) throw CudaFailure(api_, code, "a stream's wait");
 }
 
