@@ -84,6 +84,12 @@ class Call:
     def __init__(self, comm: FakeComm, what: What, send: int, recv: int) -> None:
         self.comm, self.what, self.send, self.recv = comm, what, send, recv
         self.done = False
+        self.kept: Tensor | None = None
+
+    def buffer(self) -> None:
+        """Keep the data of a send, which then is done before its receive comes."""
+        self.kept = memory(self.send, self.what).clone()
+        self.send, self.done = self.kept.data_ptr(), True
 
 
 class Shared:
@@ -106,6 +112,8 @@ class Shared:
         if what.kind in P2P:
             pair = (rank, what.root) if what.kind == "send" else (what.root, rank)
             (self.sends if what.kind == "send" else self.recvs)[pair].append(call)
+            if what.kind == "send" and what.count <= call.comm.library.buffer:
+                call.buffer()
             sends, recvs = self.sends[pair], self.recvs[pair]
             while sends and recvs and sends[0].what[1:3] == recvs[0].what[1:3]:  # if they differ, both wait for ever
                 given, taken = sends.popleft(), recvs.popleft()
@@ -269,6 +277,8 @@ class FakeNccl:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
         self.comms: list[FakeComm] = []
+        self.buffer = 0
+        """The most bytes of a send that NCCL buffers. The real one does so with small sends, depending on the way."""
         self._shared: dict[bytes, Shared] = {}
         self._groups: PerThread[list[dict[tuple[FakeComm, FakeStream], list[Call]]]] = PerThread(list)
 

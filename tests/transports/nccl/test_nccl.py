@@ -864,6 +864,40 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
         assert sent.op.tensor.tolist() == [1, 1, 1]  # the tensor lives for as long as the GPU may read it
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("late", ["the loop", "the thread"])
+async def test_a_message_arrives_whose_sender_closes_before_the_receiver_has_the_direction(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The receiver has not noted that the direction is formed, or its thread has not returned from NCCL."""
+    form, may_return, slot = FakeNccl.communicator, threading.Event(), torch.zeros(3)
+
+    def communicator(self: FakeNccl, size: int, unique_id: bytes, rank: int) -> FakeComm:
+        made = form(self, size, unique_id, rank)
+        if rank == 1 and late == "the thread":
+            may_return.wait(PATIENCE)
+        return made
+
+    async with world(2) as (sender, receiver):
+        nccl().buffer = 1000
+        monkeypatch.setattr(FakeNccl, "communicator", communicator)
+        here = transport(receiver)
+        received, sent = receiver.recv(slot, 0), sender.send(torch.full((3,), 7.0), 1)
+        while not any(direction.begun for direction in here._matcher._directions.values()):  # noqa: ASYNC110 - nothing tells when a thread begins
+            await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            if late == "the loop":
+                patch.setattr(here, "progress", lambda: False)
+            await sent
+            await sender.aclose()
+        here.control.wake()
+        while here.closed_by(0) is None:  # noqa: ASYNC110 - nothing tells when a rank has heard of an end
+            await asyncio.sleep(0)
+        may_return.set()
+        await received
+        assert slot.tolist() == [7, 7, 7]
+
+
 @pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:

@@ -152,9 +152,10 @@ class Direction:
         :param error: the error of the messages that the other rank has not given to NCCL.
         """
         self._most = carried
-        with self._lock:
-            self._error = error
-        due = 0 if self.comm_stream is None else max(0, carried - self.carried)
+        due = max(0, carried - self.carried)
+        if not due:  # with due messages, a thread that joins goes on: the other rank has formed the communicator
+            with self._lock:
+                self._error = error
         unmet = [self._waiting.pop() for _ in range(len(self._waiting) - due)]
         for posted, _, _ in reversed(unmet):
             conclude(posted.work, error)
