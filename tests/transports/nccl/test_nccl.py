@@ -39,6 +39,7 @@ from aiocomms.errors import (
     CommTimeoutError,
     MismatchError,
     PeerDiedError,
+    StoreLostError,
     UnsupportedOperation,
 )
 from aiocomms.ops import codec, reductions
@@ -718,6 +719,54 @@ async def test_abort_gives_up_in_a_thread_and_calls_nothing_afterwards(cuda: Fak
         with pytest.raises(CommAbortedError, match="enough"):
             await comms[1].recv(torch.ones(3), 0)
     assert {comm.state for comm in nccl().comms} == {"aborted"}
+
+
+@pytest.mark.asyncio
+async def test_a_split_that_fails_calls_nothing_beside_nccls_split(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is still within that call, which is no other call's to disturb."""
+    split, entered, may_split = FakeComm.commSplit, threading.Event(), threading.Event()
+
+    def late(self: FakeComm, color: int, key: int) -> FakeComm | None:
+        if self.rank == 0:
+            entered.set()
+        else:
+            may_split.wait(PATIENCE)
+        return split(self, color, key)
+
+    monkeypatch.setattr(FakeComm, "commSplit", late)
+    async with world(2) as comms:
+        tasks = [asyncio.ensure_future(comm.split([0, 1])) for comm in comms]
+        await anyio.to_thread.run_sync(entered.wait)
+        work, before = comms[0].all_reduce(torch.ones(3)), list(fake_comm(comms[0]).calls)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        with pytest.raises(CommError):
+            await work
+        transport(comms[0]).launcher.settle()
+        may_split.set()
+        with pytest.raises(CommError):
+            await tasks[1]
+        assert fake_comm(comms[0]).calls == before
+
+
+@pytest.mark.asyncio
+async def test_a_split_without_its_store_goes_on_with_what_was_held(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(2) as comms:
+        held: list[Any] = []
+
+        async def lost(rendezvous: Any, *_: object) -> None:
+            held.append(comms[rendezvous.rank].all_reduce(torch.ones(3)))
+            raise StoreLostError("for the test")
+
+        monkeypatch.setattr(bringup, "connect", lost)
+        for error in await asyncio.gather(*(comm.split([0, 1]) for comm in comms), return_exceptions=True):
+            assert isinstance(error, StoreLostError)
+        assert [result.tolist() for result in await asyncio.gather(*held)] == [[2] * 3] * 2
 
 
 @pytest.mark.asyncio

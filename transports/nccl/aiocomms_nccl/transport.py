@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from aiocomms.errors import (
     CommClosedError,
     CommError,
     ProtocolError,
+    StoreLostError,
     UnsupportedOperation,
 )
 from aiocomms.lowlevel import run_in_thread
@@ -132,22 +134,16 @@ class NcclTransport(LaneTransport):
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`. It calls ``ncclCommSplit``."""
         hellos = [self._hellos[rank] for rank in ranks]
-        split = self._hold_collectives(ranks[0], rendezvous.rank)
-        try:
+        with self._splitting(ranks[0], rendezvous.rank) as split:
             sockets, _ = await bringup.connect(rendezvous, hellos, None)
             high = bool(options.get(HIGH_PRIORITY))
             return await self._finish(self.cuda, self.library, rendezvous, hellos, sockets, split, high)
-        finally:
-            self._post_held()
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:
         """See :meth:`Transport.split_nobody`. Every rank must call ``ncclCommSplit``."""
-        split = self._hold_collectives(_NONE, 0)
-        try:
+        with self._splitting(_NONE, 0) as split:
             call = functools.partial(guarded, self.cuda, self.library, "split", split)
             await rendezvous.run("splitting NCCL's communicator", call)
-        finally:
-            self._post_held()
 
     @classmethod
     async def _finish(
@@ -171,15 +167,24 @@ class NcclTransport(LaneTransport):
             control.close(_PATIENCE)
             raise
 
-    def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
-        """Hold back collectives during a split. Return the function, for another thread, that does the split."""
+    @contextlib.contextmanager
+    def _splitting(self, color: int, key: int) -> Iterator[Callable[[], Any]]:
+        """Hold back collectives within the context. Yield the function, for another thread, that does the split.
+
+        After a failure they stay held: the thread may still be in NCCL's call, and the communicator is lost.
+        """
         self._held, quiet = deque(), self.launcher.quiet(self._comm_stream)
 
         def split() -> Any:
             quiet()  # ncclCommSplit requires that no operation is outstanding
             return self._comm_stream.comm.commSplit(color, key)
 
-        return split
+        try:
+            yield split
+        except StoreLostError:  # the thread has not begun, and the communicator stays usable
+            self._post_held()
+            raise
+        self._post_held()
 
     def _post_held(self) -> None:
         held, self._held = self._held or deque(), None
