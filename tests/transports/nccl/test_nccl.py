@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -675,6 +676,26 @@ async def test_a_device_that_is_broken(cuda: FakeCuda) -> None:
         cuda.gpu.broken = True
         with pytest.raises(CommError, match="CUDA has failed"):
             await work
+
+
+@pytest.mark.asyncio
+async def test_the_loop_rests_after_a_device_has_broken(cuda: FakeCuda) -> None:
+    """The outcomes that native threads still report keep no descriptor readable."""
+    async with world(1) as (comm,):
+        gate, here = Gate(cuda.current_stream()), transport(comm)
+        works = [comm.all_reduce(torch.ones(3), op) for op in (ReduceOp.SUM, ReduceOp.PREMUL_SUM(2.0), ReduceOp.SUM)]
+        await parked(cuda)
+        cuda.gpu.broken = True
+        gate.open()
+        for work in works:
+            with pytest.raises(CommError, match="CUDA has failed"):
+                await work
+        while cuda.gpu.sleeping or len(getattr(here.launcher, "_ops", ())):
+            await asyncio.sleep(0)  # until no thread has anything to report, and it was heard
+        await at_rest(comm)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not select.select([here.fileno()], [], [], 0)[0]
 
 
 @pytest.mark.asyncio

@@ -173,14 +173,14 @@ class NativeLauncher:
 
     def poll(self) -> bool:
         """See :meth:`Launcher.poll`."""
-        did = self._direct.poll() if len(self._direct) else False
+        did = False
         for number, kind, code in self._native.take(self._port):
             if kind == ASLEEP:
                 self._asleep = True
             else:
                 did = True
                 self._end(self._ops.pop(number), kind, code)
-        return did
+        return (len(self._direct) > 0 and self._direct.poll()) or did  # it may raise, so the port is emptied before
 
     def _end(self, op: _UnderWay, kind: int, code: int) -> None:
         what, then, _ = op

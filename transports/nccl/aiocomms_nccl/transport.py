@@ -348,11 +348,13 @@ class NcclTransport(LaneTransport):
 
     def _poll_events(self) -> bool:
         """Poll the events. If some have not fired, poll NCCL's asynchronous errors, too."""
-        if not len(self.launcher) or isinstance(self._failure, CudaBrokenError):
+        if not len(self.launcher):
             return False
         try:
             did = self.launcher.poll()
         except RuntimeError as error:
+            if isinstance(self._failure, CudaBrokenError):
+                return False  # no event fires any more, so polls are of no use
             self.lose_cuda(error)
             return True
         if len(self.launcher) and not self.aborted:
