@@ -209,10 +209,11 @@ class recorded:  # noqa: N801 - the name reads well in ``await recorded(stream)`
 
     def done(self) -> bool:
         """Return whether the stream has done the work."""
-        return self._event.query()
+        with self._cuda.harmless():
+            return self._event.query()
 
     def __await__(self) -> Generator[Any, Any, None]:
-        if not self._event.query():
+        if self._cuda.capturing() or not self.done():  # a query by the capturing thread breaks its capture
             yield from _Watch(self._cuda, self._event).__await__()
 
 

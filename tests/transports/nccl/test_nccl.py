@@ -604,6 +604,32 @@ async def test_an_await_of_a_point_in_a_stream(cuda: FakeCuda) -> None:
     assert point.done()
 
 
+@pytest.mark.asyncio
+async def test_a_point_in_a_stream_breaks_no_capture(cuda: FakeCuda) -> None:
+    """Neither that of another thread nor that of this one, which an await outlasts."""
+    point = recorded(FakeStream(cuda.gpu), cuda=cuda)
+    begun, end, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def capture() -> None:
+        with cuda.graph():
+            begun.set()
+            end.wait(PATIENCE)
+
+    other = threading.Thread(target=_catch, args=(errors, capture))
+    other.start()
+    begun.wait(PATIENCE)
+    await point
+    assert point.done()
+    end.set()
+    other.join(PATIENCE)
+    assert not errors
+    with cuda.graph():
+        task = asyncio.ensure_future(_await(point))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    await task
+
+
 async def _await(what: Any) -> None:
     await what
 
@@ -690,8 +716,8 @@ async def test_the_loop_rests_after_a_device_has_broken(cuda: FakeCuda) -> None:
         for work in works:
             with pytest.raises(CommError, match="CUDA has failed"):
                 await work
-        while cuda.gpu.sleeping or len(getattr(here.launcher, "_ops", ())):
-            await asyncio.sleep(0)  # until no thread has anything to report, and it was heard
+        while cuda.gpu.sleeping or len(getattr(here.launcher, "_ops", ())):  # noqa: ASYNC110 - threads tell the loop
+            await asyncio.sleep(0)
         await at_rest(comm)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -877,6 +903,31 @@ async def test_a_rank_that_closes_before_it_joins_a_direction(
         await receiver.aclose()
         assert not forming()
     assert {comm.state for comm in nccl().comms} <= {"aborted", "destroyed"}
+
+
+@pytest.mark.asyncio
+async def test_a_direction_that_a_close_finds_formed_is_ended_beside_captures(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, abort = [], FakeComm.abort
+
+    def noted(self: FakeComm) -> None:
+        modes.append(cuda.gpu.mode)
+        abort(self)
+
+    monkeypatch.setattr(FakeComm, "abort", noted)
+    async with world(2) as (receiver, sender):
+        here = transport(receiver)
+        Inner(receiver, ops.Recv(torch.zeros(5), 1, 0))
+        Inner(sender, ops.Send(torch.ones(5), 0, 0))
+        while not any(direction.begun for direction in here._matcher._directions.values()):  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0)
+        monkeypatch.setattr(here, "progress", lambda: False)
+        while not here._threads.returned:  # noqa: ASYNC110 - the loop does not hear of it
+            await asyncio.sleep(0)
+        await receiver.aclose()
+    assert modes
+    assert set(modes) == {THREAD_LOCAL}
 
 
 @pytest.mark.asyncio

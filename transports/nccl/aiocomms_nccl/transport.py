@@ -472,11 +472,15 @@ class NcclTransport(LaneTransport):
         if self._matcher.release(CommClosedError("the communicator was closed on this rank")):
             self._threads.join(_PATIENCE)
         if not isinstance(self._failure, CudaBrokenError):
-            for late in self._threads.returned:
-                for comm_stream in late.value or ():  # a late communicator carries no messages
-                    comm_stream.comm.abort()
-        if self.aborted and not isinstance(self._failure, CudaBrokenError):
             self.cuda.activate()
             with self.cuda.harmless():
-                self.launcher.drain()
+                self._drop_late()
         self.launcher.close()
+
+    def _drop_late(self) -> None:
+        """Abort communicators that were formed late. After an abort, wait until the running ops have ended."""
+        for late in self._threads.returned:
+            for comm_stream in late.value or ():  # a late communicator carries no messages
+                comm_stream.comm.abort()
+        if self.aborted:
+            self.launcher.drain()
