@@ -21,6 +21,10 @@ from aiocomms.cuda import runtime
 Shared = tuple[Any, ...]
 """The record with which one other process maps memory: the identifier of its GPU, and torch's own values."""
 
+_COUNTERS: Final = 10_000
+"""The number of counters in each of torch's files of them (``CUDA_IPC_REF_COUNTER_FILE_SIZE``)."""
+_UNUSABLE: Final = (RuntimeError, TypeError, ValueError, IndexError)
+"""The errors of memory that CUDA does not map, and of malformed records."""
 _PLAIN: Final = b"c"
 """The mark in torch's handles for memory from ``cudaMalloc``."""
 
@@ -78,12 +82,22 @@ def map_shared(index: int, shared: Shared) -> TorchMapped | None:
     try:
         owner = next((at for at in range(torch.cuda.device_count()) if _identifier(at) == gpu), None)
         mapped = None if owner is None else _map(owner, exported)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # The record may also be malformed.
-        return None
-    if mapped is not None and owner is not None and owner != index:
+    except _UNUSABLE:
+        mapped = None
+    if mapped is None:
+        _release_unmapped(exported)
+    elif owner is not None and owner != index:
         with torch.cuda.device(index):
             runtime.reach(owner)
     return mapped
+
+
+def _release_unmapped(exported: list[Any]) -> None:
+    """Lower torch's count of processes, as the end of a mapping does. Else the owner keeps the memory for ever."""
+    with contextlib.suppress(*_UNUSABLE):
+        counters, place = exported[3:5]
+        if 0 <= place < _COUNTERS:
+            UntypedStorage._release_ipc_counter_cuda(counters, place)
 
 
 def _map(owner: int, exported: list[Any]) -> TorchMapped:

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.deterministic
 HANDLE = bytes(range(64))
 SHARED = ("gpu-0", b"\x02c" + HANDLE, 12, 4, b"/counter", 3, b"e" * 64, True)
 """The record that describes shared memory of the first GPU."""
+RELEASED = ("released", b"/counter", 3)
+"""What tells the owner that this process does not map the memory."""
 
 
 class Storage:
@@ -79,6 +81,11 @@ class Ipc:
             raise RuntimeError(self.refused)
         return Storage(self.log)
 
+    def release_counter(self, counters: bytes, place: int) -> None:
+        if type(counters) is not bytes or type(place) is not int:
+            raise TypeError("a bytes object is required")
+        self.log.append(("released", counters, place))
+
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Ipc:
@@ -90,6 +97,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Ipc:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"gpu-{index}"))
     monkeypatch.setattr(UntypedStorage, "_new_shared_cuda", staticmethod(gpus.new_shared), raising=False)
+    monkeypatch.setattr(UntypedStorage, "_release_ipc_counter_cuda", staticmethod(gpus.release_counter), raising=False)
     return gpus
 
 
@@ -114,7 +122,7 @@ def test_shared_memory_stays_mapped_from_before_torch_maps_until_it_unmaps(gpus:
     assert gpus.log == [("mapped", HANDLE, 1, 0), ("torch maps", 0, SHARED[1:])]
     gpus.log.clear()
     mapped.release()
-    assert gpus.log == ["torch lets go", ("unmapped", 0x700, 0)]
+    assert gpus.log == ["torch lets go", ("unmapped", 0x700, 0)]  # and torch then releases its counter itself
 
 
 @pytest.mark.parametrize(
@@ -131,19 +139,20 @@ def test_only_a_cudamalloc_handle_is_opened_directly(gpus: Ipc, handle: bytes, o
 
 def test_map_shared_of_an_invisible_gpu_returns_none(gpus: Ipc) -> None:
     assert ipc.map_shared(0, ("gpu-7", *SHARED[1:])) is None
-    assert not gpus.log
+    assert gpus.log == [RELEASED]
 
 
 def test_map_shared_unmaps_where_torch_refuses(gpus: Ipc) -> None:
     gpus.refused = "invalid device context"
     assert ipc.map_shared(0, SHARED) is None
-    assert gpus.log[-1] == ("unmapped", 0x700, 0)
+    assert gpus.log[-2:] == [("unmapped", 0x700, 0), RELEASED]
 
 
 def test_map_shared_returns_none_where_cuda_refuses(gpus: Ipc) -> None:
     gpus.opens = 400
     assert ipc.map_shared(0, SHARED) is None
     assert not any(entry[0] == "torch maps" for entry in gpus.log)
+    assert gpus.log[-1] == RELEASED
 
 
 @pytest.mark.parametrize("status", [0, 704])
@@ -157,7 +166,18 @@ def test_map_shared_enables_peer_access_from_the_copying_gpu(gpus: Ipc, status: 
     mapped.release()
 
 
-@pytest.mark.parametrize("nonsense", [("gpu-0",), ("gpu-0", "handle", 1), ("gpu-0", b"\x02c" + HANDLE[:9])])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        ("gpu-0",),
+        ("gpu-0", "handle", 1),
+        ("gpu-0", b"\x02c" + HANDLE[:9]),
+        (*SHARED[:4], 5, 3),
+        (*SHARED[:5], "3"),
+        (*SHARED[:5], -1),
+        (*SHARED[:5], 10_000),
+    ],
+)
 def test_malformed_shared_memory_is_not_mapped(
     gpus: Ipc, nonsense: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,3 +187,4 @@ def test_malformed_shared_memory_is_not_mapped(
 
     monkeypatch.setattr(UntypedStorage, "_new_shared_cuda", staticmethod(strict), raising=False)
     assert ipc.map_shared(0, nonsense) is None
+    assert not any(entry[0] == "released" for entry in gpus.log)
